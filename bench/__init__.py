@@ -1,0 +1,1 @@
+"""Measures selfspec and its peers; nothing imports it."""

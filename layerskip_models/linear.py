@@ -1,0 +1,128 @@
+"""The fastest linear for a weight's shape on this device, chosen by timing when the model is loaded.
+
+On a CPU two kernels compete: `F.linear` on the plain weight, and oneDNN on a weight that was packed into the blocked
+layout its kernels read. Which one wins depends on the processor, the shape and the number of rows (on one Xeon the plain
+kernel won for matrices under 5 MB and the packed one by up to 1.8 times for 4 rows and more above that; on one EPYC the
+packed one won everywhere, by 1.6 to 8 times), so it is measured, not assumed. A packed weight replaces the plain one:
+nothing is resident twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Layout = Literal["plain", "packed"]
+"""How a weight is stored: row major as in the checkpoint, or in oneDNN's blocked layout."""
+
+_PACK_ROWS = 8  # row count the packed layout is laid out for; 4 to 16 measured alike
+_TIMED_ROWS = (1, 5)  # a draft or autoregressive step, and a typical verification
+_TIMED_BYTES = 64 << 20
+_PLAIN_BONUS = 1.05  # plain wins ties: a choice that flips from run to run would change the rounding
+
+
+class Linear(Protocol):
+    """y = x W^T + b over a few rows."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in]. Returns [rows, out]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b in a new tensor; residual: [rows, out], x: [rows, in]."""
+        ...
+
+
+class PlainLinear:
+    """`F.linear`, with the residual folded into the product where there is no bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._transposed = weight.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in]. Returns [rows, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        out = torch.addmm(residual, x, self._transposed)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class PackedLinear:
+    """oneDNN's linear on a packed weight (the operators that inductor emits when it freezes a model)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        self.bias = bias
+        self._run = torch.ops.mkldnn._linear_pointwise.default
+        self._run_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in]. Returns [rows, out]."""
+        return self._run(x, self.weight, self.bias, "none", [], "")
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        return self._run_binary(x, residual, self.weight, self.bias, "add")
+
+
+LAYOUTS: dict[Layout, type[PlainLinear] | type[PackedLinear]] = {"plain": PlainLinear, "packed": PackedLinear}
+
+
+def packing_works(weight: Tensor) -> bool:
+    """Whether this build of torch packs such a weight on this device, and computes with it what `F.linear` does."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(24, 16, generator=generator).to(weight.dtype)
+    x = torch.randn(3, 16, generator=generator).to(weight.dtype)
+    try:
+        packed = PackedLinear(probe)(x)
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # the operators are private: a build may lack or change them
+        return False
+    return torch.allclose(packed.float(), F.linear(x, probe).float(), rtol=2e-2, atol=2e-2)
+
+
+def fastest_layout(weight: Tensor) -> Layout:
+    """The layout that is fastest for weights shaped like this one, [out, in], summed over `_TIMED_ROWS`.
+
+    Copies of the weight are rotated through, since one alone might stay in a cache that the whole model outgrows. Takes
+    milliseconds for small matrices and a fraction of a second for large ones.
+    """
+    if not packing_works(weight):
+        return "plain"
+    num_bytes = weight.numel() * weight.element_size()
+    copies = [weight.clone() for _ in range(min(8, max(1, _TIMED_BYTES // num_bytes)))]
+    repeats = max(len(copies), min(24, int(2e8 // num_bytes)), 2)
+    seconds: dict[Layout, float] = {}
+    with torch.inference_mode():
+        for layout, kind in LAYOUTS.items():
+            linears = [kind(copy) for copy in copies]
+            inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in _TIMED_ROWS]
+            seconds[layout] = sum(_seconds(linears, x, repeats) for x in inputs)
+    return "packed" if seconds["packed"] * _PLAIN_BONUS < seconds["plain"] else "plain"
+
+
+def _seconds(linears: Sequence[Linear], x: Tensor, repeats: int) -> float:
+    """Best of three: seconds per call, going round the linears."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for i in range(repeats):
+            linears[i % len(linears)](x)
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best

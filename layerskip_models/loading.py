@@ -1,0 +1,269 @@
+"""From a checkpoint, or a transformers model in memory, to a `LayerSkipModel`.
+
+transformers reads the files (safetensors only); this module fuses and lays out the weights. `load_model` hands each
+layer's original weights back as soon as they are converted, so that nothing is resident twice; `from_transformers`
+copies, because the model it is given must stay as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from layerskip_models.linear import LAYOUTS, Layout, Linear, fastest_layout
+from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
+
+DEMO_PATH = Path(__file__).parent / "demo"
+"""The checkpoint that ships with the package."""
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+LAYERSKIP_CHECKPOINTS = (
+    "facebook/layerskip-llama2-7B",
+    "facebook/layerskip-llama2-13B",
+    "facebook/layerskip-llama2-70B",
+    "facebook/layerskip-codellama-7B",
+    "facebook/layerskip-codellama-34B",
+    "facebook/layerskip-llama3-8B",
+    "facebook/layerskip-llama3.2-1B",
+)
+"""Meta's LayerSkip checkpoints, all of the Llama family."""
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """The device to run on: "auto" takes CUDA when there is one. ValueError for one that this machine lacks."""
+    if str(device) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {str(device)!r} is not available here: use 'cpu' or 'auto' ({error})") from error
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: torch.dtype | None) -> torch.dtype:
+    """The dtype to run in: "auto" is float32 on a CPU (exact, and fast there) and the checkpoint's own elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        chosen = dtype
+    elif dtype == "auto":
+        chosen = torch.float32 if device.type == "cpu" or checkpoint is None else checkpoint
+    elif dtype in _DTYPES:
+        chosen = _DTYPES[dtype]
+    else:
+        raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
+    if chosen not in _DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {chosen}")
+    return chosen
+
+
+def check_config(config: object, name: str) -> LlamaConfig:
+    """Return the config if this engine runs such a model; ValueError that lists what is supported if not."""
+    if not isinstance(config, LlamaConfig) or config.model_type != "llama":
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise ValueError(
+            f"{name} is a {kind!r} model; supported are {', '.join(SUPPORTED_ARCHITECTURES)} checkpoints "
+            f"(Llama 2, Llama 3, CodeLlama), such as {', '.join(LAYERSKIP_CHECKPOINTS)}"
+        )
+    if config.hidden_act != "silu":
+        raise ValueError(f"{name} uses hidden_act={config.hidden_act!r}; supported is 'silu'")
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in SUPPORTED_ROPE:
+        raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(SUPPORTED_ROPE)}")
+    if config.num_hidden_layers < 2:
+        raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{name} is quantised; supported are float32, bfloat16 and float16 weights")
+    return config
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    layout: Layout | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> LayerSkipModel:
+    """Load a Llama-family checkpoint by hub name or local folder.
+
+    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype.
+    layout: of the weights; None times the possible ones and takes the fastest for each shape.
+    Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
+    Raises ValueError for another architecture, FileNotFoundError or OSError (transformers' own) when it cannot be found.
+    """
+    name = str(name_or_path)
+    target = resolve_device(device)
+    config = load_config(name, revision=revision, local_files_only=local_files_only)
+    chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
+    model = LlamaForCausalLM.from_pretrained(
+        name,
+        config=config,
+        dtype=chosen,
+        revision=revision,
+        local_files_only=local_files_only,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    return from_transformers(model.to(target), layout=layout, release=True)
+
+
+def load_config(name: str, *, revision: str | None = None, local_files_only: bool = False) -> LlamaConfig:
+    """The checked configuration of a checkpoint; errors as in `load_model`."""
+    if (name.startswith((".", "/", "~")) or "\\" in name) and not Path(name).expanduser().is_dir():
+        raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
+    config = AutoConfig.from_pretrained(
+        name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
+    )
+    return check_config(config, name)
+
+
+def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a checkpoint."""
+    return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False, **options)
+
+
+def load_demo(
+    *, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
+) -> tuple[LayerSkipModel, PreTrainedTokenizerBase]:
+    """The demo checkpoint and its tokenizer, from the package, without a network."""
+    return load_model(DEMO_PATH, dtype=dtype, device=device, local_files_only=True), load_tokenizer(DEMO_PATH)
+
+
+def from_transformers(
+    model: LlamaForCausalLM, *, layout: Layout | None = None, release: bool = False
+) -> LayerSkipModel:
+    """Convert a model that transformers holds in memory.
+
+    release: False copies the weights and leaves `model` as it is (they are then resident twice, the price of a fused
+        layout beside a model that stays usable); True empties `model` while converting it.
+    Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices.
+    """
+    if not isinstance(model, LlamaForCausalLM):
+        raise ValueError(
+            f"expected a {', '.join(SUPPORTED_ARCHITECTURES)}, got {type(model).__name__}; "
+            f"supported checkpoints are Llama 2, Llama 3 and CodeLlama, such as {', '.join(LAYERSKIP_CHECKPOINTS)}"
+        )
+    config = check_config(model.config, model.config.name_or_path or type(model).__name__)
+    _check_weights(model)
+    with torch.inference_mode(False), torch.no_grad():
+        return _convert(model, config, layout, release)
+
+
+def _check_weights(model: LlamaForCausalLM) -> None:
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise ValueError(f"the model's weights must be on one device, they are on {sorted(map(str, devices))}")
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(dtypes) != 1 or next(iter(dtypes)) not in _DTYPES.values():
+        raise ValueError(
+            f"the model's weights must be of one dtype out of {', '.join(_DTYPES)}, "
+            f"they are {sorted(map(str, dtypes))}: call model.to(torch.float32), or load it unquantised"
+        )
+
+
+def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None, release: bool) -> LayerSkipModel:
+    decoder = model.model
+    layouts: dict[str, Layout] = {}
+
+    def linear(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
+        if kind not in layouts:  # layers are alike, so the first one's timing serves them all
+            layouts[kind] = layout or fastest_layout(weight)
+        return LAYOUTS[layouts[kind]](weight, bias)
+
+    layers = []
+    for layer in decoder.layers:
+        projections = {kind: linear(kind, *parts) for kind, parts in _fuse_layer(layer, config).items()}
+        layers.append(
+            DecoderLayer(
+                input_norm=layer.input_layernorm.weight.detach().clone(),
+                post_attention_norm=layer.post_attention_layernorm.weight.detach().clone(),
+                **projections,
+            )
+        )
+        if release:
+            _release(layer)
+
+    embedding = decoder.embed_tokens.weight.detach()
+    head_weight = model.lm_head.weight.detach()
+    tied = head_weight.data_ptr() == embedding.data_ptr()
+    if not release:
+        embedding = embedding.clone()
+        head_weight = embedding if tied else head_weight.clone()
+    head = linear("head", head_weight, None)
+    result = LayerSkipModel(
+        config,
+        embedding=embedding,
+        layers=layers,
+        final_norm=decoder.norm.weight.detach().clone(),
+        head=head,
+        inv_freq=decoder.rotary_emb.inv_freq.detach().float().clone(),
+        rotary_scaling=float(decoder.rotary_emb.attention_scaling),
+        name=config.name_or_path or None,
+    )
+    if release:
+        _release(model)
+    return result
+
+
+def _fuse_layer(layer: LlamaDecoderLayer, config: LlamaConfig) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Weight and bias of the four fused projections of a transformers layer, as new tensors."""
+    attention, mlp = layer.self_attn, layer.mlp
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+
+    def fuse(parts: list[Tensor | None]) -> Tensor | None:
+        return None if parts[0] is None else torch.cat([p.detach() for p in parts if p is not None])
+
+    def interleaved(values: Tensor | None, count: int) -> Tensor | None:
+        return None if values is None else interleave_heads(values.detach(), count)
+
+    def copied(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.detach().clone()
+
+    def qkv(field: str) -> Tensor | None:
+        query, key, value = (getattr(p, field) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        return fuse([interleaved(query, heads), interleaved(key, kv_heads), value])
+
+    fused = {
+        "qkv": (qkv("weight"), qkv("bias")),
+        "output": (copied(attention.o_proj.weight), copied(attention.o_proj.bias)),
+        "gate_up": (
+            fuse([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            fuse([mlp.gate_proj.bias, mlp.up_proj.bias]),
+        ),
+        "down": (copied(mlp.down_proj.weight), copied(mlp.down_proj.bias)),
+    }
+    return {kind: (weight, bias) for kind, (weight, bias) in fused.items() if weight is not None}
+
+
+def _release(module: nn.Module) -> None:
+    """Give the memory of a module's parameters back."""
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+__all__ = [
+    "DEMO_PATH",
+    "LAYERSKIP_CHECKPOINTS",
+    "SUPPORTED_ARCHITECTURES",
+    "check_config",
+    "from_transformers",
+    "load_config",
+    "load_demo",
+    "load_model",
+    "load_tokenizer",
+    "resolve_device",
+    "resolve_dtype",
+]

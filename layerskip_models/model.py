@@ -1,0 +1,185 @@
+"""One lean Llama decoder over loaded weights: embed, run a range of layers, norm + head on chosen rows.
+
+The only forward pass that decoding uses. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times
+as much at batch 1; the tests hold it to transformers' logits. Batch 1 throughout, so the batch dimension is left out:
+a hidden state is [rows, hidden], its rows consecutive positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+
+from layerskip_models.linear import Linear
+
+
+class LayerCache(Protocol):
+    """What `run_layers` needs of a KV cache."""
+
+    layers: list[Tensor]
+    """One tensor [max_length, 2 * num_kv_heads, head_dim] per layer: keys, then values, of every position."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """The weights of one decoder layer, fused: query, key, value in one matrix; gate and up in one.
+
+    Query and key rows are interleaved within each head (see `interleave_heads`), so that a rotary pair is adjacent.
+    """
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
+    output: Linear  # heads * head_dim -> hidden
+    post_attention_norm: Tensor  # [hidden]
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
+
+
+def interleave_heads(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder the rows of a query or key projection so that rotary pairs (i, i + d/2) become (2i, 2i + 1).
+
+    weight: [num_heads * d, ...]. Queries and keys are permuted alike, so their products do not change, and rotating a
+    head becomes one multiplication of complex numbers.
+    """
+    heads = weight.unflatten(0, (num_heads, 2, -1))
+    return heads.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+class LayerSkipModel:
+    """A Llama whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
+
+    Attributes: config (LlamaConfig), num_layers, hidden_size, vocab_size, max_positions (tokens of context), dtype,
+    device, num_heads, num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        embedding: Tensor,
+        layers: list[DecoderLayer],
+        final_norm: Tensor,
+        head: Linear,
+        inv_freq: Tensor,
+        rotary_scaling: float,
+        name: str | None = None,
+    ) -> None:
+        self.config = config
+        self.name = name
+        self.num_layers = len(layers)
+        self.hidden_size = config.hidden_size
+        self.vocab_size = embedding.shape[0]
+        self.max_positions = config.max_position_embeddings
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        self._embedding = embedding  # [vocab, hidden]
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._eps = config.rms_norm_eps
+        self._inv_freq = inv_freq  # float32 [head_dim / 2]
+        self._rotary_scaling = rotary_scaling
+        self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
+        self._fused_norm = self.dtype not in (torch.float32, torch.float64)
+
+    def prepare(self, max_length: int) -> None:
+        """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
+
+        As in transformers, angles and their sine and cosine are computed in float32 whatever the model's dtype.
+        """
+        if self._rotary.shape[0] >= max_length:
+            return
+        with torch.inference_mode(False):
+            length = min(max(max_length, 2 * self._rotary.shape[0]), max(self.max_positions, max_length))
+            positions = torch.arange(length, dtype=torch.float32, device=self.device)
+            angles = torch.outer(positions, self._inv_freq)
+            wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+            cos = (angles.cos() * self._rotary_scaling).to(wide)
+            sin = (angles.sin() * self._rotary_scaling).to(wide)
+            self._rotary = torch.complex(cos, sin).unsqueeze(1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 [rows]. Returns [rows, hidden]."""
+        return F.embedding(tokens, self._embedding)
+
+    def embed_one(self, token: int) -> Tensor:
+        """The embedding of one token as [1, hidden]: a view of the table, no copy."""
+        return self._embedding[token : token + 1]
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        cache: LayerCache,
+        position: int,
+        capture: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Run layers [start, stop) over consecutive rows, writing their keys and values into the cache.
+
+        hidden: [rows, hidden], the output after `start` layers (the embedding for 0); left unchanged.
+        position: of the first row; row i attends to positions 0 .. position + i, which every one of these layers must
+            hold in the cache already.
+        capture: called after each layer as capture(layers_done, hidden).
+        Returns the hidden state after `stop` layers, [rows, hidden].
+        """
+        rows = hidden.shape[0]
+        end = position + rows
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        rotary = self._rotary[position:end]
+        mask = None
+        if rows > 1 and position > 0:
+            mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
+        for index in range(start, stop):
+            layer = self._layers[index]
+            qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(rows, heads + 2 * kv_heads, dim)
+            self._rotate(qkv[:, : heads + kv_heads], rotary)
+            stored = cache.layers[index][:end]
+            stored[position:] = qkv[:, heads:]
+            keys = stored[:, :kv_heads].transpose(0, 1).unsqueeze(0)
+            values = stored[:, kv_heads:].transpose(0, 1).unsqueeze(0)
+            if rows == 1:  # the query heads of a group see the same keys: they are the rows of one small attention
+                query = qkv[:, :heads].view(1, kv_heads, heads // kv_heads, dim)
+                attended = F.scaled_dot_product_attention(query, keys, values).view(1, heads * dim)
+            else:
+                query = qkv[:, :heads].transpose(0, 1).unsqueeze(0)
+                attended = F.scaled_dot_product_attention(
+                    query, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
+                )
+                attended = attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
+            hidden = layer.output.add_to(hidden, attended)
+            gate, up = layer.gate_up(self._norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
+            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
+            if capture is not None:
+                capture(index + 1, hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
+        return self._head(self._norm(hidden, self._final_norm)).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm. In half precision through float32, as transformers does; otherwise in the fewest kernels."""
+        if self._fused_norm:
+            wide = x.float()
+            return F.rms_norm(wide, (x.shape[-1],), None, self._eps).to(x.dtype).mul_(weight)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        mean_square = torch.mul(norm, norm).mul_(1 / x.shape[-1]).add_(self._eps)
+        return mean_square.rsqrt_().mul(x).mul_(weight)
+
+    def _rotate(self, heads: Tensor, rotary: Tensor) -> None:
+        """Rotary embedding, in place, of interleaved heads [rows, heads, head_dim]."""
+        if self._fused_norm:
+            pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+            heads.copy_(torch.view_as_real(pairs.mul_(rotary)).flatten(-2))
+        else:
+            torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotary)

@@ -1,0 +1,240 @@
+"""What a policy is: the two protocols, and the records that the engine shows them.
+
+A policy decides two things in every round: which layer to exit at (an `ExitPolicy`, asked once, before drafting) and
+when to stop drafting (a `StoppingPolicy`, asked at every drafted token). `Policy` puts one of each together. Policies see
+records of numbers, never the model, so ten numbers test one.
+
+Why a stopping policy is asked twice per token: with a sampled draft, throwing a token away is only exact if the decision
+was fixed before the token was drawn. `stop_before_draw` is therefore asked while the token does not exist yet (a stop
+means that it never will), and `stop_after_draw`, which sees the token, can only keep it and stop. No policy can express a
+biased stop. (A token t with p(t) = q(t) = 0.4, dropped whenever it is drawn, would come out with probability 0.16.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+StopCause = Literal["cap", "before_draw", "after_draw", "eos", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a policy asks the engine to compute; everything costs time, so the default is nothing.
+
+    confidence: top-1 probability of the *unfiltered* draft distribution at temperature 1.
+    entropy: of that same distribution, in nats.
+    exit_hidden: the hidden state at the exit layer of every draft row.
+    shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
+    prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
+    learn_every: shadow tokens are computed in every n-th round only.
+    """
+
+    confidence: bool = False
+    entropy: bool = False
+    exit_hidden: bool = False
+    shadow_layers: tuple[int, ...] = ()
+    prompt_rows: int = 0
+    learn_every: int = 1
+
+    def __or__(self, other: Needs) -> Needs:
+        """Everything that either of the two asks for."""
+        schedules = [n.learn_every for n in (self, other) if n.shadow_layers]
+        return Needs(
+            confidence=self.confidence or other.confidence,
+            entropy=self.entropy or other.entropy,
+            exit_hidden=self.exit_hidden or other.exit_hidden,
+            shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
+            prompt_rows=max(self.prompt_rows, other.prompt_rows),
+            learn_every=min(schedules, default=1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The exit policy's decision for one round.
+
+    exit_layer: in [1, L-1], or None for "no speculation": the round is one autoregressive step.
+    max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
+    """
+
+    exit_layer: int | None
+    max_speculations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundContext:
+    """What is known before a round: its number, counted from 0, and how long the text is (tokens)."""
+
+    round_index: int
+    num_committed: int
+    remaining_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftRow:
+    """A draft row before its token is drawn; everything in it is fixed by the rows before it.
+
+    num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}.
+    confidence, entropy, exit_hidden [hidden]: as in `Needs`, None unless asked for.
+    """
+
+    num_drafted: int
+    exit_layer: int
+    confidence: float | None = None
+    entropy: float | None = None
+    exit_hidden: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShadowTokens:
+    """What every candidate layer would have said for some rows, and what the full model said.
+
+    layers: the exit layers, in the order of the tensors' first dimension.
+    tokens: int64 [layers, rows], argmax of norm + head at each layer.
+    confidences: float32 [layers, rows], probability of that argmax at that layer (unfiltered, temperature 1).
+    target_tokens: int64 [rows], the full model's choice: its argmax after processors.
+    target_probabilities: float32 [layers, rows], p(shadow token) under the processed target distribution when
+        sampling; None when greedy.
+    """
+
+    layers: tuple[int, ...]
+    tokens: Tensor
+    confidences: Tensor
+    target_tokens: Tensor
+    target_probabilities: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundRecord:
+    """One finished round, as statistics and policies see it.
+
+    num_committed_before: tokens of prompt and text before the round, n; its rows sit at positions n-1 ..
+    exit_layer: None if the round did not speculate.
+    draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted.
+    tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
+    loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step.
+    stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the
+        round did not speculate.
+    confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw).
+    acceptance_probabilities: min(1, p/q) of each draft when sampling, else None.
+    shadow: for rows 0..m, if a policy asked.
+    """
+
+    index: int
+    num_committed_before: int
+    exit_layer: int | None
+    max_speculations: int
+    draft_tokens: tuple[int, ...]
+    num_accepted: int
+    tokens: tuple[int, ...]
+    loaded_layers: int
+    stop_cause: StopCause
+    confidences: tuple[float, ...] | None = None
+    acceptance_probabilities: tuple[float, ...] | None = None
+    shadow: ShadowTokens | None = None
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def num_drafted(self) -> int:
+        """Kept drafts, k."""
+        return len(self.draft_tokens)
+
+    @property
+    def counted_drafts(self) -> tuple[int, int]:
+        """(drafted, accepted) as statistics count them: nothing behind a stop inside the round."""
+        if len(self.tokens) > self.num_accepted:
+            return self.num_drafted, self.num_accepted
+        return len(self.tokens), len(self.tokens)
+
+
+class ExitPolicy(Protocol):
+    """Chooses the exit layer, and a cap on the length, once per round."""
+
+    needs: Needs
+
+    def plan(self, context: RoundContext) -> Plan:
+        """The decision for the coming round."""
+        ...
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Called after prefill with the last prompt rows, if `needs.prompt_rows` asked for them."""
+        ...
+
+    def observe(self, record: RoundRecord) -> None:
+        """Called after every round."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all that was learned."""
+        ...
+
+
+class StoppingPolicy(Protocol):
+    """Decides at every drafted token whether to go on."""
+
+    needs: Needs
+
+    def start_round(self, plan: Plan) -> None:
+        """Called after the plan is made, before the first row."""
+        ...
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        """True: draw no token from this row; what was kept so far goes to verification."""
+        ...
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        """True: the token is kept, and drafting ends."""
+        ...
+
+    def observe(self, record: RoundRecord) -> None:
+        """Called after every round."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all that was learned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An exit policy and, unless the plan's cap is all there is to it, a stopping policy."""
+
+    exit: ExitPolicy
+    stopping: StoppingPolicy | None = None
+    name: str = field(default="custom")
+
+    @property
+    def needs(self) -> Needs:
+        """What the two ask for together."""
+        return self.exit.needs | self.stopping.needs if self.stopping is not None else self.exit.needs
+
+    def observe(self, record: RoundRecord) -> None:
+        """Show a finished round to both."""
+        self.exit.observe(record)
+        if self.stopping is not None:
+            self.stopping.observe(record)
+
+    def reset(self) -> None:
+        """Make both forget what they learned."""
+        self.exit.reset()
+        if self.stopping is not None:
+            self.stopping.reset()
+
+
+def check_exit_layer(exit_layer: int, num_layers: int) -> int:
+    """Return `exit_layer` if a model of `num_layers` layers can exit there; ValueError with the range if not."""
+    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int) or not 1 <= exit_layer < num_layers:
+        raise ValueError(
+            f"exit_layer must be in [1, {num_layers - 1}] for this {num_layers}-layer model, got {exit_layer!r}"
+        )
+    return exit_layer
+
+
+def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Sorted, distinct exit layers, each checked by `check_exit_layer`."""
+    return tuple(sorted({check_exit_layer(layer, num_layers) for layer in layers}))

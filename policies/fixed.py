@@ -1,0 +1,39 @@
+"""LayerSkip's own policy: one exit layer and one speculation length for the whole run, LS(E-gamma)."""
+
+from __future__ import annotations
+
+from policies.base import Needs, Plan, RoundContext, RoundRecord, ShadowTokens, check_exit_layer
+
+
+class FixedExit:
+    """Exit after `exit_layer` layers and draft `num_speculations` tokens, every round.
+
+    num_speculations = 0 is plain autoregressive decoding (`exit_layer` is then not used).
+    Raises ValueError if the model cannot exit at `exit_layer` or `num_speculations` is negative.
+    Source: LayerSkip (Elhoushi et al. 2024), section 4.3; written LS(E-gamma) in DEL's tables.
+    """
+
+    def __init__(self, exit_layer: int | None, num_speculations: int, *, num_layers: int) -> None:
+        if isinstance(num_speculations, bool) or not isinstance(num_speculations, int) or num_speculations < 0:
+            raise ValueError(f"num_speculations must be an integer >= 0, got {num_speculations!r}")
+        if num_speculations == 0:
+            self._plan = Plan(exit_layer=None, max_speculations=0)
+        else:
+            if exit_layer is None:
+                raise ValueError("exit_layer is missing: give one in [1, num_layers - 1], or num_speculations=0")
+            check_exit_layer(exit_layer, num_layers)
+            self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations)
+        self.needs = Needs()
+
+    def plan(self, context: RoundContext) -> Plan:
+        """The same plan each time."""
+        return self._plan
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Nothing to learn."""
+
+    def observe(self, record: RoundRecord) -> None:
+        """Nothing to learn."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""

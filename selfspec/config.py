@@ -1,0 +1,248 @@
+"""Every check of what a user may pass to `generate`, and the translation into what the engine runs on.
+
+Names and defaults are transformers' GenerationConfig's, and its own code merges them (call over config over checkpoint),
+builds the logits processors and the stopping criteria.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LlamaConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+from selfspec.stop_conditions import StopConditions
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""Where neither the call nor a configuration says how long (transformers would stop at 20 tokens in all)."""
+
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "num_return_sequences": (None, 1),
+    "diversity_penalty": (None, 0.0),
+    "guidance_scale": (None, 1, 1.0),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+"""GenerationConfig fields that do not apply to this engine, with the values that leave them off."""
+
+
+class GenerationHost(GenerationMixin):
+    """Lets transformers' own code prepare a call without a transformers model in memory."""
+
+    def __init__(self, config: LlamaConfig, generation_config: GenerationConfig, device: torch.device) -> None:
+        self.config = config
+        self.generation_config = generation_config
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        """Where processors keep their tensors."""
+        return self._device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One checked call: prompt ids (int64 [n]), processors, stop conditions, and the generator when sampling."""
+
+    prompt: Tensor
+    processors: LogitsProcessorList
+    stops: StopConditions
+    generator: torch.Generator | None
+
+
+def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Tensor:
+    """A prompt in any accepted form as int64 ids [n] on the CPU.
+
+    prompt: text (needs a tokenizer, which adds its special tokens), a list of ids, or an integer tensor [n] or [1, n].
+    Raises ValueError when it is empty, of another shape, or holds an id outside the vocabulary; TypeError for other types.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer: pass one to SelfSpecGenerator, or give token ids")
+        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
+        if ids.numel() == 0:
+            raise ValueError("the prompt is empty: give at least one token to continue")
+        return ids
+    if isinstance(prompt, Tensor):
+        if prompt.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"prompt ids must be integers, got a tensor of {prompt.dtype}")
+        ids = prompt.detach().to("cpu", torch.long)
+        if ids.dim() == 2 and ids.shape[0] == 1:
+            ids = ids[0]
+        if ids.dim() != 1:
+            raise ValueError(f"prompt ids must have shape [n] or [1, n] (batch 1), got {list(prompt.shape)}")
+    elif isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        ids = torch.tensor(list(prompt), dtype=torch.long)
+    else:
+        raise TypeError(
+            f"prompt must be text, a list of token ids or an integer tensor, got {type(prompt).__name__}; "
+            "of a tokenizer's output pass ['input_ids']"
+        )
+    if ids.numel() == 0:
+        raise ValueError("the prompt is empty: give at least one token to continue")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise ValueError(f"prompt ids must be in [0, {vocab_size - 1}], the model's vocabulary, got {wrong}")
+    return ids
+
+
+def make_generator(
+    seed: int | None, generator: torch.Generator | None, device: torch.device, do_sample: bool
+) -> torch.Generator | None:
+    """The source of randomness of one call: the given generator, one seeded by `seed`, or a freshly seeded one.
+
+    None when greedy. Raises ValueError if both are given or the generator is on another device.
+    """
+    if seed is not None and generator is not None:
+        raise ValueError("give seed or generator, not both")
+    if not do_sample:
+        return None
+    if generator is not None:
+        if generator.device.type != device.type:
+            raise ValueError(f"the generator is on {generator.device}, the model on {device}: make it there")
+        return generator
+    fresh = torch.Generator(device=device)
+    if seed is None:
+        fresh.seed()
+    else:
+        fresh.manual_seed(seed)
+    return fresh
+
+
+def make_request(
+    *,
+    host: GenerationHost,
+    prompt: object,
+    tokenizer: PreTrainedTokenizerBase | None,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+    seed: int | None,
+    generator: torch.Generator | None,
+    logits_processor: LogitsProcessorList | None,
+    stopping_criteria: StoppingCriteriaList | None,
+) -> Request:
+    """Check one call and turn it into what the engine needs.
+
+    options: GenerationConfig fields given by the caller; those that are None were not given.
+    Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
+    """
+    options = {name: value for name, value in options.items() if value is not None}
+    _check_options(options)
+    never_stops = isinstance(options.get("eos_token_id"), (list, tuple)) and not options["eos_token_id"]
+    if never_stops:
+        del options["eos_token_id"]
+    given = (generation_config, host.generation_config)
+    has_length = "max_new_tokens" in options or any(
+        c is not None and (c.max_length is not None or c.max_new_tokens is not None) for c in given
+    )
+    config, _ = host._prepare_generation_config(generation_config)
+    config.update(**options)
+    if never_stops:
+        config.eos_token_id = None
+    for name, neutral in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"{name}={value!r} does not apply to self-speculative decoding of one sequence: leave it unset"
+            )
+
+    context, vocab_size = host.config.max_position_embeddings, host.config.vocab_size
+    ids = encode_prompt(prompt, tokenizer, vocab_size)
+    num_prompt = ids.numel()
+    if not has_length:
+        config.max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, context - num_prompt))
+    elif config.max_new_tokens is None:
+        config.max_new_tokens = config.max_length - num_prompt
+        if config.max_new_tokens < 1:
+            raise ValueError(
+                f"max_length={config.max_length} leaves no room behind a prompt of {num_prompt} tokens: "
+                "raise it, or set max_new_tokens"
+            )
+    total = num_prompt + config.max_new_tokens
+    if total > context:
+        raise ValueError(
+            f"prompt ({num_prompt}) + max_new_tokens ({config.max_new_tokens}) = {total} tokens exceed this model's context "
+            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
+        )
+    config.max_length = total
+
+    device = host.device
+    sampler_source = make_generator(seed, generator, device, bool(config.do_sample))
+    host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
+    processors = host._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=num_prompt,
+        encoder_input_ids=ids.unsqueeze(0).to(device),
+        logits_processor=LogitsProcessorList(logits_processor or []),
+        device=str(device),
+    )
+    criteria = host._get_stopping_criteria(
+        generation_config=config,
+        stopping_criteria=StoppingCriteriaList(stopping_criteria or []),
+        tokenizer=tokenizer,
+    )
+    eos = frozenset(_as_list(None if never_stops else config.eos_token_id))
+    own = (MaxLengthCriteria, EosTokenCriteria)  # ours are decided on the host, without a tensor per token
+    criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in (stopping_criteria or [])])
+    stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens)
+    return Request(prompt=ids, processors=processors, stops=stops, generator=sampler_source)
+
+
+def _as_list(ids: int | Sequence[int] | Tensor | None) -> list[int]:
+    if ids is None:
+        return []
+    if isinstance(ids, Tensor):
+        ids = ids.tolist()
+    return [ids] if isinstance(ids, int) else [int(i) for i in ids]
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Ranges of the numbers a caller gives directly."""
+
+    def number(name: str, low: float, high: float, *, open_low: bool = False, integer: bool = False) -> None:
+        value = options.get(name)
+        if value is None:
+            return
+        kinds = (int,) if integer else (int, float)
+        in_range = (
+            isinstance(value, kinds)
+            and not isinstance(value, bool)
+            and (low < value if open_low else low <= value)
+            and value <= high
+        )
+        if not in_range:
+            bracket = "(" if open_low else "["
+            kind = "an integer" if integer else "a number"
+            remedy = "; for the argmax use do_sample=False" if name == "temperature" else ""
+            raise ValueError(f"{name} must be {kind} in {bracket}{low}, {high}], got {value!r}{remedy}")
+
+    number("max_new_tokens", 1, float("inf"), integer=True)
+    number("temperature", 0, float("inf"), open_low=True)
+    number("top_k", 0, float("inf"), integer=True)
+    number("top_p", 0, 1, open_low=True)
+    number("min_p", 0, 1)
+    number("repetition_penalty", 0, float("inf"), open_low=True)

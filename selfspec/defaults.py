@@ -1,0 +1,48 @@
+"""The setting used when the caller names none: measured for this checkpoint if it was, else published, else a rule.
+
+A file `selfspec.json` beside the weights, {"policy": "ls:3-4"}, says what was found best for a checkpoint (the demo's was
+written from a sweep; see docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SETTINGS_FILE = "selfspec.json"
+
+PUBLISHED = {
+    "facebook/layerskip-llama3.2-1B": "ls:3-6",
+    "facebook/layerskip-llama3-8B": "ls:3-6",
+    "facebook/layerskip-llama2-7B": "ls:7-6",
+    "facebook/layerskip-llama2-13B": "ls:7-4",
+    "facebook/layerskip-llama2-70B": "ls:9-6",
+    "facebook/layerskip-codellama-7B": "ls:8-6",
+}
+"""Best fixed settings: DEL (Entezari Zarch et al. 2025) found the Llama ones in a grid search; CodeLlama's exit layer and
+length are LayerSkip's for HumanEval (Elhoushi et al. 2024)."""
+
+
+def default_policy(name: str | None, num_layers: int) -> str:
+    """The default policy's name for a checkpoint.
+
+    name: hub name or local folder, None if unknown. Where nothing is known: exit after a quarter of the layers, draft 4.
+    Raises ValueError if the checkpoint's `selfspec.json` cannot be read.
+    """
+    if name is not None:
+        path = Path(name) / SETTINGS_FILE
+        if path.is_file():
+            return _read(path)
+        if name in PUBLISHED:
+            return PUBLISHED[name]
+    return f"ls:{max(1, num_layers // 4)}-4"
+
+
+def _read(path: Path) -> str:
+    try:
+        policy = json.loads(path.read_text(encoding="utf-8"))["policy"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f'{path} must hold {{"policy": "ls:E-GAMMA"}}: mend or delete it ({error!r})') from error
+    if not isinstance(policy, str):
+        raise ValueError(f'{path}: "policy" must be a string such as "ls:3-4", got {policy!r}')
+    return policy

@@ -1,0 +1,140 @@
+"""Step 2 of a round: the first layers draft tokens, one row at a time, until the cap or the policy says stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from policies import DraftRow, Needs, Policy
+from policies.base import StopCause
+from selfspec.kv_cache import KVCache
+from selfspec.sampling import Sampler, confidences, entropies, non_finite
+
+Capture = Callable[[int, int, Tensor], None]
+"""capture(first_row, layers_done, hidden [rows, hidden]): sees every hidden state of a round as it is computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draft:
+    """What drafting hands to verification.
+
+    tokens: the kept drafts d_1..d_k.
+    exit_hidden: [k+1, hidden], output of layer E for the rows pending, d_1..d_k.
+    num_rows: how many of these rows were run: k+1 if drafting stopped before a draw, else k (the last is then unset).
+    q: float32 [k, vocab], the distributions the drafts were drawn from; None when greedy.
+    confidences: of every row looked at, if the policy asked for them.
+    """
+
+    tokens: list[int]
+    exit_hidden: Tensor
+    num_rows: int
+    q: Tensor | None
+    confidences: tuple[float, ...] | None
+    stop_cause: StopCause
+
+
+class Drafter:
+    """Runs draft steps; owns the buffers that steps write their rows to, so that the loop allocates no large tensor."""
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        self._model = model
+        self._hidden = torch.empty(0)  # [rows, hidden]
+        self._q = torch.empty(0)  # [rows, vocab]
+
+    def _reserve(self, rows: int, do_sample: bool) -> None:
+        model = self._model
+        if self._hidden.shape[0] < rows:
+            self._hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+        if do_sample and self._q.shape[0] < rows:
+            self._q = torch.empty(rows, model.vocab_size, device=model.device)
+
+    def draft(
+        self,
+        tokens: Tensor,
+        length: int,
+        pending: int,
+        *,
+        exit_layer: int,
+        max_speculations: int,
+        cache: KVCache,
+        sampler: Sampler,
+        policy: Policy,
+        needs: Needs,
+        eos: frozenset[int],
+        capture: Capture | None = None,
+    ) -> Draft:
+        """Draft up to `max_speculations` >= 1 tokens after the text.
+
+        tokens: int64 [1, capacity]; the first `length` are committed, the last of them is `pending`; drafts are written
+            behind them. length - 1 rows of the cache are valid.
+        capture: called as capture(first_row, layers_done, hidden) for every layer and row run here.
+        """
+        model, stopping = self._model, policy.stopping
+        self._reserve(max_speculations + 1, sampler.do_sample)
+        drafts: list[int] = []
+        seen: list[float] = []
+        num_rows = 0
+        stop_cause: StopCause = "cap"
+        looks = needs.confidence or needs.entropy or needs.exit_hidden
+        token = pending
+        while True:
+            position = length - 1 + num_rows
+            watch = None if capture is None else partial(capture, num_rows)
+            hidden = model.run_layers(model.embed_one(token), 0, exit_layer, cache, position, watch)
+            self._hidden[num_rows] = hidden[0]
+            num_rows += 1
+            logits = model.logits(hidden)
+            row = DraftRow(num_drafted=len(drafts), exit_layer=exit_layer)
+            if looks:
+                row = _look(row, logits, hidden, needs)
+                if row.confidence is not None:
+                    seen.append(row.confidence)
+            if stopping is not None and stopping.stop_before_draw(row):
+                stop_cause = "before_draw"
+                break
+            token = self._pick(logits, tokens, length, len(drafts), sampler)
+            tokens[0, length + len(drafts)] = token
+            drafts.append(token)
+            if token in eos:
+                stop_cause = "eos"
+                break
+            if stopping is not None and stopping.stop_after_draw(row, token):
+                stop_cause = "after_draw"
+                break
+            if len(drafts) == max_speculations:
+                break
+        return Draft(
+            tokens=drafts,
+            exit_hidden=self._hidden[: len(drafts) + 1],
+            num_rows=num_rows,
+            q=self._q[: len(drafts)] if sampler.do_sample else None,
+            confidences=tuple(seen) if needs.confidence else None,
+            stop_cause=stop_cause,
+        )
+
+    def _pick(self, logits: Tensor, tokens: Tensor, length: int, index: int, sampler: Sampler) -> int:
+        """Token d_{index+1}: the argmax after processors, or a draw from q, which is kept."""
+        if not sampler.do_sample:
+            return int(sampler.process(logits, tokens, length + index).argmax())
+        q = self._q[index]
+        torch.softmax(sampler.process(logits, tokens, length + index)[0], dim=-1, out=q)
+        return sampler.draw(q, f"draft position {length + index}")
+
+
+def _look(row: DraftRow, logits: Tensor, hidden: Tensor, needs: Needs) -> DraftRow:
+    """The row with what the policy asked to see."""
+    confidence = float(confidences(logits)[0]) if needs.confidence else None
+    if confidence is not None and confidence != confidence:
+        raise non_finite(f"exit layer {row.exit_layer}")
+    return DraftRow(
+        num_drafted=row.num_drafted,
+        exit_layer=row.exit_layer,
+        confidence=confidence,
+        entropy=float(entropies(logits)[0]) if needs.entropy else None,
+        exit_hidden=hidden[0] if needs.exit_hidden else None,
+    )

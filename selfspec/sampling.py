@@ -1,0 +1,108 @@
+"""From logits to distributions and tokens: transformers' processors, float32 softmax, draws from a torch.Generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+PREFIX_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+"""Processors whose result does not depend on the text so far, so that all rows can be processed in one call."""
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model, or a logits processor, produced logits without a usable distribution."""
+
+
+def non_finite(where: str) -> NonFiniteLogitsError:
+    """The error for NaN logits or a row in which every token is masked."""
+    return NonFiniteLogitsError(
+        f"no usable next-token distribution at {where}: the logits hold NaN, or the logits processors masked every token. "
+        "In float16 try dtype='bfloat16' or 'float32'; check the checkpoint with `selfspec verify` and the processors"
+    )
+
+
+class Sampler:
+    """Turns logits into processed logits, distributions and tokens, alike for drafts (q) and the target (p).
+
+    processors: transformers' list; each must be a pure function of (input_ids, scores), since a row may be processed both
+        as a draft and as a verified position.
+    generator: source of all randomness when sampling; None when greedy.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, generator: torch.Generator | None) -> None:
+        self.processors = processors
+        self.generator = generator
+        self._prefix_free = all(type(p) in PREFIX_FREE for p in processors)
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are drawn (True) or the argmax is taken."""
+        return self.generator is not None
+
+    def process(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
+        """Apply the processors; row i sees exactly the text that precedes the token it predicts.
+
+        logits: float32 [rows, vocab]. tokens: int64 [1, >= length + rows - 1], the text, drafts included. length: tokens
+        before row 0's prediction. Returns float32 [rows, vocab].
+        """
+        if not self.processors:
+            return logits
+        if self._prefix_free:
+            return self.processors(tokens[:, :length], logits)
+        rows = [self.processors(tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0])]
+        return torch.cat(rows)
+
+    def probabilities(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
+        """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""
+        return self.process(logits, tokens, length).softmax(dim=-1)
+
+    def draw(self, weights: Tensor, where: str) -> int:
+        """One token from unnormalised probabilities [vocab]. A token of weight 0 is never drawn.
+
+        Raises NonFiniteLogitsError (a RuntimeError) if the weights hold NaN or are all 0.
+        """
+        total = float(weights.sum())
+        if not 0 < total < float("inf"):
+            raise non_finite(where)
+        return int(torch.multinomial(weights, 1, generator=self.generator))
+
+    def uniforms(self, count: int, device: torch.device) -> Tensor:
+        """Float32 [count], uniform in [0, 1), fresh ones each time."""
+        return torch.rand(count, generator=self.generator, device=device)
+
+
+def confidences(logits: Tensor) -> Tensor:
+    """Top-1 probability of the unfiltered distribution at temperature 1: [rows, vocab] -> [rows].
+
+    One pass that keeps no softmax: exp(max - logsumexp).
+    """
+    return (logits.max(dim=-1).values - logits.logsumexp(dim=-1)).exp()
+
+
+def entropies(logits: Tensor) -> Tensor:
+    """Entropy in nats of the unfiltered distribution at temperature 1: [rows, vocab] -> [rows]."""
+    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)

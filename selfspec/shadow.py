@@ -1,0 +1,55 @@
+"""Step 6 of a round: hidden states of candidate layers become shadow tokens, in one pass through norm and head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from policies import ShadowTokens
+from selfspec.sampling import confidences
+
+
+class ShadowRecorder:
+    """Keeps the hidden states that a policy wants to learn from while rows pass through the layers.
+
+    layers: the candidate exit layers. max_rows: most rows in one round. The buffer is allocated once.
+    """
+
+    def __init__(self, model: LayerSkipModel, layers: tuple[int, ...], max_rows: int) -> None:
+        self._model = model
+        self._slot = {layer: slot for slot, layer in enumerate(layers)}
+        self.layers = layers
+        self.max_rows = max_rows
+        self._hidden = torch.empty(
+            len(layers), max_rows, model.hidden_size, dtype=model.dtype, device=model.device
+        )  # [layers, rows, hidden]
+
+    def capture(self, first_row: int, layers_done: int, hidden: Tensor) -> None:
+        """Store the output of one layer for rows first_row .. of this round, if that layer is a candidate."""
+        slot = self._slot.get(layers_done)
+        if slot is not None:
+            self._hidden[slot, first_row : first_row + hidden.shape[0]] = hidden
+
+    def capture_last(self, layers_done: int, hidden: Tensor) -> None:
+        """During prefill: store the last `max_rows` rows (or as many as there are)."""
+        self.capture(0, layers_done, hidden[-self.max_rows :])
+
+    def shadow_tokens(self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None) -> ShadowTokens:
+        """Norm + head over rows 0 .. num_rows-1 of all candidate layers at once.
+
+        target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling.
+        """
+        hidden = self._hidden[:, :num_rows].reshape(-1, self._model.hidden_size)
+        logits = self._model.logits(hidden)
+        tokens = logits.argmax(dim=-1).view(len(self.layers), num_rows)
+        probabilities = None
+        if p is not None:
+            probabilities = p.unsqueeze(0).expand(len(self.layers), -1, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return ShadowTokens(
+            layers=self.layers,
+            tokens=tokens,
+            confidences=confidences(logits).view(len(self.layers), num_rows),
+            target_tokens=target_tokens,
+            target_probabilities=probabilities,
+        )

@@ -1,0 +1,125 @@
+"""What a generation cost and yielded, counted one way everywhere.
+
+Names follow the field: accepted_per_round counts drafts only, tokens_per_round the token of the target as well. Nothing
+behind a stop is counted, the token from prefill and prefill's layers are outside rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from policies import RoundRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStats:
+    """Statistics of one call.
+
+    num_new_tokens: with the first one, which prefill yields. acceptance_rate: accepted / drafted, None if nothing was
+    drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
+    a round. seconds and tokens_per_second include prefill; decode_tokens_per_second is that of the rounds.
+    time_to_first_token: seconds from the call to the first committed token, tokenisation included.
+    *_seconds: host time per phase; on an asynchronous device a phase includes waiting for what the earlier ones queued.
+    peak_cache_bytes: what the KV cache holds allocated.
+    """
+
+    num_prompt_tokens: int
+    num_new_tokens: int
+    rounds: int
+    num_drafted: int
+    num_accepted: int
+    acceptance_rate: float | None
+    accepted_per_round: float | None
+    tokens_per_round: float | None
+    loaded_layers: int
+    etpl: float | None
+    seconds: float
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+    time_to_first_token: float
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float
+    learn_seconds: float
+    other_seconds: float
+    peak_cache_bytes: int
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """The fields as plain numbers, for JSON."""
+        return asdict(self)
+
+
+class StatsBuilder:
+    """Adds rounds up while they happen."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.round_tokens = 0
+        self.loaded_layers = 0
+        self.draft_seconds = 0.0
+        self.verify_seconds = 0.0
+        self.accept_seconds = 0.0
+        self.learn_seconds = 0.0
+
+    def add(self, record: RoundRecord) -> None:
+        """Count one round."""
+        drafted, accepted = record.counted_drafts
+        self.rounds += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self.round_tokens += len(record.tokens)
+        self.loaded_layers += record.loaded_layers
+        self.draft_seconds += record.draft_seconds
+        self.verify_seconds += record.verify_seconds
+
+    def finish(
+        self,
+        *,
+        num_prompt_tokens: int,
+        seconds: float,
+        prefill_seconds: float,
+        first_token: float,
+        cache_bytes: int,
+    ) -> GenerationStats:
+        """The statistics. seconds: of the whole call; first_token: until the first token was committed."""
+        decode_seconds = seconds - first_token
+        phases = prefill_seconds + self.draft_seconds + self.verify_seconds + self.accept_seconds + self.learn_seconds
+        num_new = 1 + self.round_tokens
+        return GenerationStats(
+            num_prompt_tokens=num_prompt_tokens,
+            num_new_tokens=num_new,
+            rounds=self.rounds,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            acceptance_rate=ratio(self.num_accepted, self.num_drafted),
+            accepted_per_round=ratio(self.num_accepted, self.rounds),
+            tokens_per_round=ratio(self.round_tokens, self.rounds),
+            loaded_layers=self.loaded_layers,
+            etpl=ratio(self.round_tokens, self.loaded_layers),
+            seconds=seconds,
+            tokens_per_second=num_new / seconds,
+            decode_tokens_per_second=ratio(self.round_tokens, decode_seconds) if self.rounds else None,
+            time_to_first_token=first_token,
+            prefill_seconds=prefill_seconds,
+            draft_seconds=self.draft_seconds,
+            verify_seconds=self.verify_seconds,
+            accept_seconds=self.accept_seconds,
+            learn_seconds=self.learn_seconds,
+            other_seconds=max(0.0, seconds - phases),
+            peak_cache_bytes=cache_bytes,
+        )
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """numerator / denominator, or None (unknown) where the denominator is 0."""
+    return numerator / denominator if denominator else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of what is known; None if nothing is."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None

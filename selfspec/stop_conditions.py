@@ -1,0 +1,67 @@
+"""When a text ends: EOS, transformers' stopping criteria (stop strings among them), max_new_tokens, to the exact token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from transformers import (
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+StopReason = Literal["eos", "stop_string", "max_time", "stopping_criteria", "length"]
+"""Why a text ended: an end-of-sequence token, a stop string, the time limit, another criterion, or max_new_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StopConditions:
+    """All conditions of one call.
+
+    eos: ids that end the text (kept as its last token). criteria: transformers' criteria, seen with the full prefix of
+    every committed token. max_new_tokens: at least 1.
+    """
+
+    eos: frozenset[int]
+    criteria: StoppingCriteriaList
+    max_new_tokens: int
+
+    def first_stop(
+        self, block: Sequence[int], tokens: Tensor, length: int, num_new: int
+    ) -> tuple[int, StopReason | None]:
+        """How many tokens of a block are committed, and why the text ends there if it does.
+
+        block: the round's tokens, which `tokens` (int64 [1, capacity]) already holds at positions length ..
+        num_new: new tokens before the block.
+        """
+        for count, token in enumerate(block, start=1):
+            reason = self._reason(tokens[:, : length + count]) if self.criteria else None
+            if token in self.eos:
+                reason = "eos"
+            if reason is None and num_new + count == self.max_new_tokens:
+                reason = "length"
+            if reason is not None:
+                return count, reason
+        return len(block), None
+
+    def _reason(self, prefix: Tensor) -> StopReason | None:
+        for criterion in self.criteria:
+            if bool(criterion(prefix, None).any()):
+                return _reason_of(criterion)
+        return None
+
+
+def _reason_of(criterion: StoppingCriteria) -> StopReason:
+    if isinstance(criterion, StopStringCriteria):
+        return "stop_string"
+    if isinstance(criterion, MaxTimeCriteria):
+        return "max_time"
+    if isinstance(criterion, EosTokenCriteria):
+        return "eos"
+    return "length" if isinstance(criterion, MaxLengthCriteria) else "stopping_criteria"
