@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from layerskip_models.linear import LAYOUTS, Layout, Linear, fastest_layout
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
+from layerskip_models.norm import RMSNorm
 
 DEMO_PATH = Path(__file__).parent / "demo"
 """The checkpoint that ships with the package."""
@@ -183,13 +184,16 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
             layouts[kind] = layout or fastest_layout(weight)
         return LAYOUTS[layouts[kind]](weight, bias)
 
+    def norm(weight: Tensor) -> RMSNorm:
+        return RMSNorm(weight.detach().clone(), config.rms_norm_eps)
+
     layers = []
     for layer in decoder.layers:
         projections = {kind: linear(kind, *parts) for kind, parts in _fuse_layer(layer, config).items()}
         layers.append(
             DecoderLayer(
-                input_norm=layer.input_layernorm.weight.detach().clone(),
-                post_attention_norm=layer.post_attention_layernorm.weight.detach().clone(),
+                input_norm=norm(layer.input_layernorm.weight),
+                post_attention_norm=norm(layer.post_attention_layernorm.weight),
                 **projections,
             )
         )
@@ -207,7 +211,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         config,
         embedding=embedding,
         layers=layers,
-        final_norm=decoder.norm.weight.detach().clone(),
+        final_norm=norm(decoder.norm.weight),
         head=head,
         inv_freq=decoder.rotary_emb.inv_freq.detach().float().clone(),
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),

@@ -17,13 +17,18 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from layerskip_models.linear import Linear
+from layerskip_models.norm import RMSNorm
 
 
 class LayerCache(Protocol):
     """What `run_layers` needs of a KV cache."""
 
-    layers: list[Tensor]
+    rows: list[Tensor]
     """One tensor [max_length, 2 * num_kv_heads, head_dim] per layer: keys, then values, of every position."""
+    keys: list[Tensor]
+    """The same memory as attention reads it: [1, num_kv_heads, max_length, head_dim] per layer."""
+    values: list[Tensor]
+    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +38,10 @@ class DecoderLayer:
     Query and key rows are interleaved within each head (see `interleave_heads`), so that a rotary pair is adjacent.
     """
 
-    input_norm: Tensor  # [hidden]
+    input_norm: RMSNorm
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
     output: Linear  # heads * head_dim -> hidden
-    post_attention_norm: Tensor  # [hidden]
+    post_attention_norm: RMSNorm
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
 
@@ -64,7 +69,7 @@ class LayerSkipModel:
         *,
         embedding: Tensor,
         layers: list[DecoderLayer],
-        final_norm: Tensor,
+        final_norm: RMSNorm,
         head: Linear,
         inv_freq: Tensor,
         rotary_scaling: float,
@@ -85,11 +90,10 @@ class LayerSkipModel:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
-        self._eps = config.rms_norm_eps
         self._inv_freq = inv_freq  # float32 [head_dim / 2]
         self._rotary_scaling = rotary_scaling
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
-        self._fused_norm = self.dtype not in (torch.float32, torch.float64)
+        self._half = self.dtype not in (torch.float32, torch.float64)
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -141,12 +145,10 @@ class LayerSkipModel:
             mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
         for index in range(start, stop):
             layer = self._layers[index]
-            qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(rows, heads + 2 * kv_heads, dim)
-            self._rotate(qkv[:, : heads + kv_heads], rotary)
-            stored = cache.layers[index][:end]
-            stored[position:] = qkv[:, heads:]
-            keys = stored[:, :kv_heads].transpose(0, 1).unsqueeze(0)
-            values = stored[:, kv_heads:].transpose(0, 1).unsqueeze(0)
+            qkv = layer.qkv(layer.input_norm(hidden)).view(rows, heads + 2 * kv_heads, dim)
+            self._rotate(qkv, heads + kv_heads, rotary)
+            cache.rows[index][position:end] = qkv[:, heads:]
+            keys, values = cache.keys[index][:, :, :end], cache.values[index][:, :, :end]
             if rows == 1:  # the query heads of a group see the same keys: they are the rows of one small attention
                 query = qkv[:, :heads].view(1, kv_heads, heads // kv_heads, dim)
                 attended = F.scaled_dot_product_attention(query, keys, values).view(1, heads * dim)
@@ -157,7 +159,7 @@ class LayerSkipModel:
                 )
                 attended = attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
             hidden = layer.output.add_to(hidden, attended)
-            gate, up = layer.gate_up(self._norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, dim=-1)
             hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
             if capture is not None:
                 capture(index + 1, hidden)
@@ -165,21 +167,13 @@ class LayerSkipModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
-        return self._head(self._norm(hidden, self._final_norm)).float()
+        return self._head(self._final_norm(hidden)).float()
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm. In half precision through float32, as transformers does; otherwise in the fewest kernels."""
-        if self._fused_norm:
-            wide = x.float()
-            return F.rms_norm(wide, (x.shape[-1],), None, self._eps).to(x.dtype).mul_(weight)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        mean_square = torch.mul(norm, norm).mul_(1 / x.shape[-1]).add_(self._eps)
-        return mean_square.rsqrt_().mul(x).mul_(weight)
-
-    def _rotate(self, heads: Tensor, rotary: Tensor) -> None:
-        """Rotary embedding, in place, of interleaved heads [rows, heads, head_dim]."""
-        if self._fused_norm:
+    def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:
+        """Rotary embedding, in place, of the first `num_rotated` interleaved heads of [rows, heads, head_dim]."""
+        if self._half:
+            heads = qkv[:, :num_rotated]
             pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
             heads.copy_(torch.view_as_real(pairs.mul_(rotary)).flatten(-2))
         else:
-            torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotary)
+            torch.view_as_complex(qkv.unflatten(-1, (-1, 2)))[:, :num_rotated].mul_(rotary)

@@ -11,16 +11,20 @@ from layerskip_models import LayerSkipModel
 class KVCache:
     """Keys and values of every layer for up to `max_length` positions.
 
-    layers[l]: [max_length, 2 * num_kv_heads, head_dim], keys first; `LayerSkipModel.run_layers` writes rows at their
-    positions. `length` says how many rows are valid in *all* layers; rows at or behind it are leftovers (of rejected
-    drafts, say) that the next rows at those positions overwrite.
+    rows[l]: [max_length, 2 * num_kv_heads, head_dim], keys first; `LayerSkipModel.run_layers` writes rows at their
+    positions. keys[l], values[l]: the same memory as [1, num_kv_heads, max_length, head_dim], as attention reads it.
+    `length` says how many rows are valid in *all* layers; rows at or behind it are leftovers (of rejected drafts, say)
+    that the next rows at those positions overwrite.
     """
 
     def __init__(self, model: LayerSkipModel, max_length: int) -> None:
         model.prepare(max_length)
         shape = (model.num_layers, max_length, 2 * model.num_kv_heads, model.head_dim)
         self._storage = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.layers: list[Tensor] = list(self._storage.unbind(0))
+        by_head = self._storage.transpose(1, 2).unsqueeze(1)
+        self.rows: list[Tensor] = list(self._storage.unbind(0))
+        self.keys: list[Tensor] = list(by_head[:, :, : model.num_kv_heads].unbind(0))
+        self.values: list[Tensor] = list(by_head[:, :, model.num_kv_heads :].unbind(0))
         self.max_length = max_length
         self.length = 0
 
