@@ -7,6 +7,7 @@ copies, because the model it is given must stay as it is.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -215,6 +216,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         head=head,
         inv_freq=decoder.rotary_emb.inv_freq.detach().float().clone(),
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
+        generation_config=copy.deepcopy(model.generation_config),
         name=config.name_or_path or None,
     )
     if release:

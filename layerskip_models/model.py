@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
@@ -59,8 +59,9 @@ def interleave_heads(weight: Tensor, num_heads: int) -> Tensor:
 class LayerSkipModel:
     """A Llama whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
-    Attributes: config (LlamaConfig), num_layers, hidden_size, vocab_size, max_positions (tokens of context), dtype,
-    device, num_heads, num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
+    Attributes: config (LlamaConfig), generation_config (the checkpoint's defaults for `generate`), num_layers,
+    hidden_size, vocab_size, max_positions (tokens of context), dtype, device, num_heads, num_kv_heads, head_dim, name
+    (hub name or path, for finding the checkpoint's default setting).
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class LayerSkipModel:
         head: Linear,
         inv_freq: Tensor,
         rotary_scaling: float,
+        generation_config: GenerationConfig,
         name: str | None = None,
     ) -> None:
         self.config = config
+        self.generation_config = generation_config
         self.name = name
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size

@@ -96,7 +96,7 @@ class ShadowTokens:
     layers: the exit layers, in the order of the tensors' first dimension.
     tokens: int64 [layers, rows], argmax of norm + head at each layer.
     confidences: float32 [layers, rows], probability of that argmax at that layer (unfiltered, temperature 1).
-    target_tokens: int64 [rows], the full model's choice: its argmax after processors.
+    target_tokens: int64 [rows], the full model's choice: its argmax, after processors in a round.
     target_probabilities: float32 [layers, rows], p(shadow token) under the processed target distribution when
         sampling; None when greedy.
     """

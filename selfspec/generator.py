@@ -89,16 +89,12 @@ class SelfSpecGenerator:
         self._source_version: object = None
         if isinstance(model, LayerSkipModel):
             self.model = model
-            checkpoint_config = None
         else:
             self.model = from_transformers(model)
             self._source_version = _weights_version(model)
-            checkpoint_config = model.generation_config
         self.tokenizer = tokenizer
-        self.generation_config = checkpoint_config or _load_generation_config(self.model)
         self.policy = self._resolve_policy(policy)
-        self._drafter = Drafter(self.model)
-        self._cache: KVCache | None = None
+        self._idle_caches: list[KVCache] = []  # at most one, kept for the next call
 
     @classmethod
     def from_pretrained(
@@ -171,7 +167,7 @@ class SelfSpecGenerator:
             "stop_strings": stop_strings,
         }
         request = make_request(
-            host=GenerationHost(self.model.config, self.generation_config, self.model.device),
+            host=GenerationHost(self.model.config, self._checkpoint_config(), self.model.device),
             prompt=prompt,
             tokenizer=self.tokenizer,
             generation_config=generation_config,
@@ -181,14 +177,15 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        if streamer is not None:
-            streamer.put(request.prompt)
         cache = self._take_cache(request)
         try:
+            if streamer is not None:
+                streamer.put(request.prompt)
             with torch.inference_mode():
                 return self._generate(request, chosen, cache, streamer, start, trace)
         finally:
-            self._cache = cache
+            if not self._idle_caches:
+                self._idle_caches.append(cache)
             if streamer is not None:
                 streamer.end()
 
@@ -202,7 +199,7 @@ class SelfSpecGenerator:
         keep_trace: bool,
     ) -> GenerationResult:
         """One call: prefill, then rounds until a stop condition holds."""
-        decoding = _Decoding(self.model, self._drafter, cache, request, policy)
+        decoding = _Decoding(self.model, cache, request, policy)
         first_token_seconds = 0.0
         records: list[RoundRecord] = []
         for block, record in decoding.run():
@@ -238,16 +235,20 @@ class SelfSpecGenerator:
         )
 
     def _take_cache(self, request: Request) -> KVCache:
-        """The generator's cache if it is long enough, else a new one. Taken out, so that a nested call gets its own.
+        """The idle cache if it is long enough, else a new one, with a row for every token.
 
-        One row per token but the last, and one more: the last round may verify a row behind the text.
+        It is taken out for the call, so that a nested call (from a streamer, say) or another thread gets its own.
         """
-        cache, self._cache = self._cache, None
         needed = request.prompt.numel() + request.stops.max_new_tokens
+        cache = self._idle_caches.pop() if self._idle_caches else None
         if cache is None or cache.max_length < needed:
             cache = KVCache(self.model, needed)
         cache.roll_back(0)
         return cache
+
+    def _checkpoint_config(self) -> GenerationConfig:
+        """The checkpoint's own generation configuration; of a transformers model, as it is now."""
+        return self.model.generation_config if self._source is None else self._source.generation_config
 
     def _resolve_policy(self, policy: str | Policy | None) -> Policy:
         if isinstance(policy, Policy):
@@ -281,18 +282,15 @@ class SelfSpecGenerator:
         if version != self._source_version:
             self.model = from_transformers(self._source)
             self._source_version = version
-            self._drafter = Drafter(self.model)
-            self._cache = None
+            self._idle_caches.clear()
 
 
 class _Decoding:
     """The state of one call: the cache, the committed tokens, the policy. `run` yields what each round commits."""
 
-    def __init__(
-        self, model: LayerSkipModel, drafter: Drafter, cache: KVCache, request: Request, policy: Policy
-    ) -> None:
+    def __init__(self, model: LayerSkipModel, cache: KVCache, request: Request, policy: Policy) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
-        self.drafter = drafter
+        self.drafter = Drafter(model)
         self.needs = policy.needs
         self.sampler = Sampler(request.processors, request.generator)
         self.length = request.prompt.numel()  # committed tokens, n
@@ -494,13 +492,3 @@ class _Decoding:
 def _weights_version(model: LlamaForCausalLM) -> tuple[tuple[int, int], ...]:
     """Changes when a parameter of the model is replaced or updated in place."""
     return tuple((p.data_ptr(), p._version) for p in model.parameters())
-
-
-def _load_generation_config(model: LayerSkipModel) -> GenerationConfig:
-    """The checkpoint's generation_config.json if it has one, else transformers' defaults."""
-    if model.name is not None:
-        try:
-            return GenerationConfig.from_pretrained(model.name)
-        except OSError:
-            pass
-    return GenerationConfig.from_model_config(model.config)
