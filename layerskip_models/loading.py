@@ -114,12 +114,13 @@ def load_model(
         name,
         config=config,
         dtype=chosen,
+        device_map={"": target},
         revision=revision,
         local_files_only=local_files_only,
         use_safetensors=True,
         trust_remote_code=False,
     )
-    return from_transformers(model.to(target), layout=layout, release=True)
+    return from_transformers(model, layout=layout, release=True)
 
 
 def load_config(name: str, *, revision: str | None = None, local_files_only: bool = False) -> LlamaConfig:

@@ -7,6 +7,7 @@ written from a sweep; see docs/benchmarks.md).
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 SETTINGS_FILE = "selfspec.json"
@@ -36,6 +37,15 @@ def default_policy(name: str | None, num_layers: int) -> str:
         if name in PUBLISHED:
             return PUBLISHED[name]
     return f"ls:{max(1, num_layers // 4)}-4"
+
+
+def default_setting(name: str | None, num_layers: int) -> tuple[int, int]:
+    """(exit_layer, num_speculations) of the default policy where it is a fixed one, else of the rule; errors as above."""
+    fixed = re.fullmatch(r"ls:(\d+)-(\d+)", default_policy(name, num_layers)) or re.fullmatch(
+        r"ls:(\d+)-(\d+)", default_policy(None, num_layers)
+    )
+    assert fixed is not None
+    return int(fixed[1]), int(fixed[2])
 
 
 def _read(path: Path) -> str:

@@ -23,7 +23,7 @@ from policies import Plan, Policy, RoundContext, RoundRecord, autoregressive, ch
 from policies.base import StopCause
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.config import GenerationHost, Request, make_request
-from selfspec.defaults import default_policy
+from selfspec.defaults import default_policy, default_setting
 from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
@@ -269,9 +269,9 @@ class SelfSpecGenerator:
             return self.policy if policy is None else self._resolve_policy(policy)
         if policy is not None:
             raise ValueError("give policy, or exit_layer with num_speculations, not both")
-        default_exit, default_length = default_policy(self.model.name, num_layers).removeprefix("ls:").split("-")
-        chosen_exit = int(default_exit) if exit_layer is None else exit_layer
-        chosen_length = int(default_length) if num_speculations is None else num_speculations
+        default_exit, default_length = default_setting(self.model.name, num_layers)
+        chosen_exit = default_exit if exit_layer is None else exit_layer
+        chosen_length = default_length if num_speculations is None else num_speculations
         return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=num_layers)
 
     def _refresh_weights(self) -> None:
