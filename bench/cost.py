@@ -1,0 +1,77 @@
+"""What a layer and the head cost on this machine for 1, 2, ... rows, and what a replayed setting would take.
+
+eTPL counts layers only. Where the head is large beside a layer (small models, large vocabularies), short drafts from
+deeper layers win; timing both ranks the cells of a sweep well enough to choose which to run for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from bench.engines import synchronize
+from bench.replay import Replay
+from layerskip_models import LayerSkipModel
+from selfspec.kv_cache import KVCache
+
+_REPEATS = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCosts:
+    """Seconds by row count: entry r-1 is for r rows. layer: one layer on average; head: norm and head."""
+
+    layer: tuple[float, ...]
+    head: tuple[float, ...]
+    num_layers: int
+
+    def seconds(self, replay: Replay) -> float:
+        """Time of the replayed rounds, without the engine's own overhead.
+
+        A round with k drafts: k draft steps (E layers and the head on one row), E layers on the last row, L - E layers
+        and the head on k + 1 rows.
+        """
+        early, late = replay.exit_layer, self.num_layers - replay.exit_layer
+        total = 0.0
+        for drafted in replay.drafted:
+            draft_step = early * self.layer[0] + self.head[0]
+            total += drafted * draft_step + early * self.layer[0] + late * self.layer[drafted] + self.head[drafted]
+        return total
+
+    def autoregressive_seconds(self, num_tokens: int) -> float:
+        """Time of as many plain steps."""
+        return num_tokens * (self.num_layers * self.layer[0] + self.head[0])
+
+
+def measure_row_costs(model: LayerSkipModel, max_rows: int, position: int) -> RowCosts:
+    """Time all layers and the head for 1 .. max_rows rows behind `position` others; medians."""
+    with torch.inference_mode():
+        cache = KVCache(model, position + max_rows)
+        tokens = torch.arange(position + max_rows, device=model.device) % model.vocab_size
+        if position:
+            model.run_layers(model.embed(tokens[:position]), 0, model.num_layers, cache, 0)
+        layer, head = [], []
+        for rows in range(1, max_rows + 1):
+            embedded = model.embed(tokens[position : position + rows])
+            hidden = model.run_layers(embedded, 0, model.num_layers, cache, position)
+            every_layer = partial(model.run_layers, embedded, 0, model.num_layers, cache, position)
+            layer.append(_time(model, every_layer) / model.num_layers)
+            head.append(_time(model, partial(model.logits, hidden)))
+    return RowCosts(layer=tuple(layer), head=tuple(head), num_layers=model.num_layers)
+
+
+def _time(model: LayerSkipModel, call: Callable[[], object]) -> float:
+    """Median seconds of a call."""
+    times = []
+    for _ in range(_REPEATS):
+        synchronize(model.device)
+        start = perf_counter()
+        call()
+        synchronize(model.device)
+        times.append(perf_counter() - start)
+    return median(times)

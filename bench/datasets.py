@@ -1,0 +1,117 @@
+"""Prompts to measure with: the ones that ship with the package, or a file; in a fixed order, with a digest."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
+"""Prompts written for this project: code, maths word problems, English prose and summaries, German to English."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt. reference: an expected answer, None if there is none. source: where the text comes from."""
+
+    id: str
+    task: str
+    prompt: str
+    reference: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedPrompt:
+    """A prompt as token ids, int64 [n] on the CPU."""
+
+    id: str
+    task: str
+    ids: Tensor
+
+
+def load_prompts(path: Path | None = None) -> list[Prompt]:
+    """Prompts of a .jsonl or .jsonl.gz file in the order of its lines; None takes the shipped ones.
+
+    A line is an object with "id", "task" and "prompt" (text that ends where the model goes on), and "reference" and
+    "source", which may be null or left out. Ids must differ.
+    Raises ValueError that names file and line for anything else; OSError if the file cannot be read.
+    """
+    if path is None:
+        return [prompt for file in sorted(SHIPPED_PROMPTS.glob("*.jsonl")) for prompt in load_prompts(file)]
+    opener = gzip.open if path.suffix == ".gz" else open
+    prompts: list[Prompt] = []
+    with opener(path, "rt", encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                prompts.append(_parse(line, f"{path}, line {number}"))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts")
+    if len({prompt.id for prompt in prompts}) < len(prompts):
+        raise ValueError(f"{path}: ids must differ from line to line")
+    return prompts
+
+
+def _parse(line: str, place: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place}: expected an object")
+    for name in ("id", "task", "prompt"):
+        if not isinstance(fields.get(name), str) or not fields[name]:
+            raise ValueError(f'{place}: "{name}" must be a string that is not empty, got {fields.get(name)!r}')
+    return Prompt(
+        id=fields["id"],
+        task=fields["task"],
+        prompt=fields["prompt"],
+        reference=fields.get("reference"),
+        source=fields.get("source"),
+    )
+
+
+def select_prompts(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
+    """The first `num_samples` prompts, taking one of each task in turn, so that a few cover all tasks.
+
+    Fewer come back when there are fewer. Raises ValueError for num_samples < 1.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be >= 1, got {num_samples}")
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    longest = max(len(group) for group in by_task.values())
+    turns = [group[turn] for turn in range(longest) for group in by_task.values() if turn < len(group)]
+    return turns[:num_samples]
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> list[EncodedPrompt]:
+    """Token ids of each prompt, with the tokenizer's special tokens; of a longer prompt its last `max_tokens`.
+
+    Raises ValueError for max_tokens < 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"the prompt length must be >= 1, got {max_tokens}")
+    encoded = []
+    for prompt in prompts:
+        ids = torch.tensor(tokenizer(prompt.prompt, verbose=False)["input_ids"], dtype=torch.long)
+        encoded.append(EncodedPrompt(id=prompt.id, task=prompt.task, ids=ids[-max_tokens:]))
+    return encoded
+
+
+def digest(prompts: Sequence[EncodedPrompt]) -> str:
+    """12 hexadecimal digits that tell one set of encoded prompts (and their order) from another."""
+    summary = hashlib.sha256()
+    for prompt in prompts:
+        summary.update(json.dumps([prompt.id, prompt.ids.tolist()]).encode())
+    return summary.hexdigest()[:12]

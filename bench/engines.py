@@ -1,0 +1,99 @@
+"""What a measured engine is, and selfspec as one. transformers is in `bench.peers`.
+
+All engines continue token ids greedily by exactly `max_new_tokens` tokens, EOS off, and are timed by the same clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec import SelfSpecGenerator
+from selfspec.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One timed continuation.
+
+    tokens: the new ones. seconds: of the whole call, prefill included, tokenisation not. time_to_first_token: seconds
+    until the first new token was there. decode_seconds: from then to the end, None where the first token was timed in
+    another call. stats: the engine's own counts (`GenerationStats.as_dict`), None if it keeps none.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    time_to_first_token: float | None = None
+    decode_seconds: float | None = None
+    stats: Mapping[str, float | int | None] | None = None
+
+
+class Engine(Protocol):
+    """Something that continues token ids. name: short and unique; label: for tables."""
+
+    name: str
+    label: str
+
+    def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
+        """Continue a prompt, int64 [n], greedily and timed."""
+        ...
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
+        """Rounds and drafts of that continuation, from a run that is not timed; None where `generate` tells or none are."""
+        ...
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """float32 [vocab] on the CPU: the full model's logits after the ids, int64 [n]."""
+        ...
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on the device, so that the clock sees it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class SelfSpecEngine:
+    """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0)."""
+
+    def __init__(self, generator: SelfSpecGenerator, policy: str) -> None:
+        self._generator = generator
+        self._policy = policy
+        self.name = f"selfspec:{policy}"
+        self.label = "selfspec, autoregressive" if policy == "ar" else f"selfspec, {policy}"
+
+    def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
+        """See `Engine`."""
+        device = self._generator.model.device
+        synchronize(device)
+        start = perf_counter()
+        result = self._generator.generate(
+            prompt, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=self._policy
+        )
+        synchronize(device)
+        seconds = perf_counter() - start
+        first = result.stats.time_to_first_token
+        return Generation(
+            tokens=tuple(result.new_tokens),
+            seconds=seconds,
+            time_to_first_token=first,
+            decode_seconds=seconds - first,
+            stats=result.stats.as_dict(),
+        )
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """None: `generate` counts."""
+        return
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """See `Engine`."""
+        model = self._generator.model
+        with torch.inference_mode():
+            cache = KVCache(model, ids.numel())
+            hidden = model.run_layers(model.embed(ids.to(model.device)), 0, model.num_layers, cache, 0)
+            return model.logits(hidden[-1:])[0].cpu()

@@ -1,0 +1,126 @@
+"""Timing engines against each other: warm-up, then engines alternated within every prompt and repeat; outputs compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.datasets import EncodedPrompt
+from bench.engines import Engine, Generation
+
+NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}
+"""Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
+different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where an engine's tokens first leave the reference's. gap: between the reference's top two logits there."""
+
+    position: int
+    gap: float
+    near_tie: bool
+
+
+def measure(
+    engines: Sequence[Engine],
+    prompts: Sequence[EncodedPrompt],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    warmups: int,
+    dtype: torch.dtype,
+    write: Callable[[Mapping[str, Any]], None],
+    advance: Callable[[str], None] = lambda label: None,
+) -> None:
+    """Time every engine on every prompt, `repeats` times, and compare their outputs with the first engine's.
+
+    Engines take turns within a prompt and repeat, each time starting with another one, so that slow drift of the machine
+    meets all alike. Each is warmed up on the first prompt at full length, the path that is timed.
+    write: called with a "sample" for each timed run and an "output" for each engine and prompt.
+    advance: called with the engine's label after each run (`num_runs` of them).
+    Raises RuntimeError if an engine does not return exactly `max_new_tokens` tokens.
+    """
+    for engine in engines:
+        for _ in range(warmups):
+            engine.generate(prompts[0].ids, max_new_tokens)
+            advance(engine.label)
+    turn = 0
+    for prompt in prompts:
+        outputs: dict[str, list[int]] = {}
+        changed: dict[str, int] = {engine.name: 0 for engine in engines}
+        for repeat in range(repeats):
+            for offset in range(len(engines)):
+                engine = engines[(turn + offset) % len(engines)]
+                generation = engine.generate(prompt.ids, max_new_tokens)
+                if len(generation.tokens) != max_new_tokens:
+                    raise RuntimeError(
+                        f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {max_new_tokens}"
+                    )
+                tokens = outputs.setdefault(engine.name, list(generation.tokens))
+                changed[engine.name] += list(generation.tokens) != tokens
+                write(_sample(engine, prompt, repeat, generation))
+                advance(engine.label)
+            turn += 1
+        reference = engines[0]
+        for engine in engines:
+            difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, dtype)
+            write(
+                {
+                    "kind": "output",
+                    "engine": engine.name,
+                    "prompt": prompt.id,
+                    "tokens": outputs[engine.name],
+                    "repeats_that_differ": changed[engine.name],
+                    "reference": reference.name,
+                    "first_difference": None if difference is None else difference.position,
+                    "reference_logit_gap": None if difference is None else difference.gap,
+                    "near_tie": None if difference is None else difference.near_tie,
+                    "counted": engine.count(prompt.ids, max_new_tokens),
+                }
+            )
+
+
+def num_runs(num_engines: int, num_prompts: int, *, repeats: int, warmups: int) -> int:
+    """How many times `measure` calls `advance`."""
+    return num_engines * (warmups + num_prompts * repeats)
+
+
+def compare_outputs(
+    prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: Engine, dtype: torch.dtype
+) -> Difference | None:
+    """The first difference between two continuations of a prompt, or None.
+
+    engine: made `reference`, and is asked for its logits there. What follows a first difference has another prefix, so
+    it is not compared.
+    """
+    position = next((i for i, (a, b) in enumerate(zip(reference, tokens)) if a != b), None)
+    if position is None:
+        return None
+    prefix = torch.cat([prompt, torch.tensor(reference[:position], dtype=torch.long)])
+    top = engine.next_logits(prefix).topk(2).values
+    gap = float(top[0] - top[1])
+    return Difference(position=position, gap=gap, near_tie=gap <= NEAR_TIE_LOGIT_GAPS[dtype])
+
+
+def _sample(engine: Engine, prompt: EncodedPrompt, repeat: int, generation: Generation) -> dict[str, Any]:
+    return {
+        "kind": "sample",
+        "engine": engine.name,
+        "prompt": prompt.id,
+        "task": prompt.task,
+        "repeat": repeat,
+        "num_prompt_tokens": prompt.ids.numel(),
+        "num_new_tokens": len(generation.tokens),
+        "seconds": generation.seconds,
+        "time_to_first_token": generation.time_to_first_token,
+        "decode_seconds": generation.decode_seconds,
+        "output": hashlib.sha256(json.dumps(list(generation.tokens)).encode()).hexdigest()[:12],
+        "stats": None if generation.stats is None else dict(generation.stats),
+    }

@@ -1,0 +1,103 @@
+"""Where a number comes from: machine, versions, threads, commit, command. Nothing that names a person or a path."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import selfspec
+
+
+def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Everything that another person needs to judge or repeat a measurement; None for what cannot be found out."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": git_commit(Path(__file__).resolve().parent.parent),
+        "selfspec": selfspec.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "os": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": available_cores(),
+        "threads": torch.get_num_threads(),
+        "ram_gib": ram_gib(),
+        "load_average": load_average(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def cpu_model() -> str | None:
+    """The processor's name as the operating system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or None
+
+
+def available_cores() -> int | None:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def ram_gib() -> float | None:
+    """Memory of the machine in GiB."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run in the last minute: well above 1 before a run, the machine was busy with others."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit checked out in a folder that is the root of a repository, "+changes" behind it if files differ."""
+    if not (folder / ".git").exists():
+        return None
+    try:
+        commit, status = (
+            subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=20
+            ).stdout.strip()
+            for arguments in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+changes" if status else "")
+
+
+def weights_digest(folder: Path) -> str | None:
+    """12 hexadecimal digits of a local checkpoint's safetensors files, None if there are none (a hub name)."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    summary = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(2**20):
+                summary.update(block)
+    return summary.hexdigest()[:12]

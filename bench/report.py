@@ -1,0 +1,293 @@
+"""A record as tables: Markdown for README and docs, rich for the terminal. No number in a table is typed by hand.
+
+`fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
+record's file name without its ending; `report:NAME:headline` is one sentence instead of the tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table as RichTable
+
+from bench.record import Line
+from bench.summary import Samples, Spread
+
+_MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
+_UNKNOWN = "–"
+_BASELINES = ("transformers:generate", "selfspec:ar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Text cells. heat: per row and column a number in [0, 1] that colours the cell in a terminal, or None."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    heat: tuple[tuple[float | None, ...], ...] | None = None
+
+    def markdown(self) -> str:
+        """The table in Markdown, the first column left, the others right."""
+        rule = " | ".join([":--", *["--:"] * (len(self.columns) - 1)])
+        lines = [" | ".join(self.columns), rule, *(" | ".join(row) for row in self.rows)]
+        return "\n".join([f"**{self.title}**", "", *(f"| {line} |" for line in lines)])
+
+    def rich(self) -> RichTable:
+        """The table for a terminal."""
+        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for number, row in enumerate(self.rows):
+            heat = self.heat[number] if self.heat is not None else (None,) * len(row)
+            table.add_row(*(_coloured(text, value) for text, value in zip(row, heat)))
+        return table
+
+
+def _coloured(text: str, heat: float | None) -> str:
+    """Text on a background from dark blue (0) over green to yellow (1)."""
+    if heat is None:
+        return text.replace("**", "")
+    red, green, blue = int(40 + 200 * heat**2), int(60 + 150 * heat), int(120 * (1 - heat) + 20)
+    ink = "black" if heat > 0.55 else "white"
+    bold = "bold " if text.startswith("**") else ""
+    return f"[{bold}{ink} on rgb({red},{green},{blue})]{text.strip('*')}[/]"
+
+
+def tables(lines: Sequence[Line]) -> list[Table]:
+    """All tables of a record."""
+    if lines[0]["command"] == "sweep":
+        return [_etpl_table(lines), _speedup_table(lines), _agreement_table(lines)]
+    return [_engine_table(lines), _task_table(lines), *_bar_table(lines)]
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """The whole record as Markdown."""
+    parts = [headline(lines), *(table.markdown() for table in tables(lines)), machine_sentence(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(lines: Sequence[Line]) -> str:
+    """What came out, in a sentence or two."""
+    model = lines[0]["configuration"]["model"]
+    if lines[0]["command"] == "sweep":
+        best = next(line for line in lines if line["kind"] == "best")
+        spread = _times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
+        replayed = next(line for line in lines if line["kind"] == "replay")
+        pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
+        return (
+            f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
+            f"The real runs had exactly the replayed rounds for {pairs} pairs of setting and prompt."
+        )
+    samples = Samples(lines)
+    ours = f"selfspec:{lines[0]['configuration']['policy']}"
+    against = [
+        (_times(samples.speedup(ours, name)), "its own autoregressive mode" if name == "selfspec:ar" else label)
+        for name, label in samples.labels.items()
+        if name in samples.engines and name != ours
+    ]
+    speed = samples.speed(ours).value
+    prompts = f"{len(samples.prompts)} prompts of about {_mean_prompt(samples)} tokens"
+    return (
+        f"{model} with `{ours.removeprefix('selfspec:')}` generates {speed:.0f} tokens/s (prefill included, {prompts}, "
+        f"{lines[0]['configuration']['max_new_tokens']} new ones): "
+        + ", ".join(f"{times} {label}" for times, label in against)
+        + "."
+    )
+
+
+def machine_sentence(lines: Sequence[Line]) -> str:
+    """Machine, versions and command."""
+    where = lines[0]["provenance"]
+    configuration = lines[0]["configuration"]
+    device = "" if where["device"] == "cpu" else f"{where['device']}, "
+    return (
+        f"{device}{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['ram_gib']} GiB; "
+        f"{where['dtype']}; Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}; "
+        f"{where['os']}; commit {where['commit']}; weights {configuration['weights_digest']}, "
+        f"prompts {configuration['prompts_digest']}; load average before the run {where['load_average']}; {where['time']}. "
+        f"Medians of {configuration['repeats']} repeats, engines alternated; in brackets the lowest and highest repeat. "
+        f"`{where['command']}`"
+    )
+
+
+def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
+    """The document with every marked place for which there is a record filled in; the others stay as they are.
+
+    Raises ValueError if there is no such place.
+    """
+    filled = 0
+
+    def fill(match: re.Match[str]) -> str:
+        nonlocal filled
+        name, _, part = match["name"].partition(":")
+        if name not in records:
+            return match[0]
+        if part not in ("", "headline"):
+            raise ValueError(f'unknown marker "report:{match["name"]}": there are report:NAME and report:NAME:headline')
+        filled += 1
+        text = headline(records[name]) if part == "headline" else markdown(records[name]).rstrip("\n")
+        return f"<!-- report:{match['name']} -->\n{text}\n<!-- /report:{match['name']} -->"
+
+    result = _MARKER.sub(fill, document)
+    if not filled:
+        raise ValueError(f"no marker for any of {', '.join(f'report:{name}' for name in records)} in the document")
+    return result
+
+
+def _engine_table(lines: Sequence[Line]) -> Table:
+    samples = Samples(lines)
+    baseline = next(name for name in (*_BASELINES, *samples.engines) if name in samples.engines)
+    rows = []
+    for name in samples.engines:
+        row = samples.summary(name)
+        rows.append(
+            (
+                row.label,
+                _range(row.tokens_per_second, "{:.1f}"),
+                _times(samples.speedup(name, baseline)),
+                _number(row.total_tokens_per_second, "{:.1f}"),
+                _number(row.decode_tokens_per_second, "{:.1f}"),
+                _number(row.time_to_first_token, "{:.0f}", 1000),
+                _number(row.acceptance_rate, "{:.3f}"),
+                _number(row.accepted_per_round, "{:.2f}"),
+                _number(row.tokens_per_round, "{:.2f}"),
+                _number(row.etpl, "{:.4f}"),
+                _equal(row.num_mismatches, row.num_near_ties),
+            )
+        )
+    return Table(
+        title=f"Engines on {lines[0]['configuration']['model']}, greedy; × is over {samples.labels[baseline]}",
+        columns=(
+            "engine",
+            "tokens/s",
+            "×",
+            "total tokens / total time",
+            "decode tokens/s",
+            "first token, ms",
+            "acceptance rate",
+            "accepted/round",
+            "tokens/round",
+            "eTPL",
+            "outputs",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _task_table(lines: Sequence[Line]) -> Table:
+    samples = Samples(lines)
+    tasks = list(dict.fromkeys(samples.tasks.values()))
+    rows = tuple(
+        (samples.labels[name], *(_range(samples.speed(name, [task]), "{:.1f}") for task in tasks))
+        for name in samples.engines
+    )
+    return Table(title="tokens/s by task", columns=("engine", *tasks), rows=rows)
+
+
+def _bar_table(lines: Sequence[Line]) -> list[Table]:
+    labels = lines[0]["engines"]
+    rows = tuple(
+        (
+            f"{labels[line['engine']]} over {labels[line['baseline']]}",
+            _times(Spread(value=line["speedup"], low=line["low"], high=line["high"])),
+            f"{line['at_least']:.1f}×",
+            "met" if line["met"] else "not met",
+        )
+        for line in lines
+        if line["kind"] == "bar"
+    )
+    return [Table(title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []
+
+
+def _grid(lines: Sequence[Line]) -> tuple[list[int], list[int], dict[tuple[int, int], Line]]:
+    cells = {(line["exit_layer"], line["num_speculations"]): line for line in lines if line["kind"] == "cell"}
+    return sorted({key[0] for key in cells}), sorted({key[1] for key in cells}), cells
+
+
+def _etpl_table(lines: Sequence[Line]) -> Table:
+    layers, lengths, cells = _grid(lines)
+    num_layers = lines[0]["configuration"]["num_layers"]
+    values = {key: line["etpl"] for key, line in cells.items()}
+    return _heat_table(
+        f"eTPL by replay (autoregressive: {1 / num_layers:.4f}); rows: exit layer, columns: drafts a round",
+        layers,
+        lengths,
+        {key: f"{value:.4f}" for key, value in values.items()},
+        values,
+    )
+
+
+def _speedup_table(lines: Sequence[Line]) -> Table:
+    layers, lengths, cells = _grid(lines)
+    samples = Samples(lines)
+    texts, values = {}, {}
+    for key, line in cells.items():
+        engine = f"selfspec:{line['policy']}"
+        if engine in samples.engines:
+            values[key] = samples.speedup(engine, "selfspec:ar").value
+            texts[key] = f"**{values[key]:.2f}**"
+        else:
+            values[key] = line["predicted_speedup"]
+            texts[key] = f"{values[key]:.2f}"
+    return _heat_table(
+        "Speed-up over autoregressive: bold is measured (prefill included), the rest predicted from replayed rounds and "
+        "timed layers (decoding only)",
+        layers,
+        lengths,
+        texts,
+        values,
+    )
+
+
+def _heat_table(
+    title: str,
+    layers: Sequence[int],
+    lengths: Sequence[int],
+    texts: Mapping[tuple[int, int], str],
+    values: Mapping[tuple[int, int], float],
+) -> Table:
+    low, high = min(values.values()), max(values.values())
+    span = (high - low) or 1.0
+    return Table(
+        title=title,
+        columns=("E \\ drafts", *map(str, lengths)),
+        rows=tuple((str(layer), *(texts[layer, length] for length in lengths)) for layer in layers),
+        heat=tuple((None, *((values[layer, length] - low) / span for length in lengths)) for layer in layers),
+    )
+
+
+def _agreement_table(lines: Sequence[Line]) -> Table:
+    by_layer = next(line["by_layer"] for line in lines if line["kind"] == "agreement")
+    return Table(
+        title="Agreement of each exit with the last layer, along the model's own greedy text",
+        columns=("after layer", *(str(layer) for layer in range(1, len(by_layer) + 1))),
+        rows=(("agreement", *(_number(value, "{:.2f}") for value in by_layer)),),
+    )
+
+
+def _number(value: float | None, pattern: str, factor: float = 1) -> str:
+    return _UNKNOWN if value is None else pattern.format(value * factor)
+
+
+def _range(spread: Spread, pattern: str) -> str:
+    return f"{pattern} ({pattern} to {pattern})".format(spread.value, spread.low, spread.high)
+
+
+def _times(spread: Spread) -> str:
+    return f"{spread.value:.2f}× ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def _equal(mismatches: int, near_ties: int) -> str:
+    if not mismatches:
+        return "equal"
+    faults = mismatches - near_ties
+    return f"{near_ties} near-ties" + (f", {faults} DIFFER" if faults else "")
+
+
+def _mean_prompt(samples: Samples) -> int:
+    lengths = {line["prompt"]: line["num_prompt_tokens"] for line in samples.samples}
+    return round(sum(lengths.values()) / len(lengths))

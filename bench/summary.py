@@ -1,0 +1,162 @@
+"""From raw samples to the numbers that people read; every table and every bar goes through here.
+
+tokens/s of an engine: per prompt, new tokens over the *median* time of its repeats; then the mean over prompts (macro).
+A speed-up is the ratio of two such means from one run. Spread: the same figure from each repeat alone, lowest to highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bench.record import Line
+from selfspec.stats import mean, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A figure, and the lowest and highest that a single repeat gave for it."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSummary:
+    """One engine's row of the table; times in seconds, None for what is not known.
+
+    tokens_per_second: with prefill, macro. total_tokens_per_second: all tokens over the sum of the median times.
+    decode_tokens_per_second: tokens after the first over the time after the first.
+    The last four are means over prompts of the engine's counts (rounds do not include the prefill of selfspec).
+    """
+
+    engine: str
+    label: str
+    tokens_per_second: Spread
+    total_tokens_per_second: float
+    decode_tokens_per_second: float | None
+    time_to_first_token: float | None
+    acceptance_rate: float | None
+    accepted_per_round: float | None
+    tokens_per_round: float | None
+    etpl: float | None
+    num_mismatches: int
+    num_near_ties: int
+
+
+class Samples:
+    """The samples and outputs of one record, by engine."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        run = lines[0]
+        self.labels: dict[str, str] = run["engines"]
+        self.samples = [line for line in lines if line["kind"] == "sample"]
+        self.outputs = [line for line in lines if line["kind"] == "output"]
+        measured = {line["engine"] for line in self.samples}
+        self.engines = [name for name in self.labels if name in measured]
+        self.prompts = list(dict.fromkeys(line["prompt"] for line in self.samples))
+        self.tasks = {line["prompt"]: line["task"] for line in self.samples}
+
+    def speed(self, engine: str, tasks: Sequence[str] | None = None) -> Spread:
+        """Macro tokens/s with prefill, over the prompts of some tasks or of all."""
+        values = self._by_prompt(engine, lambda line: line["num_new_tokens"] / line["seconds"], tasks)
+        return _spread(values)
+
+    def speedup(self, engine: str, baseline: str, tasks: Sequence[str] | None = None) -> Spread:
+        """Ratio of the two engines' macro tokens/s; the spread is that of the ratio within each repeat."""
+
+        def speeds(name: str) -> list[list[float]]:
+            return self._by_prompt(name, lambda line: line["num_new_tokens"] / line["seconds"], tasks)
+
+        ours, theirs = speeds(engine), speeds(baseline)
+        ratios = [a / b for a, b in zip(_per_repeat(ours), _per_repeat(theirs))]
+        return Spread(value=_macro(ours) / _macro(theirs), low=min(ratios), high=max(ratios))
+
+    def summary(self, engine: str) -> EngineSummary:
+        """The engine's row."""
+        lines = [line for line in self.samples if line["engine"] == engine]
+        outputs = [line for line in self.outputs if line["engine"] == engine]
+        by_prompt = {prompt: [line for line in lines if line["prompt"] == prompt] for prompt in self.prompts}
+        seconds = {prompt: median(line["seconds"] for line in group) for prompt, group in by_prompt.items()}
+        tokens = sum(group[0]["num_new_tokens"] for group in by_prompt.values())
+
+        def over_prompts(value: Callable[[Line], float | None]) -> float | None:
+            medians = []
+            for group in by_prompt.values():
+                known = [v for v in map(value, group) if v is not None]
+                medians.append(median(known) if known else None)
+            return mean(medians)
+
+        def count(name: str) -> float | None:
+            counted = [line["counted"] or {} for line in outputs]
+            stats = [group[0]["stats"] or {} for group in by_prompt.values()]
+            return mean(source.get(name) for source in (*counted, *stats))
+
+        def decode_speed(line: Line) -> float | None:
+            return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None
+
+        differences = [line for line in outputs if line["first_difference"] is not None]
+        return EngineSummary(
+            engine=engine,
+            label=self.labels[engine],
+            tokens_per_second=self.speed(engine),
+            total_tokens_per_second=tokens / sum(seconds.values()),
+            decode_tokens_per_second=over_prompts(decode_speed),
+            time_to_first_token=over_prompts(lambda line: line["time_to_first_token"]),
+            acceptance_rate=count("acceptance_rate"),
+            accepted_per_round=count("accepted_per_round") if count("num_drafted") else None,
+            tokens_per_round=count("tokens_per_round"),
+            etpl=count("etpl"),
+            num_mismatches=len(differences),
+            num_near_ties=sum(line["near_tie"] for line in differences),
+        )
+
+    def _by_prompt(self, engine: str, value: Callable[[Line], float], tasks: Sequence[str] | None) -> list[list[float]]:
+        """value of every sample, [prompts][repeats]."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for line in self.samples:
+            if line["engine"] == engine and (tasks is None or line["task"] in tasks):
+                found.setdefault(line["prompt"], []).append((line["repeat"], value(line)))
+        return [[figure for _, figure in sorted(repeats)] for repeats in found.values()]
+
+
+def _macro(values: Sequence[Sequence[float]]) -> float:
+    """Mean over prompts of the median over repeats. The median of speeds is the speed of the median time."""
+    return sum(median(repeats) for repeats in values) / len(values)
+
+
+def _per_repeat(values: Sequence[Sequence[float]]) -> list[float]:
+    """Mean over prompts in each repeat alone."""
+    return [sum(repeats) / len(repeats) for repeats in zip(*values)]
+
+
+def _spread(values: Sequence[Sequence[float]]) -> Spread:
+    alone = _per_repeat(values)
+    return Spread(value=_macro(values), low=min(alone), high=max(alone))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A ratio that the project set out to reach. engine and baseline: names, or prefixes of them."""
+
+    engine: str
+    baseline: str
+    at_least: float
+
+
+def bar_line(samples: Samples, bar: Bar) -> dict[str, Any]:
+    """The record's line on one bar: the ratio, its spread, what was asked, whether it is met."""
+    reached = samples.speedup(bar.engine, bar.baseline)
+    return {
+        "kind": "bar",
+        "engine": bar.engine,
+        "baseline": bar.baseline,
+        "speedup": reached.value,
+        "low": reached.low,
+        "high": reached.high,
+        "at_least": bar.at_least,
+        "met": reached.value >= bar.at_least,
+    }
