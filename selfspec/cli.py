@@ -1,0 +1,306 @@
+"""The command line: `selfspec generate` and `selfspec train`.
+
+Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
+call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from safetensors import SafetensorError
+from transformers import StoppingCriteriaList
+
+from layerskip_models import DEMO_PATH
+from layerskip_models.training import train_command
+from selfspec import GenerationResult, NonFiniteLogitsError, SelfSpecGenerator, __version__
+from selfspec.compare import Comparison, compare, warm_up
+from selfspec.interrupt import InterruptCriteria
+from selfspec.prompts import read_prompt
+from selfspec.report import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
+from selfspec.streaming import DraftStreamer, TextStreamer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="LayerSkip self-speculative decoding: a Llama drafts with its first layers and verifies with the rest.",
+)
+app.command("train")(train_command)
+
+WARM_UP_TOKENS = 16
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def main() -> None:
+    """Entry of the `selfspec` script."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"selfspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _selfspec(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What the program is; its commands do the work."""
+
+
+_MODEL, _SPECULATION, _TEXT, _OUTPUT = "Model", "Speculation", "Text", "Output"
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help='Text to continue; "-" reads standard input. Without one: an example.')
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hub name or folder; without it, the demo model.", rich_help_panel=_MODEL)
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=_MODEL)
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)] = "auto",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help='"ls:E-GAMMA" (exit after E layers, draft GAMMA tokens) or "ar" (plain decoding). '
+            "Without it, the checkpoint's default.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
+    exit_layer: Annotated[
+        int | None, typer.Option(help="Layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
+    ] = None,
+    num_speculations: Annotated[
+        int | None,
+        typer.Option(help="Tokens drafted per round; 0 is plain decoding.", rich_help_panel=_SPECULATION),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate; without it, 128.", rich_help_panel=_TEXT)
+    ] = None,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--do-sample/--no-do-sample",
+            help="Draw tokens, or take the likeliest. Without it, the checkpoint's default.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
+    top_k: Annotated[int | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
+    top_p: Annotated[float | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
+    min_p: Annotated[float | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1.0 is none.", rich_help_panel=_TEXT)] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.", rich_help_panel=_TEXT)] = None,
+    eos_token_id: Annotated[
+        list[int] | None, typer.Option(help="Token id that ends the text; repeatable.", rich_help_panel=_TEXT)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Never stop at a token.", rich_help_panel=_TEXT)
+    ] = False,
+    stop_strings: Annotated[
+        list[str] | None, typer.Option(help="String that ends the text; repeatable.", rich_help_panel=_TEXT)
+    ] = None,
+    compare_modes: Annotated[
+        bool,
+        typer.Option("--compare", help="Also decode autoregressively; show the speed-up.", rich_help_panel=_OUTPUT),
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs for --compare.", rich_help_panel=_OUTPUT)] = 3,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Colour tokens by their fate.", rich_help_panel=_OUTPUT)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.", rich_help_panel=_OUTPUT)
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT)
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Text or JSON only: no progress, no summary.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:
+    """Continue a prompt, printing as it goes, and sum up what speculation did."""
+    options: dict[str, Any] = {
+        "policy": policy,
+        "exit_layer": exit_layer,
+        "num_speculations": num_speculations,
+        "max_new_tokens": max_new_tokens,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "eos_token_id": [] if ignore_eos else eos_token_id or None,
+        "stop_strings": stop_strings or None,
+    }
+    notes = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    with _one_line_errors():
+        if as_json and show_drafts:
+            raise ValueError("--json prints no text to colour: leave out --show-drafts")
+        if ignore_eos and eos_token_id:
+            raise ValueError("give --ignore-eos or --eos-token-id, not both")
+        text = read_prompt(prompt, file)
+        generator = _load(model, dtype, device, notes)
+        greedy = _check_sampling(generator, options)
+        session = _Session(generator, text, options, notes)
+        with session.interrupt:
+            if compare_modes:
+                session.warm_up()
+            result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace)
+            comparison = session.compare(repeats, greedy) if compare_modes else None
+    stop_reason = "interrupted" if session.interrupt.requested else result.stop_reason
+    if as_json:
+        typer.echo(json.dumps(_as_dict(generator, result, stop_reason, comparison), allow_nan=False))
+    else:
+        lines = summary_lines(result, stop_reason, generator.model.num_layers)
+        lines += comparison_lines(comparison, result.policy) if comparison is not None else []
+        notes.print("\n" + "\n".join(lines))
+    if session.interrupt.requested:
+        raise typer.Exit(130)
+
+
+class _Session:
+    """One prompt and its options, run as often as the command needs it; Ctrl-C ends any run as a stop condition would."""
+
+    def __init__(self, generator: SelfSpecGenerator, prompt: str, options: dict[str, Any], notes: Console) -> None:
+        assert generator.tokenizer is not None  # a checkpoint is loaded with its tokenizer
+        self.interrupt = InterruptCriteria()
+        self._prompt = prompt
+        self._notes = notes
+        self._model, self._tokenizer = generator.model, generator.tokenizer
+        self._max_new_tokens = options["max_new_tokens"]
+        self._generate = partial(
+            generator.generate, prompt, **options, stopping_criteria=StoppingCriteriaList([self.interrupt])
+        )
+
+    def warm_up(self) -> None:
+        """Run what is timed later."""
+        room = self._model.max_positions - len(self._tokenizer(self._prompt)["input_ids"])
+        tokens = min(WARM_UP_TOKENS, room, self._max_new_tokens or WARM_UP_TOKENS)
+        with self._notes.status("Warming up ..."):
+            warm_up(self._generate, max(1, tokens))
+
+    def run(self, *, show_drafts: bool, silent: bool, trace: Path | None) -> GenerationResult:
+        """The run that the user sees, on standard output unless it is to be silent."""
+        writer = TextWriter(Console(highlight=False))
+
+        def on_start() -> None:
+            if writer.is_terminal and not silent and not self._notes.quiet:
+                writer.write(self._prompt, PROMPT_STYLE)
+
+        streamer = TextStreamer(self._tokenizer, _discard if silent else writer.write, on_start)
+        if show_drafts:
+            streamer = DraftStreamer(self._tokenizer, writer.write_token, on_start)
+            self._notes.print(legend(writer.shows_styles))
+        try:
+            result = self._generate(streamer=streamer, trace=trace is not None)
+        except (ValueError, TypeError) as error:
+            if streamer.started:  # the call was a valid one, so this is our fault and not the caller's
+                raise RuntimeError("generation failed") from error
+            raise
+        if not silent:
+            writer.write("\n")
+        if trace is not None:
+            write_trace(trace, result.trace or ())
+        return result
+
+    def compare(self, repeats: int, greedy: bool) -> Comparison | None:
+        """Time both modes in turn; None if Ctrl-C came before the first pair was complete."""
+        if self.interrupt.requested:
+            return None
+        with self._notes.status("Comparing with autoregressive decoding ...") as status:
+            return compare(
+                self._generate,
+                repeats=repeats,
+                greedy=greedy,
+                before_run=lambda run: status.update(
+                    f"Comparing with autoregressive decoding, run {run + 1} of {2 * repeats} ..."
+                ),
+                interrupted=lambda: self.interrupt.requested,
+            )
+
+
+def _load(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpecGenerator:
+    """The checkpoint, the demo if none is named, with its tokenizer."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # the status line says it, and goes away
+    name = str(DEMO_PATH) if model is None else model
+    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+        return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
+
+
+def _check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
+    """Whether decoding is greedy. ValueError if it is and an option would then do nothing."""
+    do_sample = options["do_sample"]
+    if do_sample is None:
+        do_sample = generator.model.generation_config.do_sample
+    given = [name for name in _SAMPLING_FIELDS if options[name] is not None]
+    if given and not do_sample:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
+    return not do_sample
+
+
+def _as_dict(
+    generator: SelfSpecGenerator, result: GenerationResult, stop_reason: str, comparison: Comparison | None
+) -> dict[str, object]:
+    return {
+        "model": generator.model.name,
+        "text": result.text,
+        "token_ids": result.new_tokens,
+        "num_prompt_tokens": result.stats.num_prompt_tokens,
+        "stop_reason": stop_reason,
+        "policy": result.policy,
+        "stats": result.stats.as_dict(),
+        "comparison": None if comparison is None else comparison.as_dict(),
+    }
+
+
+def _discard(text: str) -> None:
+    """Write nothing."""
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What a caller can mend becomes one line and status 2; a model that cannot go on, one line and status 1."""
+    try:
+        yield
+    except BrokenPipeError:  # `| head`: typer ends quietly
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
+        _fail(error, 1)
+    except (ValueError, TypeError, OSError, SafetensorError) as error:
+        _fail(error, 2)
+
+
+def _fail(error: Exception, status: int) -> NoReturn:
+    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    raise typer.Exit(status) from None
+
+
+if __name__ == "__main__":
+    main()

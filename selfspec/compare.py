@@ -1,0 +1,126 @@
+"""Self-speculation against the same engine decoding autoregressively: alternated repeats, medians, outputs compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+from selfspec.generator import GenerationResult
+from selfspec.stats import GenerationStats
+
+
+class Generate(Protocol):
+    """`SelfSpecGenerator.generate` with the prompt and the options bound."""
+
+    def __call__(self, **changes: int | None) -> GenerationResult:
+        """Generate, with these options in place of the bound ones."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What `compare` measured.
+
+    speedup: median over the pairs of self-speculative / autoregressive tokens per second, prefill included; the smallest
+    and largest pair beside it. decode_speedup: likewise without prefill and first token, None where there was only that.
+    runs, baseline_runs: each run's statistics, in order.
+    outputs_equal: whether all runs wrote the same tokens; None when sampling, where only their distribution is the same.
+    first_difference: index of the first new token that differs, None if none does.
+    """
+
+    repeats: int
+    speedup: float
+    speedup_min: float
+    speedup_max: float
+    decode_speedup: float | None
+    runs: tuple[GenerationStats, ...]
+    baseline_runs: tuple[GenerationStats, ...]
+    outputs_equal: bool | None
+    first_difference: int | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: the numbers, and every run's statistics."""
+        return {
+            "baseline": "ar",
+            "repeats": self.repeats,
+            "speedup": self.speedup,
+            "speedup_min": self.speedup_min,
+            "speedup_max": self.speedup_max,
+            "decode_speedup": self.decode_speedup,
+            "outputs_equal": self.outputs_equal,
+            "first_difference": self.first_difference,
+            "tokens_per_second": median(run.tokens_per_second for run in self.runs),
+            "baseline_tokens_per_second": median(run.tokens_per_second for run in self.baseline_runs),
+            "runs": [run.as_dict() for run in self.runs],
+            "baseline_runs": [run.as_dict() for run in self.baseline_runs],
+        }
+
+
+def warm_up(generate: Generate, max_new_tokens: int) -> None:
+    """Run both modes for a few tokens, so that neither pays for what happens once."""
+    generate(max_new_tokens=max_new_tokens)
+    generate(max_new_tokens=max_new_tokens, exit_layer=None, num_speculations=0)
+
+
+def compare(
+    generate: Generate,
+    *,
+    repeats: int,
+    greedy: bool,
+    before_run: Callable[[int], object] = lambda run: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Comparison | None:
+    """Alternate `repeats` runs of each mode and compare them; warm up first (`warm_up`).
+
+    before_run: told the number of the run, 0 to 2 * repeats - 1. interrupted: asked after every run; the pair in which it
+    says yes does not count. Returns None without a complete pair.
+    """
+    results: list[GenerationResult] = []
+    baselines: list[GenerationResult] = []
+    for repeat in range(repeats):
+        before_run(2 * repeat)
+        result = generate()
+        before_run(2 * repeat + 1)
+        baseline = generate(exit_layer=None, num_speculations=0)
+        if interrupted():
+            break
+        results.append(result)
+        baselines.append(baseline)
+    if not results:
+        return None
+    return summarise(results, baselines, greedy=greedy)
+
+
+def summarise(results: list[GenerationResult], baselines: list[GenerationResult], *, greedy: bool) -> Comparison:
+    """The comparison of the pairs results[i], baselines[i]; at least one."""
+    runs, baseline_runs = tuple(r.stats for r in results), tuple(b.stats for b in baselines)
+    speedups = [r.tokens_per_second / b.tokens_per_second for r, b in zip(runs, baseline_runs)]
+    decode_speedups = [
+        r.decode_tokens_per_second / b.decode_tokens_per_second
+        for r, b in zip(runs, baseline_runs)
+        if r.decode_tokens_per_second and b.decode_tokens_per_second
+    ]
+    reference = baselines[0].new_tokens
+    differences = [first_difference(reference, r.new_tokens) for r in results + baselines] if greedy else []
+    known = [index for index in differences if index is not None]
+    return Comparison(
+        repeats=len(results),
+        speedup=median(speedups),
+        speedup_min=min(speedups),
+        speedup_max=max(speedups),
+        decode_speedup=median(decode_speedups) if decode_speedups else None,
+        runs=runs,
+        baseline_runs=baseline_runs,
+        outputs_equal=not known if greedy else None,
+        first_difference=min(known, default=None),
+    )
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """Index of the first token in which two texts differ, the shorter one's length if it is the other's beginning."""
+    for index, (a, b) in enumerate(zip(left, right)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))

@@ -1,0 +1,39 @@
+"""Ctrl-C as a stop condition: what was generated is kept and counted."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+
+class InterruptCriteria(StoppingCriteria):
+    """Ends the text at the next token after Ctrl-C; a second Ctrl-C is an ordinary KeyboardInterrupt.
+
+    A context manager: the signal is caught only inside. Enter it in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._answers = (torch.tensor([False]), torch.tensor([True]))  # made once: asked for every token
+        self._previous: object = None
+
+    def __enter__(self) -> InterruptCriteria:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        """Whether Ctrl-C was pressed, bool [1]."""
+        return self._answers[self.requested]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)

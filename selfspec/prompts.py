@@ -1,0 +1,53 @@
+"""Where the command line takes its prompt from: an argument, a file, standard input, or a built-in example."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+EXAMPLE_PROMPT = '''class Stack:
+    """A last-in, first-out container."""
+
+    def __init__(self):
+        self._items = []
+
+    def push(self, item):
+'''
+"""What is continued when nothing else is given."""
+
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt. "-" is standard input, and so is no prompt at all when something is piped in.
+
+    Texts from a file or standard input are UTF-8; one newline at their end is not part of them. Raises ValueError if two
+    sources are given, or one is empty or not UTF-8; OSError if the file cannot be read.
+    """
+    if argument is not None and file is not None:
+        raise ValueError("give a prompt or --file, not both")
+    if file is not None:
+        return _decode(file.read_bytes(), str(file))
+    if argument == "-" or (argument is None and _is_piped()):
+        return _decode(sys.stdin.buffer.read(), "standard input")
+    return EXAMPLE_PROMPT if argument is None else argument
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file. A terminal or /dev/null holds no prompt."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by something without a descriptor
+        return sys.stdin is not None and not sys.stdin.closed
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _decode(content: bytes, source: str) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from error
+    text = text.replace("\r\n", "\n").removesuffix("\n")
+    if not text:
+        raise ValueError(f"{source} is empty: put a prompt in it, or give one as an argument")
+    return text

@@ -1,0 +1,148 @@
+"""How the command line shows a result: the summary, the comparison, tokens in colour, a trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+
+from rich.color import ColorSystem
+from rich.console import COLOR_SYSTEMS, Console
+from rich.style import Style
+from rich.text import Text
+
+from policies import RoundRecord
+from selfspec.compare import Comparison
+from selfspec.generator import GenerationResult
+from selfspec.stats import GenerationStats
+from selfspec.streaming import Fate
+
+FATE_STYLES: dict[Fate, Style] = {
+    "target": Style.null(),
+    "accepted": Style(color="green"),
+    "corrected": Style(color="yellow", bold=True),
+    "bonus": Style(color="cyan"),
+    "rejected": Style(color="red", dim=True, strike=True),
+}
+PROMPT_STYLE = Style(dim=True)
+
+_LEGEND: tuple[tuple[str, Fate], ...] = (
+    ("accepted draft", "accepted"),
+    ("dropped draft", "rejected"),
+    ("correction of one", "corrected"),
+    ("bonus after a whole draft", "bonus"),
+    ("no draft", "target"),
+)
+# ESC and its like in a model's output must not steer the terminal; tab and newline are text.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_VISIBLE_DRAFT = _VISIBLE | {ord("\n"): "⏎", ord("\t"): "⇥"}  # a dropped newline must not break the line
+
+
+class TextWriter:
+    """Writes generated text to a console, as it is where the console is a file, styled where it is a terminal.
+
+    rich's own print would expand tabs and drop characters, so only its styles are used.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._file = console.file
+        self.is_terminal = console.is_terminal
+        self._colors = COLOR_SYSTEMS.get(console.color_system or "")
+        self._plain = console.no_color
+        if self._colors is ColorSystem.WINDOWS:  # such a console knows no escape sequences
+            self._colors = None
+
+    @property
+    def shows_styles(self) -> bool:
+        """Whether fates can be seen."""
+        return self._colors is not None
+
+    def write(self, text: str, style: Style | None = None) -> None:
+        """Write at once, all of it."""
+        if text:
+            text = text.translate(_VISIBLE) if self.is_terminal else text
+            self._file.write(self._styled(text, style or Style.null()))
+            self._file.flush()
+
+    def write_token(self, text: str, fate: Fate) -> None:
+        """Write a chunk in the style of its fate; dropped drafts only where styles show them as such."""
+        if fate == "rejected":
+            if not self.shows_styles:
+                return
+            text = text.translate(_VISIBLE_DRAFT)
+        self.write(text, FATE_STYLES[fate])
+
+    def _styled(self, text: str, style: Style) -> str:
+        style = style.without_color if self._plain else style
+        return style.render(text, color_system=self._colors)
+
+
+def legend(styles_shown: bool) -> Text:
+    """What the styles of `write_token` mean; where they are off, how to get them."""
+    if not styles_shown:
+        return Text("colours are off, standard output is not a terminal; FORCE_COLOR=1 turns them on")
+    return Text(", ").join(Text(meaning, FATE_STYLES[fate]) for meaning, fate in _LEGEND)
+
+
+def summary_lines(result: GenerationResult, stop_reason: str, num_layers: int) -> list[str]:
+    """The summary of one generation."""
+    stats = result.stats
+    lines = [
+        f"{stats.num_new_tokens} tokens in {_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
+        f"first token after {_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
+        f"policy {result.policy}: {_speculation(stats)}",
+    ]
+    if stats.etpl is not None:
+        lines.append(f"eTPL {stats.etpl:.4f} tokens per loaded layer (autoregressive: {1 / num_layers:.4f})")
+    return lines
+
+
+def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
+    """The comparison as a small table and its verdict."""
+    rows = [(policy, comparison.runs), ("ar (autoregressive)", comparison.baseline_runs)]
+    width = max(len(name) for name, _ in rows)
+    plural = "s" if comparison.repeats > 1 else ""
+    lines = [f"comparison, median of {comparison.repeats} alternated pair{plural} of runs after a warm-up"]
+    for name, runs in rows:
+        lines.append(
+            f"  {name:{width}}  {median(r.tokens_per_second for r in runs):8.1f} tokens/s"
+            f"  {_seconds(median(r.seconds for r in runs)):>8}"
+            f"  first token {_seconds(median(r.time_to_first_token for r in runs))}"
+        )
+    spread = f"{comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}"
+    lines.append(f"speed-up {comparison.speedup:.2f} ({spread}); {_verdict(comparison)}")
+    return lines
+
+
+def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
+    """One JSON object per round, a line each; shadow tokens are left out."""
+    names = [field.name for field in fields(RoundRecord) if field.name != "shadow"]
+    lines = [json.dumps({name: getattr(record, name) for name in names}) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _speculation(stats: GenerationStats) -> str:
+    if stats.acceptance_rate is None:
+        return f"{stats.rounds} rounds, nothing drafted"
+    return (
+        f"{stats.rounds} rounds, acceptance rate {stats.acceptance_rate:.3f} "
+        f"({stats.num_accepted} of {stats.num_drafted} drafts), "
+        f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
+    )
+
+
+def _verdict(comparison: Comparison) -> str:
+    if comparison.outputs_equal is None:
+        return "outputs not compared: sampled texts differ, their distribution is the same"
+    if comparison.outputs_equal:
+        return "outputs equal"
+    return (
+        f"OUTPUTS DIFFER from new token {comparison.first_difference} on: a near-tie of two tokens can do that "
+        "(float64 decides: --dtype float64)"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
