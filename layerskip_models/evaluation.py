@@ -1,0 +1,264 @@
+"""How good each exit of a model is: loss and agreement with the last layer, on given text and on its own text.
+
+Run as `python -m layerskip_models.evaluation MODEL --text FILE --prompts FILE.jsonl.gz`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from layerskip_models.layerskip_recipe import exit_hidden_states
+from layerskip_models.training_data import is_held_out, read_documents
+
+CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCurve:
+    """Per layer l = 0..L-1: mean cross-entropy in nats, and the share of rows whose argmax is the last layer's."""
+
+    loss: list[float]
+    agreement: list[float]
+    num_rows: int
+
+
+@torch.no_grad()
+def exit_sums(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor, first_row: int = 0) -> Tensor:
+    """Sums over rows, float64 [2, L]: cross-entropy against labels, and agreement with the last layer.
+
+    input_ids, labels: int64 [batch, length]. Rows before position first_row are left out. Logits exist for
+    CHUNK_ROWS rows of one layer at a time.
+    """
+    num_layers = len(model.model.layers)
+    states = exit_hidden_states(model, input_ids, range(num_layers))
+    flat_labels = labels[:, first_row:].reshape(-1)
+    flat = {layer: state[:, first_row:].reshape(-1, state.shape[-1]) for layer, state in states.items()}
+    sums = torch.zeros(2, num_layers, dtype=torch.float64)
+    for start in range(0, len(flat_labels), CHUNK_ROWS):
+        chunk = slice(start, start + CHUNK_ROWS)
+        chosen = None
+        for layer in reversed(range(num_layers)):
+            logits = model.lm_head(model.model.norm(flat[layer][chunk])).float()
+            argmax = logits.argmax(-1)
+            chosen = argmax if chosen is None else chosen
+            sums[0, layer] += F.cross_entropy(logits, flat_labels[chunk], reduction="sum").item()
+            sums[1, layer] += (argmax == chosen).sum().item()
+    return sums
+
+
+def exit_curve(model: LlamaForCausalLM, blocks: Tensor, batch_rows: int = 4) -> ExitCurve:
+    """Teacher-forced curve on blocks, int64 [rows, length + 1], with the model in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(2, len(model.model.layers), dtype=torch.float64)
+    for start in range(0, len(blocks), batch_rows):
+        rows = blocks[start : start + batch_rows].to(model.device)
+        sums += exit_sums(model, rows[:, :-1], rows[:, 1:])
+    model.train(was_training)
+    return _curve(sums, blocks.shape[0] * (blocks.shape[1] - 1))
+
+
+def _curve(sums: Tensor, num_rows: int) -> ExitCurve:
+    loss, agreement = (sums / max(num_rows, 1)).tolist()
+    return ExitCurve(loss=loss, agreement=agreement, num_rows=num_rows)
+
+
+@torch.no_grad()
+def greedy_continuations(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], num_tokens: int, batch_size: int = 16
+) -> list[list[int]]:
+    """num_tokens greedy tokens after each prompt, by transformers' generate; an EOS does not end them."""
+    model.eval()
+    results: list[list[int]] = []
+    for start in range(0, len(prompts), batch_size):
+        group = prompts[start : start + batch_size]
+        width = max(map(len, group))
+        ids = torch.zeros(len(group), width, dtype=torch.int64)
+        mask = torch.zeros(len(group), width, dtype=torch.int64)
+        for row, prompt in enumerate(group):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        output = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=[],
+            pad_token_id=0,
+        )
+        results += [row[width:].tolist() for row in output]
+    return results
+
+
+def own_text_curve(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+) -> ExitCurve:
+    """Curve over the rows that predict the continuations' tokens, prompts and continuations teacher-forced."""
+    model.eval()
+    sums = torch.zeros(2, len(model.model.layers), dtype=torch.float64)
+    num_rows = 0
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        ids = torch.tensor([[*prompt, *continuation]], device=model.device)
+        sums += exit_sums(model, ids[:, :-1], ids[:, 1:], first_row=len(prompt) - 1)
+        num_rows += len(continuation)
+    return _curve(sums, num_rows)
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether a continuation loops: its last 32 tokens have a period of at most 16, or a 4-gram occurs 4 times.
+
+    A period p means that each of these tokens equals the one p places before it.
+    """
+    tail = list(tokens[-32:])
+    if len(tail) == 32 and any(tail[period:] == tail[:-period] for period in range(1, 17)):
+        return True
+    grams = Counter(tuple(tokens[start : start + 4]) for start in range(len(tokens) - 3))
+    return max(grams.values(), default=0) >= 4
+
+
+def read_prompts(path: Path, limit: int) -> list[str]:
+    """The first `limit` values of "prompt" in a .jsonl or .jsonl.gz file. Raises ValueError when a line has none."""
+    prompts = []
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as stream:
+        for line in stream:
+            record = json.loads(line)
+            if "prompt" not in record:
+                raise ValueError(f'{path.name}: each line must be a JSON object with a "prompt"')
+            prompts.append(record["prompt"])
+            if len(prompts) == limit:
+                break
+    return prompts
+
+
+def held_out_documents(paths: Sequence[Path], fraction: float, exclude: Sequence[str]) -> list[str]:
+    """Documents that training with the same holdout_fraction has not seen, in file order."""
+    return [text for path in paths for text in read_documents(path, exclude) if is_held_out(text, fraction)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Result of `evaluate`; None where the input for it was not given."""
+
+    held_out_text: ExitCurve | None
+    own_text: ExitCurve | None
+    own_text_without_loops: ExitCurve | None
+    loop_rate: float | None
+    num_prompts: int
+    samples: list[dict[str, str]]
+
+
+def evaluate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    prompts: Sequence[str],
+    *,
+    length: int = 256,
+    max_text_tokens: int = 65536,
+    max_prompt_tokens: int = 256,
+    num_tokens: int = 100,
+) -> Evaluation:
+    """Curves on held-out documents (packed, teacher-forced) and on greedy continuations of prompts; loop rate.
+
+    Prompts keep their last max_prompt_tokens tokens.
+    """
+    text_curve = None
+    if documents:
+        stream = [
+            token
+            for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
+            for token in [*ids, tokenizer.eos_token_id]
+        ]
+        rows = min(len(stream) - 1, max_text_tokens) // length
+        blocks = [stream[row * length : row * length + length + 1] for row in range(rows)]
+        text_curve = exit_curve(model, torch.tensor(blocks)) if blocks else None
+    if not prompts:
+        return Evaluation(
+            held_out_text=text_curve,
+            own_text=None,
+            own_text_without_loops=None,
+            loop_rate=None,
+            num_prompts=0,
+            samples=[],
+        )
+    encoded = [tokenizer(text, add_special_tokens=False)["input_ids"][-max_prompt_tokens:] for text in prompts]
+    continuations = greedy_continuations(model, encoded, num_tokens)
+    loops = [is_looping(tokens) for tokens in continuations]
+    free = [index for index, loop in enumerate(loops) if not loop]
+    return Evaluation(
+        held_out_text=text_curve,
+        own_text=own_text_curve(model, encoded, continuations),
+        own_text_without_loops=own_text_curve(
+            model, [encoded[index] for index in free], [continuations[index] for index in free]
+        )
+        if free
+        else None,
+        loop_rate=sum(loops) / len(loops),
+        num_prompts=len(prompts),
+        samples=[
+            {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(tokens), "loops": str(loop)}
+            for prompt, tokens, loop in zip(encoded, continuations, loops, strict=True)
+        ],
+    )
+
+
+def evaluation_command(
+    model: Annotated[str, typer.Argument(help="Llama checkpoint: folder or hub name.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Text as for training; held-out documents are used.")] = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help='.jsonl[.gz] with a "prompt" a line.')] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Names to leave out of folders.")] = None,
+    holdout_fraction: Annotated[float, typer.Option(help="As in training; 1 takes every document.")] = 0.01,
+    max_prompts: Annotated[int, typer.Option(help="Prompts taken from each file.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens per teacher-forced sequence.")] = 256,
+    max_text_tokens: Annotated[int, typer.Option(help="Held-out tokens in all, shared by the text paths.")] = 65536,
+    num_tokens: Annotated[int, typer.Option(help="Greedy tokens per prompt.")] = 100,
+    document_prompts: Annotated[int, typer.Option(help="Beginnings of held-out documents as prompts, per path.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the result; else printed.")] = None,
+) -> None:
+    """Loss and agreement with the last layer at every exit; share of greedy continuations that loop."""
+    try:
+        network = LlamaForCausalLM.from_pretrained(
+            model, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        names = exclude or []
+        by_path = [held_out_documents([path], holdout_fraction, names) for path in text or []]
+        # An equal share of tokens from each path, so that no large file hides the others.
+        documents: list[str] = []
+        for held in by_path:
+            budget = max_text_tokens // len(by_path)
+            for document in held:
+                if budget <= 0:
+                    break
+                ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"][:budget]
+                budget -= len(ids)
+                documents.append(tokenizer.decode(ids))
+        asked = [prompt for path in prompts or [] for prompt in read_prompts(path, max_prompts)]
+        for held in by_path:
+            asked += [document[: max(len(document) // 3, 40)][:800] for document in held[:document_prompts]]
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    result = evaluate(network, tokenizer, documents, asked, length=length, num_tokens=num_tokens)
+    record = json.dumps(asdict(result), ensure_ascii=False, indent=1)
+    if output is None:
+        typer.echo(record)
+    else:
+        output.write_text(record + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(evaluation_command)

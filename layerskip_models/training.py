@@ -1,0 +1,285 @@
+"""Train a Llama-family model with the LayerSkip recipe, from scratch or from a checkpoint.
+
+Run as `python -m layerskip_models.training --data PATH --output-dir DIR ...`, in several processes with
+`accelerate launch` or `torchrun` in front. docs/training.md explains the options.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
+
+from layerskip_models import checkpoints, training_data
+from layerskip_models.evaluation import exit_sums
+from layerskip_models.layerskip_recipe import (
+    draw_keep_mask,
+    early_exit_backward,
+    enabled_exits,
+    exit_hidden_states,
+    layer_dropout_rates,
+    normalised_exit_weights,
+)
+from layerskip_models.muon import Muon
+from layerskip_models.training_cli import command_for_config
+from layerskip_models.training_config import TrainingConfig
+from layerskip_models.training_setup import claim_output_dir, model_and_tokenizer, token_streams
+
+
+def train(config: TrainingConfig) -> Path:
+    """Run the training to its end, from the newest checkpoint in output_dir if there is one; return the model's folder.
+
+    output_dir receives config.json, tokenizer/, tokens/, log.jsonl, checkpoints/ and, at the end, model/: a transformers
+    checkpoint in export_dtype with its tokenizer. Where nothing else is said, a resumed run is the uninterrupted one.
+    Raises ValueError for data that is missing or too short, an output_dir of another run, or an unsupported checkpoint.
+    """
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
+    )
+    output_dir = Path(config.output_dir)
+    with accelerator.main_process_first():
+        claim_output_dir(config, output_dir)
+        model, tokenizer = model_and_tokenizer(config, output_dir)
+        streams = token_streams(config, output_dir, tokenizer)
+    return _Run(config, accelerator, model.to(accelerator.device), tokenizer, streams).execute()
+
+
+@dataclass(slots=True)
+class _Run:
+    config: TrainingConfig
+    accelerator: Accelerator
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    streams: training_data.TokenStreams
+
+    def execute(self) -> Path:
+        config, output_dir = self.config, Path(self.config.output_dir)
+        num_layers = len(self.model.model.layers)
+        weights = config.weights(num_layers)
+        if config.layer_dropout > 0:
+            layer_dropout_rates(num_layers, config.layer_dropout, config.dropout_time, 0, config.max_steps)
+        optimizers = self._optimizers()
+        first_step, seconds_before = self._resume(optimizers)
+        log_path = output_dir / "log.jsonl"
+        if self.accelerator.is_main_process:
+            checkpoints.rewind_log(log_path, first_step)
+        console = Console(stderr=True)
+        started = time.monotonic() - seconds_before
+        with _progress(console, self.accelerator.is_main_process) as progress:
+            task = progress.add_task("training", total=config.max_steps, completed=first_step, loss="")
+            for step in range(first_step, config.max_steps):
+                losses = self._step(step, weights, optimizers)
+                done = step + 1
+                record: dict[str, Any] = {
+                    "step": done,
+                    "seconds": round(time.monotonic() - started, 2),
+                    "learning_rate": config.learning_rate_at(step),
+                    "loss": {str(layer): round(loss, 4) for layer, loss in losses.items()},
+                }
+                if done % config.eval_every == 0 or done == config.max_steps:
+                    record["held_out"] = self._evaluate()
+                if self.accelerator.is_main_process:
+                    progress.update(task, completed=done, loss=f"loss {losses[num_layers - 1]:.3f}")
+                    if "held_out" in record or done % config.log_every == 0:
+                        with log_path.open("a", encoding="utf-8") as stream:
+                            stream.write(json.dumps(record) + "\n")
+                        _report(console, record, config.max_steps)
+                if done % config.save_every == 0 or done == config.max_steps:
+                    self._save(done, optimizers, time.monotonic() - started)
+        if self.accelerator.is_main_process:
+            checkpoints.write_folder(output_dir / "model", self._export)
+        self.accelerator.wait_for_everyone()
+        return output_dir / "model"
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        config = self.config
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
+        for name, parameter in self.model.named_parameters():
+            is_matrix = parameter.ndim == 2 and name.startswith("model.layers.")
+            (matrices if is_matrix else others).append(parameter)
+        plain = {"params": others, "weight_decay": 0.0}
+        betas = (0.9, 0.95)
+        if config.optimizer == "muon":
+            return [
+                Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
+                torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas),
+            ]
+        decayed = {"params": matrices, "weight_decay": config.weight_decay}
+        return [torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)]
+
+    def _step(self, step: int, weights: list[float], optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
+        """One optimiser step; the mean loss of each enabled exit over the whole batch."""
+        config, accelerator = self.config, self.accelerator
+        length = config.sequence_length_at(step)
+        batch_size = config.batch_tokens // length
+        available = training_data.num_blocks(self.streams.train, length)
+        order = training_data.block_order(step, batch_size, available, config.seed)
+        keep = self._keep_mask(step, batch_size, len(weights))
+        exits = enabled_exits(config.curriculum, len(weights), step, config.max_steps, config.rotation)
+        shares = normalised_exit_weights(weights, exits)
+
+        mine = range(accelerator.process_index, batch_size, accelerator.num_processes)
+        rows_at_once = max(config.micro_batch_tokens // length, 1)
+        totals = {layer: torch.zeros((), device=accelerator.device) for layer in shares}
+        for start in range(0, len(mine), rows_at_once):
+            rows = list(mine[start : start + rows_at_once])
+            ids = training_data.block(self.streams.train, [order[row] for row in rows], length).to(accelerator.device)
+            share = len(rows) / batch_size
+            with accelerator.autocast():
+                states = exit_hidden_states(self.model, ids[:, :-1], shares, None if keep is None else keep[:, rows])
+                losses = early_exit_backward(
+                    self.model, states, ids[:, 1:], shares, scale=share, chunk_rows=config.loss_chunk_rows
+                )
+            for layer, loss in losses.items():
+                totals[layer] += loss * share
+        reduced = self._reduce(totals)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.learning_rate_at(step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return reduced
+
+    def _keep_mask(self, step: int, batch_size: int, num_layers: int) -> Tensor | None:
+        """Drawn for the whole batch from (seed, step) alone: the same however many processes there are."""
+        config = self.config
+        if config.layer_dropout == 0:
+            return None
+        rates = layer_dropout_rates(num_layers, config.layer_dropout, config.dropout_time, step, config.max_steps)
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        return draw_keep_mask(rates, batch_size, generator)
+
+    def _reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
+        """Sum gradients and losses over the processes, in one message."""
+        parameters = list(self.model.parameters())
+        for parameter in parameters:  # a layer that all samples skipped has none; momentum still moves it
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.accelerator.num_processes > 1:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            flat = torch.cat([gradient.flatten() for gradient in gradients] + [torch.stack(list(totals.values()))])
+            summed = self.accelerator.reduce(flat, reduction="sum")
+            pieces = summed.split([gradient.numel() for gradient in gradients] + [len(totals)])
+            for gradient, piece in zip(gradients, pieces):
+                gradient.copy_(piece.view_as(gradient))
+            totals = dict(zip(totals, pieces[-1]))
+        return {layer: float(total) for layer, total in totals.items()}
+
+    def _evaluate(self) -> dict[str, list[float]] | None:
+        """Loss and agreement with the last layer for every exit on held-out text; None without such text."""
+        length = self.config.sequence_length
+        available = training_data.num_blocks(self.streams.held_out, length)
+        num_rows = min(available, max(self.config.eval_tokens // length, 1))
+        if num_rows == 0:
+            return None
+        self.model.eval()
+        num_layers = len(self.model.model.layers)
+        sums = torch.zeros(2, num_layers, dtype=torch.float64)
+        for row in range(self.accelerator.process_index, num_rows, self.accelerator.num_processes):
+            ids = training_data.block(self.streams.held_out, [row], length).to(self.accelerator.device)
+            sums += exit_sums(self.model, ids[:, :-1], ids[:, 1:])
+        self.model.train()
+        # float32, which every backend can reduce
+        total = self.accelerator.reduce(sums.float().to(self.accelerator.device), reduction="sum")
+        loss, agreement = (total.double().cpu() / (num_rows * length)).tolist()
+        return {
+            "loss": [round(value, 4) for value in loss],
+            "agreement": [round(value, 4) for value in agreement],
+        }
+
+    def _save(self, step: int, optimizers: list[torch.optim.Optimizer], seconds: float) -> None:
+        folder = Path(self.config.output_dir) / "checkpoints"
+
+        def write(path: Path) -> None:
+            torch.save(self.model.state_dict(), path / "model.pt")
+            torch.save([optimizer.state_dict() for optimizer in optimizers], path / "optimizers.pt")
+            (path / "state.json").write_text(json.dumps({"step": step, "seconds": seconds}), encoding="utf-8")
+
+        if self.accelerator.is_main_process:
+            checkpoints.write_folder(checkpoints.checkpoint_path(folder, step), write)
+            checkpoints.drop_old_checkpoints(folder)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
+        """Load the newest checkpoint, if any; return its number of steps and the seconds spent on them.
+
+        No random state is stored: data order and dropout are functions of seed and step.
+        """
+        latest = checkpoints.latest_checkpoint(Path(self.config.output_dir) / "checkpoints")
+        if latest is None:
+            return 0, 0.0
+        path, step = latest
+        device = self.accelerator.device
+        self.model.load_state_dict(torch.load(path / "model.pt", map_location=device, weights_only=True))
+        states = torch.load(path / "optimizers.pt", map_location=device, weights_only=True)
+        for optimizer, state in zip(optimizers, states):
+            optimizer.load_state_dict(state)
+        return step, float(json.loads((path / "state.json").read_text(encoding="utf-8"))["seconds"])
+
+    def _export(self, path: Path) -> None:
+        """The finished model with its tokenizer, greedy by default, in export_dtype."""
+        dtype = getattr(torch, self.config.export_dtype)
+        exported = LlamaForCausalLM(self.model.config).to(dtype)
+        exported.load_state_dict(self.model.state_dict())
+        if self.config.init is None:
+            exported.generation_config = GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
+        exported.config.dtype = dtype
+        exported.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
+
+def _progress(console: Console, is_main: bool) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    return Progress(*columns, console=console, disable=not (is_main and console.is_terminal))
+
+
+def _report(console: Console, record: dict[str, Any], max_steps: int) -> None:
+    """A line per evaluation; without a terminal, which has no bar, one per logged step."""
+    held_out = record.get("held_out")
+    if held_out is None and console.is_terminal:
+        return
+    last = max(record["loss"], key=int)
+    remaining = record["seconds"] / record["step"] * (max_steps - record["step"])
+    line = f"step {record['step']}/{max_steps}  loss {record['loss'][last]:.3f}  about {remaining / 60:.1f} min left"
+    if held_out is not None:
+        curve = " ".join(f"{value:.2f}" for value in held_out["agreement"][:-1])
+        line += f"\n  held out: loss {held_out['loss'][-1]:.3f}; agreement of exits with the last layer: {curve}"
+    console.print(line, highlight=False)
+
+
+train_command = command_for_config(train)
+
+
+def main() -> None:
+    """Entry of `python -m layerskip_models.training`."""
+    app = typer.Typer(add_completion=False)
+    app.command()(train_command)
+    app(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

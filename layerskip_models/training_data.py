@@ -1,0 +1,233 @@
+"""Text on disk -> documents -> a byte-level BPE tokenizer and one packed stream of token ids."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+DEFAULT_EXCLUDES = ("test", "tests", "idle_test", "site-packages", "__pycache__")
+MAX_DOCUMENT_CHARS = 20_000  # longer texts (books) are cut at paragraphs: shuffled, and held out, in pieces
+
+# One digit a piece; a word or a run of signs with the space before it; a run of white space but for the space that
+# belongs to the next word, so that a line break and the indentation after it can become one token.
+_PIECES = r"\p{N}| ?[\p{L}\p{M}_]+| ?[^\s\p{L}\p{M}\p{N}_]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """A file or folder of text, and how many times one pass over the data shows it (0.5: half of its documents)."""
+
+    path: Path
+    weight: float = 1.0
+
+
+def parse_data_source(text: str) -> DataSource:
+    """`PATH` or `PATH:weight` -> DataSource. Raises ValueError for a missing path or a weight that is not above 0."""
+    path, colon, weight = text.rpartition(":")
+    try:
+        value = float(weight) if colon else 1.0
+    except ValueError:
+        path, colon, value = text, "", 1.0  # a colon that belongs to the path
+    if not colon:
+        path = text
+    if not 0 < value < float("inf"):
+        raise ValueError(f"data weight must be above 0, got {text!r}; leave the path out to give it no weight")
+    if not Path(path).exists():
+        raise ValueError(f"data path does not exist: {path!r}")
+    return DataSource(path=Path(path), weight=value)
+
+
+def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Iterator[str]:
+    """Documents of a .txt, .txt.gz or .py file, or of all such files under a folder, in the order of their paths.
+
+    A text file's documents are separated by lines that hold only <|endoftext|>; a .py file is one document. Documents
+    over MAX_DOCUMENT_CHARS are cut at paragraphs or lines. exclude: names of folders and files under `path` to leave
+    out, * and ? standing for anything. Files that are not valid UTF-8 are left out when found in a folder, and are an
+    error when named.
+    Raises ValueError for a file of another kind.
+    """
+    if path.is_dir():
+        for file in sorted(path.rglob("*")):
+            relative = file.relative_to(path).parts
+            left_out = any(fnmatch(part, pattern) for part in relative for pattern in exclude)
+            if not left_out and _is_text(file) and file.is_file():
+                try:
+                    yield from read_documents(file)
+                except UnicodeDecodeError:
+                    continue
+        return
+    if not _is_text(path):
+        raise ValueError(f"data must be .txt, .txt.gz or .py files, or folders of them; got {str(path)!r}")
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8", newline="") as stream:
+            text = stream.read()
+    else:
+        text = path.read_bytes().decode("utf-8")
+    text = text.replace("\r\n", "\n")
+    documents = [text] if path.suffix == ".py" else text.split(f"\n{END_OF_TEXT}\n")
+    for document in documents:
+        stripped = document.removeprefix(f"{END_OF_TEXT}\n").removesuffix(f"\n{END_OF_TEXT}").strip("\n")
+        if stripped.strip():
+            yield from split_document(stripped + "\n", MAX_DOCUMENT_CHARS)
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix in (".txt", ".py") or path.name.endswith(".txt.gz")
+
+
+def split_document(text: str, max_chars: int) -> Iterator[str]:
+    """Cut a text into pieces of at most max_chars, at the last paragraph, line or word break that fits.
+
+    The pieces put together again are the text.
+    """
+    start = 0
+    while len(text) - start > max_chars:
+        cut = -1
+        for mark in ("\n\n", "\n", " "):
+            found = text.rfind(mark, start, start + max_chars)
+            if found > start + max_chars // 2:
+                cut = found + len(mark)
+                break
+        cut = cut if cut > 0 else start + max_chars
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def is_held_out(document: str, fraction: float) -> bool:
+    """Whether a document is kept for evaluation: decided by a hash of its text, whatever its place or the seed."""
+    digest = hashlib.sha256(document.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over the documents: any text round-trips, digits stay single, <|endoftext|> is the EOS token.
+
+    No normaliser, no prefix space, no cleaning-up when decoding. vocab_size counts the 256 bytes and the EOS token.
+    Raises ValueError when vocab_size < 257, or when the text is too short to learn that many tokens.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    learned = tokenizer.get_vocab_size()
+    if learned < vocab_size:
+        raise ValueError(
+            f"vocab_size {vocab_size} is more than this text gives ({learned} tokens): lower it or add text"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenStreams:
+    """Packed token ids: training documents shuffled, held-out documents, each document followed by EOS."""
+
+    train: np.ndarray  # uint32 [tokens]
+    held_out: np.ndarray  # uint32 [tokens]
+
+
+def split_sources(
+    sources: Sequence[DataSource], exclude: Sequence[str], holdout_fraction: float
+) -> tuple[list[tuple[DataSource, list[str]]], list[str]]:
+    """Read every source; return (source, its training documents) pairs and the held-out documents of all of them.
+
+    Raises ValueError when a source has no document.
+    """
+    train: list[tuple[DataSource, list[str]]] = []
+    held_out: list[str] = []
+    for source in sources:
+        documents = list(read_documents(source.path, exclude))
+        if not documents:
+            raise ValueError(f"data path holds no text: {str(source.path)!r} (looked for .txt, .txt.gz and .py files)")
+        train.append((source, [text for text in documents if not is_held_out(text, holdout_fraction)]))
+        held_out.extend(text for text in documents if is_held_out(text, holdout_fraction))
+    return train, held_out
+
+
+def pack_streams(
+    train: Sequence[tuple[DataSource, Sequence[str]]],
+    held_out: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> TokenStreams:
+    """Tokenise, repeat or thin out by weight, shuffle and join the documents, with EOS after each."""
+    rng = np.random.default_rng(seed)
+    documents: list[np.ndarray] = []
+    for source, texts in train:
+        encoded = _encode(texts, tokenizer)
+        whole, rest = divmod(source.weight, 1.0)
+        documents += encoded * int(whole)
+        extra = rng.permutation(len(encoded))[: round(rest * len(encoded))]
+        documents += [encoded[index] for index in extra]
+    shuffled = [documents[index] for index in rng.permutation(len(documents))]
+    empty = np.zeros(0, np.uint32)
+    kept = _encode([held_out[index] for index in rng.permutation(len(held_out))], tokenizer)
+    return TokenStreams(train=np.concatenate([empty, *shuffled]), held_out=np.concatenate([empty, *kept]))
+
+
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    if not texts:
+        return []
+    ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return [np.array([*row, tokenizer.eos_token_id], dtype=np.uint32) for row in ids]
+
+
+def block(stream: np.ndarray, indices: Iterable[int], length: int) -> Tensor:
+    """Rows `indices` of the stream cut into blocks: int64 [rows, length + 1], neighbours sharing one token."""
+    return torch.from_numpy(
+        np.stack([stream[index * length : index * length + length + 1] for index in indices]).astype(np.int64)
+    )
+
+
+def num_blocks(stream: np.ndarray, length: int) -> int:
+    """How many blocks of length + 1 tokens `block` can cut from the stream."""
+    return max(len(stream) - 1, 0) // length
+
+
+def block_order(step: int, batch_size: int, available: int, seed: int) -> list[int]:
+    """Indices of the blocks of one step: all blocks in a shuffled order, then in another, and so on.
+
+    A function of its arguments alone, so that a resumed run goes on with the data that the killed one would have had.
+    """
+    indices = []
+    for position in range(step * batch_size, (step + 1) * batch_size):
+        epoch, offset = divmod(position, available)
+        indices.append(int(_permutation(seed, epoch, available)[offset]))
+    return indices
+
+
+_PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
+
+
+def _permutation(seed: int, epoch: int, available: int) -> np.ndarray:
+    key = (seed, epoch, available)
+    if key not in _PERMUTATIONS:
+        _PERMUTATIONS.clear()
+        _PERMUTATIONS[key] = np.random.default_rng(key).permutation(available)
+    return _PERMUTATIONS[key]

@@ -1,0 +1,137 @@
+"""What a training run starts from: its folder, model, tokenizer and packed tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from layerskip_models import checkpoints, training_data
+from layerskip_models.training_config import OPERATIONAL_FIELDS, TrainingConfig
+
+
+def claim_output_dir(config: TrainingConfig, output_dir: Path) -> None:
+    """Make output_dir and record the configuration in it, or find the same one there (a run to take up again).
+
+    Raises ValueError when the folder holds a run with other options, or something else.
+    """
+    recorded_path = output_dir / "config.json"
+    mine = asdict(config)
+    if recorded_path.exists():
+        recorded = json.loads(recorded_path.read_text(encoding="utf-8"))
+        mine = json.loads(json.dumps(mine))
+        changed = sorted(
+            name
+            for name in mine.keys() | recorded.keys()
+            if name not in OPERATIONAL_FIELDS and mine.get(name) != recorded.get(name)
+        )
+        if changed:
+            raise ValueError(
+                f"output_dir {config.output_dir!r} holds a run with another {', '.join(changed)}:"
+                " choose another output_dir, or repeat that run's options to resume it"
+            )
+        return
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise ValueError(f"output_dir {config.output_dir!r} exists and holds no training run: choose another")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoints.write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
+
+
+def model_and_tokenizer(config: TrainingConfig, output_dir: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """The model in float32 at its start, and the tokenizer, which is kept in output_dir/tokenizer.
+
+    Raises ValueError when init is no Llama, its context is too short or its vocabulary smaller than the tokenizer's.
+    """
+    own = output_dir / "tokenizer"
+    if own.exists():
+        tokenizer = AutoTokenizer.from_pretrained(own)
+    else:
+        source = config.tokenizer or config.init
+        if source is None:
+            train, _ = _documents(config)
+            texts = (text for _, documents in train for text in documents)
+            tokenizer = training_data.train_tokenizer(texts, config.vocab_size)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has no EOS token, which separates the documents: set eos_token in its config"
+            )
+        checkpoints.write_folder(own, tokenizer.save_pretrained)
+    torch.manual_seed(config.seed)
+    if config.init is None:
+        model = LlamaForCausalLM(_fresh_config(config, tokenizer))
+    else:
+        described = AutoConfig.from_pretrained(config.init)
+        if described.model_type != "llama":
+            raise ValueError(
+                f"init must be a Llama-family checkpoint, {config.init!r} is of type {described.model_type!r}"
+            )
+        longest = max(config.sequence_length_at(0), config.sequence_length_at(config.max_steps - 1))
+        if longest > described.max_position_embeddings:
+            raise ValueError(
+                f"sequences of {longest} tokens are longer than the context of {config.init!r}"
+                f" ({described.max_position_embeddings}): shorten sequence_length or long_sequence_length"
+            )
+        model = LlamaForCausalLM.from_pretrained(
+            config.init, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
+        )
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}")
+    return model.train(), tokenizer
+
+
+def _fresh_config(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.context_length,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+        attn_implementation="sdpa",
+    )
+
+
+def _documents(config: TrainingConfig) -> tuple[list[tuple[training_data.DataSource, list[str]]], list[str]]:
+    return training_data.split_sources(config.sources(), config.exclude, config.holdout_fraction)
+
+
+def token_streams(
+    config: TrainingConfig, output_dir: Path, tokenizer: PreTrainedTokenizerBase
+) -> training_data.TokenStreams:
+    """Packed tokens, made once and kept in output_dir/tokens, so that a resumed run reads the same.
+
+    Raises ValueError when the text does not fill one sequence.
+    """
+    folder = output_dir / "tokens"
+    if not folder.exists():
+        packed = training_data.pack_streams(*_documents(config), tokenizer, config.seed)
+
+        def write(path: Path) -> None:
+            np.save(path / "train.npy", packed.train)
+            np.save(path / "held_out.npy", packed.held_out)
+
+        checkpoints.write_folder(folder, write)
+    streams = training_data.TokenStreams(
+        train=np.load(folder / "train.npy", mmap_mode="r"), held_out=np.load(folder / "held_out.npy", mmap_mode="r")
+    )
+    for step in (0, config.max_steps - 1):
+        length = config.sequence_length_at(step)
+        if training_data.num_blocks(streams.train, length) < 1:
+            raise ValueError(
+                f"the training text has {len(streams.train)} tokens, too few for one sequence of {length}:"
+                " add data or shorten the sequences"
+            )
+    return streams
