@@ -16,7 +16,7 @@ from policies import RoundRecord
 class GenerationStats:
     """Statistics of one call.
 
-    num_new_tokens: with the first one, which prefill yields. acceptance_rate: accepted / drafted, None if nothing was
+    num_new_tokens: with the first one, which prefill yields. acceptance_rate and accepted_per_round: None if nothing was
     drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
     a round. seconds and tokens_per_second include prefill; decode_tokens_per_second is that of the rounds.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
@@ -96,7 +96,7 @@ class StatsBuilder:
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             acceptance_rate=ratio(self.num_accepted, self.num_drafted),
-            accepted_per_round=ratio(self.num_accepted, self.rounds),
+            accepted_per_round=ratio(self.num_accepted, self.rounds) if self.num_drafted else None,
             tokens_per_round=ratio(self.round_tokens, self.rounds),
             loaded_layers=self.loaded_layers,
             etpl=ratio(self.round_tokens, self.loaded_layers),
