@@ -1,0 +1,32 @@
+"""Settings that every test runs under, and the tiny models that many share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from tiny_llama import tiny_llama
+from transformers import LlamaForCausalLM
+
+from layerskip_models import from_transformers
+from selfspec import SelfSpecGenerator
+
+# The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
+settings.register_profile(
+    "deterministic", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("deterministic")
+
+torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
+
+
+@pytest.fixture(scope="session")
+def llama64() -> LlamaForCausalLM:
+    """A float64 model of 4 layers that exits early with fair agreement. Tests must not change it."""
+    return tiny_llama(dtype=torch.float64, seed=3)
+
+
+@pytest.fixture
+def engine64(llama64: LlamaForCausalLM) -> SelfSpecGenerator:
+    """A fresh generator over that model."""
+    return SelfSpecGenerator(from_transformers(llama64, layout="plain"))

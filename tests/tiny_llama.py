@@ -1,0 +1,159 @@
+"""Tiny random Llamas whose early exits often agree with the last layer, and a tokenizer for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.linear import Layout, packing_works
+from selfspec import SelfSpecGenerator
+from selfspec.config import GenerationHost, Request, make_request
+
+VOCAB_SIZE = 24
+CONTEXT = 64
+WORDS = [*"abcdefghijkl", "ab", "ba", "cab", "fig", "bed", "head", " ", " a", " be", ".", ", ", "\n"]
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def tiny_llama(
+    *,
+    num_layers: int = 4,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 8,
+    hidden_size: int = 16,
+    intermediate_size: int = 24,
+    vocab_size: int = VOCAB_SIZE,
+    rope: str = "default",
+    late_scale: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **config: Any,
+) -> LlamaForCausalLM:
+    """A random model in evaluation mode, without any special token.
+
+    The first layer changes the residual stream by much (or the output would be a loop of one token), each later one by
+    `late_scale` of what it would: the smaller, the more often an early exit says what the last layer says.
+    """
+    options = {"max_position_embeddings": CONTEXT, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rope_parameters=dict(ROPES[rope]),
+            **{**options, **config},
+        )
+    )
+    llama = llama.to(torch.float64).eval()  # drawn in float64, so that every dtype gets the same weights
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif parameter.dim() == 1:  # a bias
+                parameter.normal_(0.0, 0.2, generator=generator)
+            else:
+                scale = 1.0 if "embed" in name else parameter.shape[1] ** -0.5
+                parameter.normal_(0.0, 1.5 * scale, generator=generator)
+        for index, layer in enumerate(llama.model.layers):
+            scale = 3.0 if index == 0 else late_scale
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
+    return llama.to(dtype)
+
+
+@cache
+def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
+    """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
+
+    The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
+    embeddings, with and without biases, one key-value head and several. A layout is given, not timed: the rounding, and
+    with it the count of near-ties, is then the same in every run.
+    """
+    random = Random(index)
+    heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2)])
+    llama = tiny_llama(
+        num_layers=2 + index % 6,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=random.choice([4, 6, 8]),
+        hidden_size=random.choice([size for size in (8, 12, 16, 24) if size % heads == 0]),
+        intermediate_size=random.choice([12, 20, 32]),
+        rope=list(ROPES)[(index + index // 6) % 4],
+        late_scale=random.choice([0.2, 0.5, 0.9]),
+        tie_word_embeddings=index % 2 == 0,
+        attention_bias=index % 3 == 0,
+        mlp_bias=index % 5 == 0,
+        dtype=dtype,
+        seed=index,
+    )
+    layout: Layout = "packed" if index % 4 == 1 and packing_works(llama.lm_head.weight) else "plain"
+    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer())
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per entry of WORDS, pieces joined without anything between them; no special tokens."""
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[int]:
+    """What transformers' own `generate(do_sample=False)` continues the prompt with; options of a GenerationConfig."""
+    ids = torch.tensor([prompt])
+    config = GenerationConfig(do_sample=False, pad_token_id=0, **options)
+    out = llama.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tiny_tokenizer())
+    assert isinstance(out, Tensor)
+    return out[0, len(prompt) :].tolist()
+
+
+def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = None, **options: Any) -> Request:
+    """A checked call, as `generate` makes it; options of a GenerationConfig."""
+    return make_request(
+        host=GenerationHost(model.config, model.generation_config, model.device),
+        prompt=prompt,
+        tokenizer=None,
+        generation_config=None,
+        options=options,
+        seed=seed,
+        generator=None,
+        logits_processor=None,
+        stopping_criteria=None,
+    )
+
+
+def full_logits(llama: LlamaForCausalLM, tokens: list[int]) -> Tensor:
+    """Float32 logits of transformers' forward over a whole text, [n, vocab]."""
+    with torch.no_grad():
+        return llama(torch.tensor([tokens]), use_cache=False).logits[0].float()
