@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import LlamaForCausalLM
+from transformers.utils import logging
 
 from bench.cost import measure_row_costs
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
@@ -228,6 +229,10 @@ def sweep(
     if write:
         path = write_setting(Path(checkpoint), best, run)
         typer.echo(f"{best['policy']} is now the default setting of this checkpoint ({path.name} beside its weights)")
+    if best["policy"].endswith(f"-{lengths[-1]}"):
+        typer.echo(
+            f"the best setting is at the edge of the grid: try --num-speculations up to {2 * lengths[-1]}", err=True
+        )
     if best["speedup"] < 1:
         typer.echo("no setting was faster than autoregressive decoding (num_speculations=0)", err=True)
     _exit_if_outputs_differ(record.lines)
@@ -239,7 +244,7 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Markdown file; default: print.")] = None,
     into: Annotated[
         list[Path] | None,
-        typer.Option(help="Fill a document's <!-- report:NAME --> places; NAME is a record's file name, no ending."),
+        typer.Option(help="Fill a document's <!-- report:NAME --> places; NAME: a record's file name, no ending."),
     ] = None,
 ) -> None:
     """Turn records into Markdown tables."""
@@ -257,6 +262,9 @@ def report(
 
 def main() -> None:
     """Entry point of `selfspec-bench`."""
+    # Its hints and loading bars would tear the progress bar apart; errors are still raised.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     app()
 
 

@@ -6,10 +6,9 @@ deeper layers win; timing both ranks the cells of a sweep well enough to choose 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -19,7 +18,7 @@ from bench.replay import Replay
 from layerskip_models import LayerSkipModel
 from selfspec.kv_cache import KVCache
 
-_REPEATS = 9
+_REPEATS = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,29 +48,34 @@ class RowCosts:
 
 
 def measure_row_costs(model: LayerSkipModel, max_rows: int, position: int) -> RowCosts:
-    """Time all layers and the head for 1 .. max_rows rows behind `position` others; medians."""
+    """Time all layers and the head for 1 .. max_rows rows behind `position` others."""
     with torch.inference_mode():
         cache = KVCache(model, position + max_rows)
         tokens = torch.arange(position + max_rows, device=model.device) % model.vocab_size
         if position:
             model.run_layers(model.embed(tokens[:position]), 0, model.num_layers, cache, 0)
-        layer, head = [], []
+        calls = []
         for rows in range(1, max_rows + 1):
             embedded = model.embed(tokens[position : position + rows])
             hidden = model.run_layers(embedded, 0, model.num_layers, cache, position)
-            every_layer = partial(model.run_layers, embedded, 0, model.num_layers, cache, position)
-            layer.append(_time(model, every_layer) / model.num_layers)
-            head.append(_time(model, partial(model.logits, hidden)))
-    return RowCosts(layer=tuple(layer), head=tuple(head), num_layers=model.num_layers)
+            calls.append(partial(model.run_layers, embedded, 0, model.num_layers, cache, position))
+            calls.append(partial(model.logits, hidden))
+        times = _least_seconds(model, calls)
+    return RowCosts(
+        layer=tuple(seconds / model.num_layers for seconds in times[::2]),
+        head=tuple(times[1::2]),
+        num_layers=model.num_layers,
+    )
 
 
-def _time(model: LayerSkipModel, call: Callable[[], object]) -> float:
-    """Median seconds of a call."""
-    times = []
+def _least_seconds(model: LayerSkipModel, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """The least time of each call over rounds through all of them: others' work on the machine only ever adds."""
+    least = [float("inf")] * len(calls)
     for _ in range(_REPEATS):
-        synchronize(model.device)
-        start = perf_counter()
-        call()
-        synchronize(model.device)
-        times.append(perf_counter() - start)
-    return median(times)
+        for index, call in enumerate(calls):
+            synchronize(model.device)
+            start = perf_counter()
+            call()
+            synchronize(model.device)
+            least[index] = min(least[index], perf_counter() - start)
+    return least

@@ -22,7 +22,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Everything that another person needs to judge or repeat a measurement; None for what cannot be found out."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(map(public_argument, ["selfspec-bench", *sys.argv[1:]])),
         "commit": git_commit(Path(__file__).resolve().parent.parent),
         "selfspec": selfspec.__version__,
         "python": platform.python_version(),
@@ -37,6 +37,15 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def public_argument(argument: str) -> str:
+    """A command-line argument without this machine's folders: an absolute path relative to here, or its last part."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
 def cpu_model() -> str | None:

@@ -1,7 +1,8 @@
 """A record as tables: Markdown for README and docs, rich for the terminal. No number in a table is typed by hand.
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
-record's file name without its ending; `report:NAME:headline` is one sentence instead of the tables.
+record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
+(speed, rounds, tasks, bars; of a sweep etpl, speedup, agreement). `report:headline` is short for `report:peers:headline`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _BASELINES = ("transformers:generate", "selfspec:ar")
 class Table:
     """Text cells. heat: per row and column a number in [0, 1] that colours the cell in a terminal, or None."""
 
+    name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -38,9 +40,9 @@ class Table:
 
     def rich(self) -> RichTable:
         """The table for a terminal."""
-        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, title_justify="left")
+        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
+            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for number, row in enumerate(self.rows):
             heat = self.heat[number] if self.heat is not None else (None,) * len(row)
             table.add_row(*(_coloured(text, value) for text, value in zip(row, heat)))
@@ -61,13 +63,18 @@ def tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record."""
     if lines[0]["command"] == "sweep":
         return [_etpl_table(lines), _speedup_table(lines), _agreement_table(lines)]
-    return [_engine_table(lines), _task_table(lines), *_bar_table(lines)]
+    return [_speed_table(lines), _round_table(lines), _task_table(lines), *_bar_table(lines)]
 
 
 def markdown(lines: Sequence[Line]) -> str:
     """The whole record as Markdown."""
-    parts = [headline(lines), *(table.markdown() for table in tables(lines)), machine_sentence(lines)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections(lines).values()) + "\n"
+
+
+def sections(lines: Sequence[Line]) -> dict[str, str]:
+    """The parts of `markdown` by name."""
+    made = {table.name: table.markdown() for table in tables(lines)}
+    return {"headline": headline(lines), **made, "machine": machine_sentence(lines)}
 
 
 def headline(lines: Sequence[Line]) -> str:
@@ -83,19 +90,18 @@ def headline(lines: Sequence[Line]) -> str:
             f"The real runs had exactly the replayed rounds for {pairs} pairs of setting and prompt."
         )
     samples = Samples(lines)
-    ours = f"selfspec:{lines[0]['configuration']['policy']}"
+    configuration, where = lines[0]["configuration"], lines[0]["provenance"]
+    ours = f"selfspec:{configuration['policy']}"
     against = [
-        (_times(samples.speedup(ours, name)), "its own autoregressive mode" if name == "selfspec:ar" else label)
+        f"{_times(samples.speedup(ours, name))} {'its own autoregressive mode' if name == 'selfspec:ar' else label}"
         for name, label in samples.labels.items()
         if name in samples.engines and name != ours
     ]
-    speed = samples.speed(ours).value
-    prompts = f"{len(samples.prompts)} prompts of about {_mean_prompt(samples)} tokens"
     return (
-        f"{model} with `{ours.removeprefix('selfspec:')}` generates {speed:.0f} tokens/s (prefill included, {prompts}, "
-        f"{lines[0]['configuration']['max_new_tokens']} new ones): "
-        + ", ".join(f"{times} {label}" for times, label in against)
-        + "."
+        f"{model[0].upper()}{model[1:]} with `{configuration['policy']}` on {_device(lines)}, {where['threads']} threads, "
+        f"{where['dtype']}, greedy, {len(samples.prompts)} prompts of about {_mean_prompt(samples)} tokens, "
+        f"{configuration['max_new_tokens']} new ones: {samples.speed(ours).value:.0f} tokens/s, prefill included; "
+        f"{'; '.join(against)}."
     )
 
 
@@ -103,7 +109,7 @@ def machine_sentence(lines: Sequence[Line]) -> str:
     """Machine, versions and command."""
     where = lines[0]["provenance"]
     configuration = lines[0]["configuration"]
-    device = "" if where["device"] == "cpu" else f"{where['device']}, "
+    device = "" if where["device"] == "cpu" else f"{where['device']}; "
     return (
         f"{device}{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['ram_gib']} GiB; "
         f"{where['dtype']}; Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}; "
@@ -123,13 +129,15 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
 
     def fill(match: re.Match[str]) -> str:
         nonlocal filled
-        name, _, part = match["name"].partition(":")
+        full_name = "peers:headline" if match["name"] == "headline" else match["name"]
+        name, _, part = full_name.partition(":")
         if name not in records:
             return match[0]
-        if part not in ("", "headline"):
-            raise ValueError(f'unknown marker "report:{match["name"]}": there are report:NAME and report:NAME:headline')
+        parts = sections(records[name])
+        if part and part not in parts:
+            raise ValueError(f'unknown marker "report:{full_name}": the parts of {name} are {", ".join(parts)}')
         filled += 1
-        text = headline(records[name]) if part == "headline" else markdown(records[name]).rstrip("\n")
+        text = parts[part] if part else markdown(records[name]).rstrip("\n")
         return f"<!-- report:{match['name']} -->\n{text}\n<!-- /report:{match['name']} -->"
 
     result = _MARKER.sub(fill, document)
@@ -138,20 +146,38 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
     return result
 
 
-def _engine_table(lines: Sequence[Line]) -> Table:
+def _speed_table(lines: Sequence[Line]) -> Table:
     samples = Samples(lines)
-    baseline = next(name for name in (*_BASELINES, *samples.engines) if name in samples.engines)
+    baseline = _baseline(samples)
     rows = []
     for name in samples.engines:
         row = samples.summary(name)
         rows.append(
             (
                 row.label,
-                _range(row.tokens_per_second, "{:.1f}"),
+                _range(row.tokens_per_second),
                 _times(samples.speedup(name, baseline)),
                 _number(row.total_tokens_per_second, "{:.1f}"),
                 _number(row.decode_tokens_per_second, "{:.1f}"),
                 _number(row.time_to_first_token, "{:.0f}", 1000),
+            )
+        )
+    return Table(
+        name="speed",
+        title=f"Speed on {lines[0]['configuration']['model']}, greedy; × is over {samples.labels[baseline]}",
+        columns=("engine", "tokens/s", "×", "pooled tokens/s", "decode tokens/s", "TTFT, ms"),
+        rows=tuple(rows),
+    )
+
+
+def _round_table(lines: Sequence[Line]) -> Table:
+    samples = Samples(lines)
+    rows = []
+    for name in samples.engines:
+        row = samples.summary(name)
+        rows.append(
+            (
+                row.label,
                 _number(row.acceptance_rate, "{:.3f}"),
                 _number(row.accepted_per_round, "{:.2f}"),
                 _number(row.tokens_per_round, "{:.2f}"),
@@ -159,33 +185,28 @@ def _engine_table(lines: Sequence[Line]) -> Table:
                 _equal(row.num_mismatches, row.num_near_ties),
             )
         )
+    first = samples.outputs[0]["reference"]
     return Table(
-        title=f"Engines on {lines[0]['configuration']['model']}, greedy; × is over {samples.labels[baseline]}",
-        columns=(
-            "engine",
-            "tokens/s",
-            "×",
-            "total tokens / total time",
-            "decode tokens/s",
-            "first token, ms",
-            "acceptance rate",
-            "accepted/round",
-            "tokens/round",
-            "eTPL",
-            "outputs",
-        ),
+        name="rounds",
+        title=f"Rounds, and outputs against {samples.labels[first]}'s",
+        columns=("engine", "acceptance rate", "accepted/round", "tokens/round", "eTPL", "outputs"),
         rows=tuple(rows),
     )
+
+
+def _baseline(samples: Samples) -> str:
+    """The engine that the speed-up column is over."""
+    return next(name for name in (*_BASELINES, *samples.engines) if name in samples.engines)
 
 
 def _task_table(lines: Sequence[Line]) -> Table:
     samples = Samples(lines)
     tasks = list(dict.fromkeys(samples.tasks.values()))
     rows = tuple(
-        (samples.labels[name], *(_range(samples.speed(name, [task]), "{:.1f}") for task in tasks))
+        (samples.labels[name], *(f"{samples.speed(name, [task]).value:.1f}" for task in tasks))
         for name in samples.engines
     )
-    return Table(title="tokens/s by task", columns=("engine", *tasks), rows=rows)
+    return Table(name="tasks", title="tokens/s by task", columns=("engine", *tasks), rows=rows)
 
 
 def _bar_table(lines: Sequence[Line]) -> list[Table]:
@@ -200,7 +221,7 @@ def _bar_table(lines: Sequence[Line]) -> list[Table]:
         for line in lines
         if line["kind"] == "bar"
     )
-    return [Table(title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []
+    return [Table(name="bars", title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []
 
 
 def _grid(lines: Sequence[Line]) -> tuple[list[int], list[int], dict[tuple[int, int], Line]]:
@@ -213,10 +234,11 @@ def _etpl_table(lines: Sequence[Line]) -> Table:
     num_layers = lines[0]["configuration"]["num_layers"]
     values = {key: line["etpl"] for key, line in cells.items()}
     return _heat_table(
+        "etpl",
         f"eTPL by replay (autoregressive: {1 / num_layers:.4f}); rows: exit layer, columns: drafts a round",
         layers,
         lengths,
-        {key: f"{value:.4f}" for key, value in values.items()},
+        {key: f"{value:.3f}" for key, value in values.items()},
         values,
     )
 
@@ -234,8 +256,9 @@ def _speedup_table(lines: Sequence[Line]) -> Table:
             values[key] = line["predicted_speedup"]
             texts[key] = f"{values[key]:.2f}"
     return _heat_table(
-        "Speed-up over autoregressive: bold is measured (prefill included), the rest predicted from replayed rounds and "
-        "timed layers (decoding only)",
+        "speedup",
+        "Speed-up over autoregressive; rows: exit layer, columns: drafts a round; bold is measured (prefill included), the "
+        "rest predicted (decoding only) from replayed rounds and timed layers",
         layers,
         lengths,
         texts,
@@ -244,6 +267,7 @@ def _speedup_table(lines: Sequence[Line]) -> Table:
 
 
 def _heat_table(
+    name: str,
     title: str,
     layers: Sequence[int],
     lengths: Sequence[int],
@@ -253,8 +277,9 @@ def _heat_table(
     low, high = min(values.values()), max(values.values())
     span = (high - low) or 1.0
     return Table(
+        name=name,
         title=title,
-        columns=("E \\ drafts", *map(str, lengths)),
+        columns=("E", *map(str, lengths)),
         rows=tuple((str(layer), *(texts[layer, length] for length in lengths)) for layer in layers),
         heat=tuple((None, *((values[layer, length] - low) / span for length in lengths)) for layer in layers),
     )
@@ -263,9 +288,10 @@ def _heat_table(
 def _agreement_table(lines: Sequence[Line]) -> Table:
     by_layer = next(line["by_layer"] for line in lines if line["kind"] == "agreement")
     return Table(
-        title="Agreement of each exit with the last layer, along the model's own greedy text",
-        columns=("after layer", *(str(layer) for layer in range(1, len(by_layer) + 1))),
-        rows=(("agreement", *(_number(value, "{:.2f}") for value in by_layer)),),
+        name="agreement",
+        title="Agreement of each exit layer with the last, along the model's own greedy text",
+        columns=("after", *(str(layer) for layer in range(1, len(by_layer) + 1))),
+        rows=(("agrees", *(_number(value, "{:.2f}").removeprefix("0") for value in by_layer)),),
     )
 
 
@@ -273,8 +299,8 @@ def _number(value: float | None, pattern: str, factor: float = 1) -> str:
     return _UNKNOWN if value is None else pattern.format(value * factor)
 
 
-def _range(spread: Spread, pattern: str) -> str:
-    return f"{pattern} ({pattern} to {pattern})".format(spread.value, spread.low, spread.high)
+def _range(spread: Spread) -> str:
+    return f"{spread.value:.1f} ({spread.low:.1f} to {spread.high:.1f})"
 
 
 def _times(spread: Spread) -> str:
@@ -286,6 +312,11 @@ def _equal(mismatches: int, near_ties: int) -> str:
         return "equal"
     faults = mismatches - near_ties
     return f"{near_ties} near-ties" + (f", {faults} DIFFER" if faults else "")
+
+
+def _device(lines: Sequence[Line]) -> str:
+    where = lines[0]["provenance"]
+    return where["cpu"] if where["device"] == "cpu" else where["device"]
 
 
 def _mean_prompt(samples: Samples) -> int:

@@ -1,0 +1,112 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny_llama import tiny_llama, tiny_tokenizer
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.record import read_record
+from selfspec.defaults import default_policy
+
+RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny-checkpoint")
+    tiny_llama(seed=3).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_path):
+    record = tmp_path / "peers.jsonl"
+    result = invoke("peers", "--model", checkpoint, "--policy", "ls:2-3", "--output", record, *RUN)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    engines = list(lines[0]["engines"])
+    assert engines == [
+        "transformers:generate",
+        "selfspec:ar",
+        "selfspec:ls:2-3",
+        "transformers:early-exit:2-3",
+        "transformers:early-exit:2-default",
+    ]
+    samples = [line for line in lines if line["kind"] == "sample"]
+    assert len(samples) == 5 * 2 * 2
+    assert all(line["num_new_tokens"] == 10 and line["seconds"] > 0 for line in samples)
+    assert [line["at_least"] for line in lines if line["kind"] == "bar"] == [1.8, 2.7, 2.8, 2.8]
+    assert lines[0]["provenance"]["dtype"] == "float32"
+    assert str(tmp_path) not in json.dumps(lines)  # nothing of this machine's folders
+    assert "met" in result.output
+
+    page = tmp_path / "report.md"
+    assert invoke("report", record, "-o", page).exit_code == 0
+    assert "| selfspec, ls:2-3 |" in page.read_text(encoding="utf-8")
+    page.write_text("<!-- report:peers:bars -->\n<!-- /report:peers:bars -->\n")
+    assert invoke("report", record, "--into", page).exit_code == 0
+    assert "| 2.7× |" in page.read_text(encoding="utf-8")
+
+
+def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
+    record = tmp_path / "sweep.jsonl"
+    arguments = ["--exit-layers", "1-3", "--num-speculations", "2,4", "--num-timed", "2", "--write"]
+    assert default_policy(str(checkpoint), 4) == "ls:1-4"  # the rule for unknown checkpoints
+    result = invoke("sweep", "--model", checkpoint, "--output", record, *arguments, *RUN)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    cells = [line for line in lines if line["kind"] == "cell"]
+    assert {(line["exit_layer"], line["num_speculations"]) for line in cells} == {
+        (layer, length) for layer in (1, 2, 3) for length in (2, 4)
+    }
+    best = next(line for line in lines if line["kind"] == "best")
+    timed = [line["policy"] for line in cells[:2]]
+    assert best["policy"] in timed
+    assert set(lines[0]["engines"]) == {"selfspec:ar", *(f"selfspec:{policy}" for policy in timed)}
+    assert next(line for line in lines if line["kind"] == "replay") == {
+        "kind": "replay",
+        "compared": 4,
+        "differing": [],
+    }
+    setting = json.loads((checkpoint / "selfspec.json").read_text(encoding="utf-8"))
+    assert setting["policy"] == best["policy"] == default_policy(str(checkpoint), 4)
+    assert f"`{best['policy']}`" in invoke("report", record).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["peers", "--policy", "ar"], "must be a fixed setting"),
+        (["peers", "--policy", "ls:9-2"], "exit_layer must be in [1, 3]"),
+        (["peers", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["peers", "--dtype", "int8"], "dtype must be one of"),
+        (["sweep", "--exit-layers", "2-x"], '--exit-layers must look like "1-8"'),
+        (["sweep", "--exit-layers", "1-4"], "--exit-layers must be in [1, 3]"),
+        (["sweep", "--num-speculations", "0-2"], "--num-speculations must be numbers from 1 on"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_status_2(checkpoint, arguments, message):
+    result = invoke(arguments[0], "--model", checkpoint, *arguments[1:])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_write_needs_a_folder():
+    result = invoke("sweep", "--model", "someone/somewhere", "--write")
+    assert result.exit_code == 2
+    assert "--write needs a local checkpoint folder" in result.stderr
+
+
+def test_the_program_runs_as_a_person_runs_it(tmp_path):
+    command = [sys.executable, "-c", "from bench.cli import main; main()", "report", str(tmp_path / "none.jsonl")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1

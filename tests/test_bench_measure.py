@@ -1,0 +1,106 @@
+import pytest
+import torch
+
+from bench.datasets import EncodedPrompt
+from bench.engines import Generation, SelfSpecEngine
+from bench.measure import compare_outputs, measure, num_runs
+
+PROMPTS = [EncodedPrompt(id=name, task="t", ids=torch.tensor([1, 2])) for name in ("one", "two")]
+
+
+class ScriptedEngine:
+    """Returns given tokens; keeps the order of all calls in a shared list."""
+
+    def __init__(self, name, calls, tokens, logits=(0.0, 1.0)):
+        self.name = name
+        self.label = name
+        self.calls = calls
+        self.tokens = tokens
+        self.logits = torch.tensor(logits)
+        self.asked = []
+
+    def generate(self, prompt, max_new_tokens):
+        self.calls.append(self.name)
+        return Generation(tokens=tuple(self.tokens), seconds=1.0)
+
+    def count(self, prompt, max_new_tokens):
+        return None
+
+    def next_logits(self, ids):
+        self.asked.append(ids.tolist())
+        return self.logits
+
+
+def run(engines, **options):
+    lines, steps = [], []
+    measure(
+        engines,
+        PROMPTS,
+        max_new_tokens=3,
+        repeats=2,
+        warmups=1,
+        dtype=torch.float32,
+        write=lines.append,
+        advance=steps.append,
+        **options,
+    )
+    return lines, steps
+
+
+def test_engines_alternate_and_take_turns_at_going_first():
+    calls = []
+    engines = [ScriptedEngine(name, calls, [1, 2, 3]) for name in "abc"]
+    lines, steps = run(engines)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"  # warm-up; then prompt one twice, prompt two twice
+    assert len(steps) == num_runs(3, 2, repeats=2, warmups=1) == 15
+    samples = [line for line in lines if line["kind"] == "sample"]
+    assert len(samples) == 12  # the warm-ups are not among them
+    assert {(s["engine"], s["prompt"], s["repeat"]) for s in samples} == {
+        (engine, prompt, repeat) for engine in "abc" for prompt in ("one", "two") for repeat in (0, 1)
+    }
+
+
+def test_outputs_are_compared_with_the_first_engines():
+    calls = []
+    # The reference's logits are 0.0005 apart: closer than float32 can be held to.
+    reference = ScriptedEngine("reference", calls, [1, 2, 3], logits=(0.5, 0.5005, 0.1))
+    lines, _ = run([reference, ScriptedEngine("same", calls, [1, 2, 3]), ScriptedEngine("tie", calls, [1, 9, 9])])
+    outputs = {(line["engine"], line["prompt"]): line for line in lines if line["kind"] == "output"}
+    assert outputs["same", "one"]["first_difference"] is None
+    assert outputs["tie", "two"]["first_difference"] == 1
+    assert outputs["tie", "two"]["reference_logit_gap"] == pytest.approx(0.0005, rel=1e-3)
+    assert outputs["tie", "two"]["near_tie"] is True
+    assert reference.asked == [[1, 2, 1], [1, 2, 1]]  # the prompt and what both agree on
+
+
+def test_a_wide_gap_is_no_near_tie():
+    reference = ScriptedEngine("reference", [], [5, 6], logits=(0.5, 0.6))
+    difference = compare_outputs(torch.tensor([1]), [5, 6], [4, 6], reference, torch.float32)
+    assert difference is not None
+    assert (difference.position, difference.near_tie) == (0, False)
+
+
+def test_an_engine_that_stops_early_is_an_error():
+    with pytest.raises(RuntimeError, match="short returned 2 tokens for one, not 3"):
+        run([ScriptedEngine("short", [], [1, 2])])
+
+
+def test_an_unsteady_output_is_counted():
+    class Unsteady(ScriptedEngine):
+        def generate(self, prompt, max_new_tokens):
+            self.tokens = [len(self.calls), 0, 0]
+            return super().generate(prompt, max_new_tokens)
+
+    lines, _ = run([Unsteady("unsteady", [], [])])
+    assert [line["repeats_that_differ"] for line in lines if line["kind"] == "output"] == [1, 1]
+
+
+def test_selfspec_never_stops_and_tells_its_counts(engine64):
+    engine64.model.generation_config.eos_token_id = list(range(24))  # whatever comes would end the text
+    plain, drafting = SelfSpecEngine(engine64, "ar"), SelfSpecEngine(engine64, "ls:2-3")
+    prompt = torch.tensor([1, 2, 3])
+    first, second = plain.generate(prompt, 20), drafting.generate(prompt, 20)
+    assert first.tokens == second.tokens
+    assert len(first.tokens) == 20
+    assert first.stats["rounds"] == 19 > second.stats["rounds"]
+    assert plain.next_logits(prompt).argmax() == first.tokens[0]

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from tiny_llama import pool_model
+
+from bench.cost import RowCosts
+from bench.replay import AgreementTrace, Replay, replay, trace_agreement
+
+T, F = True, False
+
+
+def test_rounds_by_hand():
+    # 9 tokens, the first from prefill; layer 1 of 2 agrees after tokens 0, 1, 3, 4, 5, 6.
+    trace = AgreementTrace(tokens=tuple(range(9)), agrees=((T, T, F, T, T, T, T, F),))
+    # G = 3. Committed 1: drafts see T T F -> 2 accepted, 4 committed. Then T T T -> all 3, 8 committed. One is left: no
+    # room to draft, a plain step. Layers: 3*1+2, 3*1+2, 2 = 12 for 8 tokens.
+    result = replay(trace, 1, 3)
+    assert (result.drafted, result.accepted) == ((3, 3, 0), (2, 3, 0))
+    assert (result.rounds, result.num_tokens, result.loaded_layers) == (3, 8, 12)
+    assert (result.acceptance_rate, result.etpl) == (5 / 6, 8 / 12)
+    assert trace.agreement(1) == 6 / 8
+
+
+@pytest.mark.parametrize("index", [9, 11])  # 5 and 7 layers
+@pytest.mark.parametrize("num_new", [1, 2, 18])
+def test_replay_is_what_really_runs(index, num_new):
+    _, generator = pool_model(index, torch.float64)
+    prompt = torch.tensor([index, 3, 7, 1])
+    trace = trace_agreement(generator, prompt, num_new)
+    rejected = 0
+    for exit_layer in range(1, generator.model.num_layers):
+        for length in (1, 3, 8):
+            real = generator.generate(
+                prompt,
+                max_new_tokens=num_new,
+                eos_token_id=[],
+                exit_layer=exit_layer,
+                num_speculations=length,
+                trace=True,
+            )
+            assert tuple(real.new_tokens) == trace.tokens
+            expected = replay(trace, exit_layer, length)
+            assert real.trace is not None
+            assert [(r.num_drafted, r.num_accepted) for r in real.trace] == list(
+                zip(expected.drafted, expected.accepted)
+            )
+            assert real.stats.loaded_layers == expected.loaded_layers
+            assert real.stats.etpl == expected.etpl
+            assert real.stats.acceptance_rate == expected.acceptance_rate
+            assert real.stats.tokens_per_round == expected.tokens_per_round
+            rejected += real.stats.num_drafted - real.stats.num_accepted
+    assert rejected or num_new < 18  # the models were made to disagree at times
+
+
+def test_a_trace_decodes_plainly_and_knows_every_layer():
+    _, generator = pool_model(4, torch.float64)
+    plain = generator.generate([1, 2, 3], max_new_tokens=9, eos_token_id=[], num_speculations=0)
+    trace = trace_agreement(generator, torch.tensor([1, 2, 3]), 9)
+    assert list(trace.tokens) == plain.new_tokens
+    assert [len(row) for row in trace.agrees] == [8] * (generator.model.num_layers - 1)
+    assert AgreementTrace(tokens=(1,), agrees=((),)).agreement(1) is None
+
+
+def test_predicted_time_by_hand():
+    costs = RowCosts(layer=(1.0, 1.5, 2.0), head=(4.0, 5.0, 6.0), num_layers=8)
+    # Two drafts at layer 3: 2 * (3 + 4) to draft, 3 for the last row, 5 layers on 3 rows = 10, the head on them 6: 33.
+    # A plain step: 8 layers and the head, 12.
+    rounds = Replay(exit_layer=3, num_layers=8, drafted=(2, 0), accepted=(1, 0))
+    assert costs.seconds(rounds) == 33 + 12
+    assert costs.autoregressive_seconds(3) == 36

@@ -1,0 +1,189 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.record import RecordWriter, read_record
+from bench.report import fill_markers, markdown, sections
+from bench.summary import Bar, Samples, Spread, bar_line
+
+ROOT = Path(__file__).parent.parent
+LABELS = {"transformers:generate": "generate", "selfspec:ar": "plain", "selfspec:ls:1-2": "drafting"}
+
+
+def sample(engine, prompt, repeat, seconds, **fields):
+    return {
+        "kind": "sample",
+        "engine": engine,
+        "prompt": prompt,
+        "task": prompt[0],
+        "repeat": repeat,
+        "num_prompt_tokens": 10,
+        "num_new_tokens": 100,
+        "seconds": seconds,
+        "time_to_first_token": 0.5,
+        "decode_seconds": None,
+        "stats": None,
+        **fields,
+    }
+
+
+def record():
+    """Two prompts, three repeats. Medians: generate 10 s and 20 s; plain 5 s and 10 s; drafting 2 s and 4 s."""
+    lines = [
+        {
+            "kind": "run",
+            "command": "peers",
+            "engines": LABELS,
+            "configuration": {
+                "model": "the demo model",
+                "policy": "ls:1-2",
+                "max_new_tokens": 100,
+                "repeats": 3,
+                "weights_digest": "ff",
+                "prompts_digest": "ee",
+            },
+            "provenance": {
+                "device": "cpu",
+                "cpu": "A CPU",
+                "cores": 2,
+                "threads": 2,
+                "ram_gib": 4.0,
+                "dtype": "float32",
+                "python": "3",
+                "torch": "2",
+                "transformers": "5",
+                "os": "Linux",
+                "commit": None,
+                "load_average": 0.1,
+                "time": "now",
+                "command": "selfspec-bench peers",
+            },
+        }
+    ]
+    times = {
+        "transformers:generate": {"a1": (10, 50, 8), "b1": (20, 25, 10)},
+        "selfspec:ar": {"a1": (5, 5, 5), "b1": (10, 10, 10)},
+        "selfspec:ls:1-2": {"a1": (2, 2.5, 1), "b1": (4, 5, 2)},
+    }
+    for engine, by_prompt in times.items():
+        for prompt, seconds in by_prompt.items():
+            lines += [sample(engine, prompt, repeat, value) for repeat, value in enumerate(seconds)]
+            lines.append(
+                {
+                    "kind": "output",
+                    "engine": engine,
+                    "prompt": prompt,
+                    "tokens": [],
+                    "reference": "transformers:generate",
+                    "first_difference": None,
+                    "reference_logit_gap": None,
+                    "near_tie": None,
+                    "counted": None,
+                }
+            )
+    return lines
+
+
+def test_speeds_by_hand():
+    samples = Samples(record())
+    # generate: (100/10 + 100/20) / 2 = 7.5. Repeats alone: (10 + 5)/2, (2 + 4)/2, (12.5 + 10)/2.
+    assert samples.speed("transformers:generate") == Spread(value=7.5, low=3.0, high=11.25)
+    # drafting: (50 + 25) / 2 = 37.5, of repeats alone 37.5, 30, 75. Over plain, (20 + 10) / 2 = 15 each time.
+    assert samples.speedup("selfspec:ls:1-2", "selfspec:ar") == Spread(value=2.5, low=2.0, high=5.0)
+    # Pooled: 200 tokens in 10 + 20 seconds.
+    assert samples.summary("transformers:generate").total_tokens_per_second == pytest.approx(200 / 30)
+    assert samples.speed("selfspec:ar", ["b"]).value == 10
+
+
+def test_counts_are_means_over_prompts_and_unknown_stays_unknown():
+    lines = record()
+    for line in lines:
+        if line["kind"] == "sample" and line["engine"] == "selfspec:ls:1-2":
+            first = line["prompt"] == "a1"
+            line["stats"] = {"acceptance_rate": 0.5 if first else 0.7, "num_drafted": 3, "accepted_per_round": 1.0}
+            line["decode_seconds"] = line["seconds"] / 2
+    row = Samples(lines).summary("selfspec:ls:1-2")
+    assert row.acceptance_rate == pytest.approx(0.6)
+    assert row.decode_tokens_per_second == pytest.approx((99 / 1 + 99 / 2) / 2)
+    assert row.etpl is None
+    assert Samples(lines).summary("transformers:generate").acceptance_rate is None
+
+
+def test_mismatches_are_shown_near_ties_apart():
+    lines = record()
+    outputs = [line for line in lines if line["kind"] == "output" and line["engine"] == "selfspec:ar"]
+    outputs[0].update(first_difference=4, reference_logit_gap=1e-5, near_tie=True)
+    assert "| plain | – | – | – | – | 1 near-ties |" in sections(lines)["rounds"]
+    outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
+    assert "| plain | – | – | – | – | 1 near-ties, 1 DIFFER |" in sections(lines)["rounds"]
+
+
+def test_bars_are_met_or_not():
+    lines = record()
+    samples = Samples(lines)
+    met = bar_line(samples, Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=2.0))
+    missed = bar_line(samples, Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=2.1))
+    assert (met["speedup"], met["met"], missed["met"]) == (2.0, True, False)
+    table = sections([*lines, met, missed])["bars"]
+    assert "| plain over generate | 2.00× (1.33 to 5.00) | 2.0× | met |" in table
+    assert "| 2.1× | not met |" in table
+
+
+def test_markdown_holds_every_part_and_the_right_numbers():
+    lines = record()
+    page = markdown(lines)
+    assert "| drafting | 37.5 (30.0 to 75.0) | 5.00× (5.00 to 10.00) |" in page  # repeats: 37.5/7.5, 30/3, 75/11.25
+    assert "The demo model with `ls:1-2` on A CPU, 2 threads, float32, greedy, 2 prompts of about 10 tokens" in page
+    assert "38 tokens/s" in page
+    assert page.endswith("`selfspec-bench peers`\n")
+
+
+def test_markers_are_filled_and_the_rest_is_kept():
+    document = (
+        "# Title\n<!-- report:headline -->\nold\n<!-- /report:headline -->\nkept\n"
+        "<!-- report:peers:speed -->\n<!-- /report:peers:speed -->\n<!-- report:sweep -->\nx\n<!-- /report:sweep -->\n"
+    )
+    lines = record()
+    parts = sections(lines)
+    filled = fill_markers(document, {"peers": lines})
+    assert filled == (
+        f"# Title\n<!-- report:headline -->\n{parts['headline']}\n<!-- /report:headline -->\nkept\n"
+        f"<!-- report:peers:speed -->\n{parts['speed']}\n<!-- /report:peers:speed -->\n"
+        "<!-- report:sweep -->\nx\n<!-- /report:sweep -->\n"
+    )
+    assert fill_markers(filled, {"peers": lines}) == filled
+    with pytest.raises(ValueError, match="no marker for any of report:other"):
+        fill_markers(document, {"other": lines})
+    with pytest.raises(ValueError, match="the parts of peers are headline, speed"):
+        fill_markers("<!-- report:peers:sped -->\n<!-- /report:peers:sped -->", {"peers": lines})
+
+
+def test_a_run_that_breaks_off_leaves_the_old_record(tmp_path):
+    path = tmp_path / "new" / "record.jsonl"
+    with RecordWriter(path) as writer:
+        writer.write({"kind": "run", "n": 1})
+    with pytest.raises(KeyError), RecordWriter(path) as writer:
+        writer.write({"kind": "run", "n": 2})
+        raise KeyError
+    assert read_record(path) == [{"kind": "run", "n": 1}]
+    assert json.loads((tmp_path / "new" / "record.jsonl.part").read_text())["n"] == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "[1]\n", "not json\n", '{"kind": "sample"}\n'])
+def test_other_files_are_no_records(tmp_path, text):
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a record of selfspec-bench"):
+        read_record(path)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_published_tables_are_those_of_the_records(page):
+    """A number typed by hand, or a record changed without `selfspec-bench report --into`, fails here."""
+    records = {path.stem: read_record(path) for path in sorted((ROOT / "docs" / "data").glob("*.jsonl"))}
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- report:" in text
+    for name, lines in records.items():
+        if f"<!-- report:{name}" in text or (name == "peers" and "<!-- report:headline" in text):
+            assert fill_markers(text, {name: lines}) == text
