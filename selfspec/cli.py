@@ -161,6 +161,8 @@ def generate(
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
+        if trace is not None and not trace.parent.is_dir():
+            raise FileNotFoundError(f"no folder {trace.parent} for --trace: make it first")
         text = read_prompt(prompt, file)
         generator = _load(model, dtype, device, notes)
         greedy = _check_sampling(generator, options)
