@@ -317,8 +317,11 @@ class _Decoding:
         if self.needs.shadow_layers and self.needs.prompt_rows:
             recorder = ShadowRecorder(model, self.needs.shadow_layers, min(self.needs.prompt_rows, self.length))
         hidden = prompt.new_empty(0)
-        for first in range(0, self.length, _PREFILL_CHUNK):
-            last = min(first + _PREFILL_CHUNK, self.length)
+        starts = list(range(0, self.length, _PREFILL_CHUNK))
+        if recorder is not None and starts[-1] > self.length - recorder.max_rows:
+            learned = self.length - recorder.max_rows  # from here on, all in the last pass
+            starts = [*(first for first in starts if first < learned), learned]
+        for first, last in zip(starts, [*starts[1:], self.length]):
             watch = recorder.capture_last if recorder is not None and last == self.length else None
             hidden = model.run_layers(model.embed(prompt[first:last]), 0, model.num_layers, self.cache, first, watch)
         self.cache.roll_back(self.length)

@@ -1,0 +1,118 @@
+"""Shadow tokens are norm + head of the hidden states that a full forward pass has at those layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripted_policies import ScriptedExit, StopBelow
+from tiny_llama import tiny_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from layerskip_models import from_transformers
+from policies import Needs, Policy, RoundRecord, ShadowTokens
+from selfspec import SelfSpecGenerator
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=5, dtype=torch.float64, late_scale=0.6, seed=3)
+
+
+def layer_logits(llama: LlamaForCausalLM, text: list[int], layer: int) -> Tensor:
+    """Float32 logits of an early exit over a whole text, by transformers, [n, vocab]."""
+    with torch.no_grad():
+        hidden = llama.model(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states[layer]
+        if layer < llama.config.num_hidden_layers:  # the last one has been through the norm
+            hidden = llama.model.norm(hidden)
+        return llama.lm_head(hidden)[0].float()
+
+
+def check(llama: LlamaForCausalLM, shadow: ShadowTokens, text: list[int], rows: slice) -> None:
+    for index, layer in enumerate(shadow.layers):
+        logits = layer_logits(llama, text, layer)[rows]
+        assert shadow.tokens[index].tolist() == logits.argmax(dim=-1).tolist()
+        best = logits.softmax(dim=-1).max(dim=-1).values
+        torch.testing.assert_close(shadow.confidences[index], best, rtol=0, atol=1e-5)
+
+
+def text_before(record: RoundRecord, text: list[int]) -> list[int]:
+    """What the rows 0..m of a round were run on: the text before it and the accepted drafts."""
+    return text[: record.num_committed_before] + list(record.draft_tokens[: record.num_accepted])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("stopping", [None, StopBelow(0.4)], ids=["cap", "before a draw"])
+def test_shadow_tokens_of_rounds_and_prompt(
+    llama: LlamaForCausalLM, stopping: StopBelow | None, do_sample: bool
+) -> None:
+    """Layers below, at and above the exit layer; rounds with drafts, without, and plain steps; the prompt's last rows."""
+    exit_policy = ScriptedExit([(2, 4), (None, 0), (3, 1)], Needs(shadow_layers=(1, 2, 4), prompt_rows=5))
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+    prompt = [3, 9, 1, 4, 4, 20, 8]
+    result = engine.generate(
+        prompt, max_new_tokens=30, policy=Policy(exit_policy, stopping), do_sample=do_sample, top_k=0, seed=1
+    )
+    text = result.sequences[0].tolist()
+    (shadow,) = exit_policy.prompts
+    check(llama, shadow, prompt, slice(-5, None))
+    assert shadow.target_tokens.tolist() == layer_logits(llama, prompt, 5)[-5:].argmax(dim=-1).tolist()
+    accepted = 0
+    for record in exit_policy.records:
+        assert record.shadow is not None
+        before = text_before(record, text)
+        rows = slice(record.num_committed_before - 1, None)
+        assert record.shadow.tokens.shape == (3, record.num_accepted + 1)
+        check(llama, record.shadow, before, rows)
+        target = layer_logits(llama, before, 5)[rows]
+        assert record.shadow.target_tokens.tolist() == target.argmax(dim=-1).tolist()
+        if do_sample:
+            expected = target.softmax(dim=-1).expand(3, -1, -1).gather(-1, record.shadow.tokens[..., None])[..., 0]
+            assert record.shadow.target_probabilities is not None
+            torch.testing.assert_close(record.shadow.target_probabilities, expected, rtol=0, atol=1e-5)
+        else:
+            assert record.shadow.target_probabilities is None
+        accepted += record.num_accepted
+    assert accepted > 0
+
+
+def test_learning_changes_no_token(llama: LlamaForCausalLM) -> None:
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+    outputs = []
+    for needs in (Needs(), Needs(shadow_layers=(1, 2, 3, 4), prompt_rows=32, entropy=True, exit_hidden=True)):
+        policy = Policy(ScriptedExit([(2, 3)], needs))
+        outputs.append(
+            engine.generate([5, 6], max_new_tokens=20, policy=policy, do_sample=True, top_k=5, seed=9).new_tokens
+        )
+    assert outputs[0] == outputs[1]
+
+
+def test_only_every_nth_round_learns(llama: LlamaForCausalLM) -> None:
+    exit_policy = ScriptedExit([(2, 2)], Needs(shadow_layers=(1,), learn_every=3))
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+    engine.generate([5, 6], max_new_tokens=30, policy=Policy(exit_policy))
+    assert exit_policy.prompts == []
+    learned = [record.shadow is not None for record in exit_policy.records]
+    assert learned == [index % 3 == 0 for index in range(len(learned))]
+    assert len(learned) > 6
+
+
+@pytest.mark.parametrize("num_prompt", [1020, 1024, 1030, 2060])
+def test_a_prompt_longer_than_a_prefill_pass(num_prompt: int) -> None:
+    """Prefill runs 1,024 rows at a time: the last 32 are learned from also where the last pass would have fewer."""
+    llama = tiny_llama(num_layers=3, dtype=torch.float64, max_position_embeddings=2100, seed=3)
+    exit_policy = ScriptedExit([(1, 2)], Needs(shadow_layers=(1, 2), prompt_rows=32))
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+    prompt = [i * i % 23 for i in range(num_prompt)]
+    engine.generate(prompt, max_new_tokens=2, policy=Policy(exit_policy))
+    (shadow,) = exit_policy.prompts
+    assert shadow.tokens.shape == (2, 32)
+    check(llama, shadow, prompt, slice(-32, None))
+
+
+def test_a_short_prompt_gives_the_rows_it_has(llama: LlamaForCausalLM) -> None:
+    exit_policy = ScriptedExit([(1, 2)], Needs(shadow_layers=(1,), prompt_rows=32))
+    SelfSpecGenerator(from_transformers(llama, layout="plain")).generate(
+        [1, 2, 3], max_new_tokens=2, policy=Policy(exit_policy)
+    )
+    assert exit_policy.prompts[0].tokens.shape == (1, 3)
