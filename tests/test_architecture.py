@@ -1,0 +1,49 @@
+"""Imports point one way: the leaves know neither each other nor the engine, and nothing knows bench."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "layerskip_models": {"layerskip_models"},
+    "policies": {"policies"},
+    "selfspec": {"selfspec", "layerskip_models", "policies"},
+    "bench": {"bench", "selfspec", "layerskip_models", "policies"},
+}
+
+
+def imported(source: str) -> set[str]:
+    """Top-level names of the modules that a file imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where an arrow points"
+            assert node.module is not None
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+FILES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_arrow_points_up(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    own = imported(path.read_text(encoding="utf-8")) & ({*MAY_IMPORT, "tests"})
+    assert own <= MAY_IMPORT[package]
+
+
+def test_there_are_files_to_read() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
+    assert len(FILES) > 20
+
+
+def test_an_arrow_that_points_up_is_seen() -> None:
+    source = "import torch\ndef late():\n    from selfspec.draft import Draft\n    import bench.cli as cli\n"
+    assert imported(source) == {"torch", "selfspec", "bench"}
