@@ -48,7 +48,7 @@ def tiny_llama(
     hidden_size: int = 16,
     intermediate_size: int = 24,
     vocab_size: int = VOCAB_SIZE,
-    rope: str = "default",
+    rope: str | dict[str, Any] = "default",
     late_scale: float = 0.3,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -58,6 +58,7 @@ def tiny_llama(
 
     The first layer changes the residual stream by much (or the output would be a loop of one token), each later one by
     `late_scale` of what it would: the smaller, the more often an early exit says what the last layer says.
+    rope: a name in ROPES, or a configuration's rope_parameters.
     """
     options = {"max_position_embeddings": CONTEXT, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     llama = LlamaForCausalLM(
@@ -69,7 +70,7 @@ def tiny_llama(
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rope_parameters=dict(ROPES[rope]),
+            rope_parameters=dict(ROPES[rope] if isinstance(rope, str) else rope),
             **{**options, **config},
         )
     )
