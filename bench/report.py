@@ -2,7 +2,8 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, tasks, bars; of a sweep etpl, speedup, agreement). `report:headline` is short for `report:peers:headline`.
+(speed, rounds, phases, tasks, bars; of a sweep etpl, speedup, agreement). `report:headline` is short for
+`report:peers:headline`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from bench.record import Line
-from bench.summary import Samples, Spread
+from bench.summary import PHASES, Samples, Spread
 
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 _UNKNOWN = "–"
@@ -63,7 +64,7 @@ def tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record."""
     if lines[0]["command"] == "sweep":
         return [_etpl_table(lines), _speedup_table(lines), _agreement_table(lines)]
-    return [_speed_table(lines), _round_table(lines), _task_table(lines), *_bar_table(lines)]
+    return [_speed_table(lines), _round_table(lines), _phase_table(lines), _task_table(lines), *_bar_table(lines)]
 
 
 def markdown(lines: Sequence[Line]) -> str:
@@ -194,6 +195,17 @@ def _round_table(lines: Sequence[Line]) -> Table:
     )
 
 
+def _phase_table(lines: Sequence[Line]) -> Table:
+    samples = Samples(lines)
+    shares = {name: samples.phase_shares(name) for name in samples.engines}
+    rows = tuple(
+        (samples.labels[name], *(f"{100 * share:.0f} %" for share in by_phase.values()))
+        for name, by_phase in shares.items()
+        if by_phase is not None
+    )
+    return Table(name="phases", title="Share of time per phase, all runs", columns=("engine", *PHASES), rows=rows)
+
+
 def _baseline(samples: Samples) -> str:
     """The engine that the speed-up column is over."""
     return next(name for name in (*_BASELINES, *samples.engines) if name in samples.engines)
@@ -300,18 +312,19 @@ def _number(value: float | None, pattern: str, factor: float = 1) -> str:
 
 
 def _range(spread: Spread) -> str:
-    return f"{spread.value:.1f} ({spread.low:.1f} to {spread.high:.1f})"
+    return f"{spread.value:.1f} ({spread.low:.1f}–{spread.high:.1f})"
 
 
 def _times(spread: Spread) -> str:
-    return f"{spread.value:.2f}× ({spread.low:.2f} to {spread.high:.2f})"
+    return f"{spread.value:.2f}× ({spread.low:.2f}–{spread.high:.2f})"
 
 
 def _equal(mismatches: int, near_ties: int) -> str:
     if not mismatches:
         return "equal"
     faults = mismatches - near_ties
-    return f"{near_ties} near-ties" + (f", {faults} DIFFER" if faults else "")
+    found = [f"near-ties: {near_ties}"] if near_ties else []
+    return ", ".join([*found, *([f"DIFFERENT: {faults}"] if faults else [])])
 
 
 def _device(lines: Sequence[Line]) -> str:

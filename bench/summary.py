@@ -14,6 +14,9 @@ from typing import Any
 from bench.record import Line
 from selfspec.stats import mean, ratio
 
+PHASES = ("prefill", "draft", "verify", "accept", "learn", "other")
+"""The phases that selfspec times, `*_seconds` of its statistics."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -113,6 +116,14 @@ class Samples:
             num_mismatches=len(differences),
             num_near_ties=sum(line["near_tie"] for line in differences),
         )
+
+    def phase_shares(self, engine: str) -> dict[str, float] | None:
+        """Share of each phase in the time of all runs, None if the engine does not tell its phases."""
+        stats = [line["stats"] for line in self.samples if line["engine"] == engine]
+        if not all(stats):
+            return None
+        total = sum(each["seconds"] for each in stats)
+        return {phase: sum(each[f"{phase}_seconds"] for each in stats) / total for phase in PHASES}
 
     def _by_prompt(self, engine: str, value: Callable[[Line], float], tasks: Sequence[str] | None) -> list[list[float]]:
         """value of every sample, [prompts][repeats]."""

@@ -110,13 +110,26 @@ def test_counts_are_means_over_prompts_and_unknown_stays_unknown():
     assert Samples(lines).summary("transformers:generate").acceptance_rate is None
 
 
+def test_phases_are_shares_of_all_time():
+    lines = record()
+    assert Samples(lines).phase_shares("selfspec:ar") is None
+    for line in lines:
+        if line["kind"] == "sample" and line["engine"] == "selfspec:ar":  # 2 of 5 and 7 of 10 seconds: 27 of 45
+            phases = dict.fromkeys(("prefill", "verify", "accept", "learn", "other"), 0.0)
+            drafting = 2.0 if line["prompt"] == "a1" else 7.0
+            stats = {f"{name}_seconds": seconds for name, seconds in phases.items()}
+            line["stats"] = {**stats, "draft_seconds": drafting, "seconds": line["seconds"]}
+    assert Samples(lines).phase_shares("selfspec:ar")["draft"] == 27 / 45
+    assert sections(lines)["phases"].endswith("| plain | 0 % | 60 % | 0 % | 0 % | 0 % | 0 % |")
+
+
 def test_mismatches_are_shown_near_ties_apart():
     lines = record()
     outputs = [line for line in lines if line["kind"] == "output" and line["engine"] == "selfspec:ar"]
     outputs[0].update(first_difference=4, reference_logit_gap=1e-5, near_tie=True)
-    assert "| plain | – | – | – | – | 1 near-ties |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | near-ties: 1 |" in sections(lines)["rounds"]
     outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
-    assert "| plain | – | – | – | – | 1 near-ties, 1 DIFFER |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | near-ties: 1, DIFFERENT: 1 |" in sections(lines)["rounds"]
 
 
 def test_bars_are_met_or_not():
@@ -126,14 +139,14 @@ def test_bars_are_met_or_not():
     missed = bar_line(samples, Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=2.1))
     assert (met["speedup"], met["met"], missed["met"]) == (2.0, True, False)
     table = sections([*lines, met, missed])["bars"]
-    assert "| plain over generate | 2.00× (1.33 to 5.00) | 2.0× | met |" in table
+    assert "| plain over generate | 2.00× (1.33–5.00) | 2.0× | met |" in table
     assert "| 2.1× | not met |" in table
 
 
 def test_markdown_holds_every_part_and_the_right_numbers():
     lines = record()
     page = markdown(lines)
-    assert "| drafting | 37.5 (30.0 to 75.0) | 5.00× (5.00 to 10.00) |" in page  # repeats: 37.5/7.5, 30/3, 75/11.25
+    assert "| drafting | 37.5 (30.0–75.0) | 5.00× (5.00–10.00) |" in page  # repeats: 37.5/7.5, 30/3, 75/11.25
     assert "The demo model with `ls:1-2` on A CPU, 2 threads, float32, greedy, 2 prompts of about 10 tokens" in page
     assert "38 tokens/s" in page
     assert page.endswith("`selfspec-bench peers`\n")
