@@ -72,9 +72,15 @@ class Sampler:
         if not self.processors:
             return logits
         if self._prefix_free:
-            return self.processors(tokens[:, :length], logits)
-        rows = [self.processors(tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0])]
+            return self._apply(tokens[:, :length], logits)
+        rows = [self._apply(tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0])]
         return torch.cat(rows)
+
+    def _apply(self, prefix: Tensor, logits: Tensor) -> Tensor:
+        """What calling transformers' list does, without its inspecting every processor's signature at every token."""
+        for processor in self.processors:
+            logits = processor(prefix, logits)
+        return logits
 
     def probabilities(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
         """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""
