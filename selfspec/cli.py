@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import transformers
 import typer
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import StoppingCriteriaList
@@ -248,9 +249,15 @@ def _load(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpe
     """The checkpoint, the demo if none is named, with its tokenizer."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the status line says it, and goes away
+    hub_logging.set_verbosity_error()  # its retries
     name = str(DEMO_PATH) if model is None else model
-    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
-        return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
+    try:
+        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+            return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot load {name}: {error}") from error
 
 
 def _check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
@@ -295,7 +302,7 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
     except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
         _fail(error, 1)
-    except (ValueError, TypeError, OSError, SafetensorError) as error:
+    except (ValueError, TypeError, OSError) as error:
         _fail(error, 2)
 
 

@@ -30,7 +30,11 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         return _decode(file.read_bytes(), str(file))
     if argument == "-" or (argument is None and _is_piped()):
         return _decode(sys.stdin.buffer.read(), "standard input")
-    return EXAMPLE_PROMPT if argument is None else argument
+    if argument is None:
+        return EXAMPLE_PROMPT
+    if any("\ud800" <= character <= "\udfff" for character in argument):  # what Python makes of other bytes
+        raise ValueError("the prompt is not UTF-8 text")
+    return argument
 
 
 def _is_piped() -> bool:

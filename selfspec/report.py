@@ -63,6 +63,10 @@ class TextWriter:
         """Write at once, all of it."""
         if text:
             text = text.translate(_VISIBLE) if self.is_terminal else text
+            encoding = (
+                getattr(self._file, "encoding", None) or "utf-8"
+            )  # one that lacks a character shows its number instead
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._file.write(self._styled(text, style or Style.null()))
             self._file.flush()
 

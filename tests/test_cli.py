@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
@@ -210,7 +212,8 @@ ERRORS = {
     "both in comparison": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2", "--compare"], "give policy, or exit_"),
     "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
     "empty folder": ([PROMPT, "--model", "EMPTY"], "config.json"),
-    "not safetensors": ([PROMPT, "--model", "BROKEN"], "header"),
+    "not safetensors": ([PROMPT, "--model", "BROKEN"], "BROKEN: "),
+    "not text": (["a\udcff"], "the prompt is not UTF-8 text"),
     "empty stdin": (["-"], "standard input is empty"),
     "empty pipe": ([], "standard input is empty"),
     "no file": (["--file", "not-there.txt"], "not-there.txt"),
@@ -271,6 +274,19 @@ def test_our_own_fault_is_not_dressed_up_as_the_callers(folder, monkeypatch):
     result = generate(folder, PROMPT)
     assert isinstance(result.exception, RuntimeError)
     assert "a fault in here" in str(result.exception.__cause__)
+
+
+def test_a_character_that_the_output_cannot_hold_is_shown_by_number():
+    buffer = io.BytesIO()
+    file = io.TextIOWrapper(buffer, encoding="latin-1")
+    TextWriter(Console(file=file)).write("ä and 数")
+    assert buffer.getvalue() == "ä and \\u6570".encode("latin-1")
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    file = io.StringIO()
+    TextWriter(Console(file=file, force_terminal=True, color_system=None)).write("a\x1b[2Jb\r\n\tc")
+    assert file.getvalue() == "a␛[2Jb␍\n\tc"
 
 
 @pytest.fixture
