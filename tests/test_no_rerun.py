@@ -1,0 +1,113 @@
+"""No layer runs twice for a row that is committed or drafted: counted at the weights, prefill included."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
+from tiny_llama import request_for, tiny_llama
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel, from_transformers
+from policies import Policy, RoundRecord
+from selfspec.generator import _Decoding
+from selfspec.kv_cache import KVCache
+
+NUM_LAYERS = 4
+
+
+class CountingModel:
+    """Counts (layer, position) pairs as they run; everything else is the model's own."""
+
+    def __init__(self, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: Counter[tuple[int, int]] = Counter()
+        self.heads = 0
+        run_layers, logits = model.run_layers, model.logits
+
+        def counted_layers(
+            hidden: Tensor,
+            start: int,
+            stop: int,
+            cache: KVCache,
+            position: int,
+            capture: Callable[[int, Tensor], None] | None = None,
+        ) -> Tensor:
+            rows = range(position, position + hidden.shape[0])
+            self.ran.update((layer, row) for layer in range(start, stop) for row in rows)
+            return run_layers(hidden, start, stop, cache, position, capture)
+
+        def counted_logits(hidden: Tensor) -> Tensor:
+            self.heads += hidden.shape[0]
+            return logits(hidden)
+
+        monkeypatch.setattr(model, "run_layers", counted_layers)
+        monkeypatch.setattr(model, "logits", counted_logits)
+
+    def take(self) -> tuple[Counter[tuple[int, int]], int]:
+        """What ran since the last call."""
+        ran, heads = self.ran, self.heads
+        self.ran, self.heads = Counter(), 0
+        return ran, heads
+
+
+def expected_rows(record: RoundRecord) -> Counter[tuple[int, int]]:
+    """Every layer once for the pending token and each kept draft; nothing else, whatever was looked at."""
+    first = record.num_committed_before - 1
+    rows = range(first, first + record.num_drafted + 1)
+    return Counter((layer, row) for layer in range(NUM_LAYERS) for row in rows)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    "stopping", [None, StopBelow(0.35), StopAtTokens(range(0, 24, 3))], ids=["cap", "before a draw", "after a draw"]
+)
+def test_no_layer_runs_twice(
+    stopping: StopBelow | StopAtTokens | None, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout="plain")
+    counting = CountingModel(model, monkeypatch)
+    policy = Policy(ScriptedExit([(1, 5), (3, 3), (None, 0), (2, 1)]), stopping)
+    causes: Counter[str] = Counter()
+    for seed, prompt in enumerate([[7], [3, 3, 9, 1, 20], [0, 1], [12] * 8]):
+        request = request_for(model, prompt, seed=seed, max_new_tokens=40, do_sample=do_sample, eos_token_id=[11])
+        decoding = _Decoding(model, KVCache(model, len(prompt) + 40), request, policy)
+        with torch.inference_mode():
+            for _, record in decoding.run():
+                ran, heads = counting.take()
+                if record is None:
+                    assert ran == Counter((layer, row) for layer in range(NUM_LAYERS) for row in range(len(prompt)))
+                    assert heads == 1  # the last position's logits only
+                    continue
+                causes[record.stop_cause] += 1
+                assert ran == expected_rows(record)
+                # What the statistics call loaded layers: weights read once for all rows of a pass.
+                exit_layer, drafted = record.exit_layer, record.num_drafted
+                loaded = NUM_LAYERS if exit_layer is None else (drafted + 1) * exit_layer + NUM_LAYERS - exit_layer
+                assert record.loaded_layers == loaded
+                looked_at = drafted + (record.stop_cause == "before_draw")
+                assert heads == looked_at + drafted + 1
+    wanted = {None: "cap", StopBelow: "before_draw", StopAtTokens: "after_draw"}
+    assert causes[wanted[type(stopping) if stopping else None]] > 0
+    assert causes["none"] > 0
+
+
+def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept, and the round is an autoregressive step of L loaded layers, its first E not run again."""
+    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS), layout="plain")
+    counting = CountingModel(model, monkeypatch)
+    policy = Policy(ScriptedExit([(2, 5)]), StopBelow(1.1))
+    decoding = _Decoding(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
+    with torch.inference_mode():
+        for _, record in decoding.run():
+            ran, _ = counting.take()
+            if record is not None and record.exit_layer is not None:
+                assert record.draft_tokens == ()
+                assert record.stop_cause == "before_draw"
+                assert record.loaded_layers == NUM_LAYERS
+                assert ran == expected_rows(record)
+    assert decoding.stats.finish(
+        num_prompt_tokens=2, seconds=1.0, prefill_seconds=0.0, first_token=0.0, cache_bytes=0
+    ).etpl == pytest.approx(1 / NUM_LAYERS)
