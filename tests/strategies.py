@@ -43,6 +43,8 @@ class GreedyCase:
     def __post_init__(self) -> None:
         if "min_new_tokens" in self.options:  # transformers warns of one that the budget cannot meet
             self.options["min_new_tokens"] = min(self.options["min_new_tokens"], self.max_new_tokens)
+        if "exponential_decay_length_penalty" in self.options:  # it favours the EOS token, so there must be one
+            self.options.setdefault("eos_token_id", [3])
 
     @property
     def num_layers(self) -> int:
