@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 DROPOUT_TIMES = ("continual", "scratch")
 CURRICULA = ("rotational", "gradual", "all", "none")
 EXIT_WEIGHTS = ("published", "uniform")
+IGNORED = -100  # label of rows without a loss
 
 
 def dropout_depth_scale(num_layers: int) -> list[float]:
@@ -167,31 +168,41 @@ def _run_layer(
 def early_exit_backward(
     model: LlamaForCausalLM,
     states: Mapping[int, Tensor],
-    labels: Tensor,
+    labels: Tensor | Mapping[int, Tensor],
     weights: Mapping[int, float],
     *,
     scale: float = 1.0,
     chunk_rows: int = 2048,
+    unwanted: Tensor | None = None,
 ) -> dict[int, Tensor]:
     """Accumulate the gradient of scale * sum_l weights[l] * loss(l) into the parameters; return each exit's mean loss.
 
-    loss(l) is the mean cross-entropy of lm_head(norm(states[l])) against labels, int64 [batch, length].
+    loss(l) is the mean cross-entropy of lm_head(norm(states[l])) against labels, int64 [batch, length], one tensor or one
+    per layer; rows labelled IGNORED are left out. Where unwanted, bool [batch, length], is True the row's loss is
+    -log(1 - p(label)) instead: the label is a token that the model should not say.
     states: layer -> [batch, length, hidden], still attached to the decoder's graph, which is consumed.
     Logits exist for one exit and chunk_rows rows at a time: each chunk is taken back to its hidden state at once, and
     the decoder's own backward pass then runs a single time from the gradients gathered at the exits.
     """
-    flat_labels = labels.reshape(-1)
+    flat_unwanted = None if unwanted is None else unwanted.reshape(-1)
     losses: dict[int, Tensor] = {}
     roots, gradients = [], []
     for layer, weight in weights.items():
         state = states[layer]
         flat = state.detach().reshape(-1, state.shape[-1])
+        flat_labels = (labels if isinstance(labels, Tensor) else labels[layer]).reshape(-1)
+        num_rows = (flat_labels != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), device=state.device)
         pieces = []
         for start in range(0, len(flat), chunk_rows):
-            rows = flat[start : start + chunk_rows].requires_grad_()
+            chunk = slice(start, start + chunk_rows)
+            rows = flat[chunk].requires_grad_()
             logits = model.lm_head(model.model.norm(rows)).float()  # [chunk, vocab]
-            loss = F.cross_entropy(logits, flat_labels[start : start + chunk_rows], reduction="sum") / len(flat)
+            losses_of_rows = F.cross_entropy(logits, flat_labels[chunk], reduction="none", ignore_index=IGNORED)
+            if flat_unwanted is not None:
+                avoided = -torch.log1p(1e-6 - torch.exp(-losses_of_rows))
+                losses_of_rows = torch.where(flat_unwanted[chunk], avoided, losses_of_rows)
+            loss = losses_of_rows.sum() / num_rows
             (loss * (weight * scale)).backward()
             total += loss.detach()
             assert rows.grad is not None

@@ -36,8 +36,9 @@ from layerskip_models.layerskip_recipe import (
     normalised_exit_weights,
 )
 from layerskip_models.muon import Muon
+from layerskip_models.own_text import own_text
 from layerskip_models.training_cli import command_for_config
-from layerskip_models.training_config import TrainingConfig
+from layerskip_models.training_config import OWN_TEXT_PROMPT, TrainingConfig
 from layerskip_models.training_setup import claim_output_dir, model_and_tokenizer, token_streams
 
 
@@ -148,6 +149,8 @@ class _Run:
                 )
             for layer, loss in losses.items():
                 totals[layer] += loss * share
+        if step >= config.max_steps - config.own_text_steps:
+            self._own_text_backward(step, shares)
         reduced = self._reduce(totals)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
         for optimizer in optimizers:
@@ -156,6 +159,30 @@ class _Run:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return reduced
+
+    def _own_text_backward(self, step: int, shares: dict[int, float]) -> None:
+        """Add the gradient of the loss on the model's own continuations of training text."""
+        config, accelerator = self.config, self.accelerator
+        available = training_data.num_blocks(self.streams.train, OWN_TEXT_PROMPT)
+        order = training_data.block_order(step, config.own_text_rows, available, config.seed + 1)
+        mine = order[accelerator.process_index :: accelerator.num_processes]
+        rows_at_once = max(config.micro_batch_tokens // (OWN_TEXT_PROMPT + config.own_text_tokens), 1)
+        blocks = training_data.block(self.streams.train, mine, OWN_TEXT_PROMPT).to(accelerator.device)
+        text = own_text(self.model, blocks[:, :-1], config.own_text_tokens)
+        last = max(shares)
+        for start in range(0, len(mine), rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            labels = {layer: text.last_labels[rows] if layer == last else text.labels[rows] for layer in shares}
+            with accelerator.autocast():
+                early_exit_backward(
+                    self.model,
+                    exit_hidden_states(self.model, text.input_ids[rows], shares),
+                    labels,
+                    shares,
+                    scale=config.own_text_weight * len(text.loops[rows]) / config.own_text_rows,
+                    chunk_rows=config.loss_chunk_rows,
+                    unwanted=text.loops[rows],
+                )
 
     def _keep_mask(self, step: int, batch_size: int, num_layers: int) -> Tensor | None:
         """Drawn for the whole batch from (seed, step) alone: the same however many processes there are."""
@@ -226,20 +253,23 @@ class _Run:
         if latest is None:
             return 0, 0.0
         path, step = latest
-        device = self.accelerator.device
-        self.model.load_state_dict(torch.load(path / "model.pt", map_location=device, weights_only=True))
-        states = torch.load(path / "optimizers.pt", map_location=device, weights_only=True)
+        # Loaded to the CPU, moved by load_state_dict: a process's device may be "cpu:0", which torch.load does not know.
+        self.model.load_state_dict(torch.load(path / "model.pt", map_location="cpu", weights_only=True))
+        states = torch.load(path / "optimizers.pt", map_location="cpu", weights_only=True)
         for optimizer, state in zip(optimizers, states):
             optimizer.load_state_dict(state)
         return step, float(json.loads((path / "state.json").read_text(encoding="utf-8"))["seconds"])
 
     def _export(self, path: Path) -> None:
-        """The finished model with its tokenizer, greedy by default, in export_dtype."""
+        """The finished model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
         dtype = getattr(torch, self.config.export_dtype)
         exported = LlamaForCausalLM(self.model.config).to(dtype)
         exported.load_state_dict(self.model.state_dict())
-        if self.config.init is None:
-            exported.generation_config = GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
+        exported.generation_config = (
+            GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
+            if self.config.init is None
+            else self.model.generation_config
+        )
         exported.config.dtype = dtype
         exported.save_pretrained(path)
         self.tokenizer.save_pretrained(path)

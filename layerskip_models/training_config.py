@@ -13,6 +13,7 @@ from layerskip_models.training_data import DEFAULT_EXCLUDES, DataSource, parse_d
 OPTIMIZERS = ("muon", "adamw")
 LR_SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("fp32", "bf16")
+OWN_TEXT_PROMPT = 64  # tokens of training text before a continuation of the model's own
 
 
 def _option(default: Any, help: str) -> Any:
@@ -63,6 +64,10 @@ class TrainingConfig:
     last_exit_weight: float = _option(3.0, "The last layer's weight when uniform (each other exit has 1).")
     curriculum: str = _option("rotational", "rotational, gradual, all, or none (plain training).")
     rotation: int = _option(4, "R of the rotational curriculum: every R-th layer, rotating.")
+    own_text_steps: int = _option(0, "Last steps that also train on the model's own greedy text, against its loops.")
+    own_text_rows: int = _option(16, "Prompts continued in each of these steps, over all processes.")
+    own_text_tokens: int = _option(100, "Greedy tokens after each of these prompts, which are 64 tokens long.")
+    own_text_weight: float = _option(0.5, "Weight of that loss beside the loss on the data, which has 1.")
 
     eval_every: int = _option(100, "Steps between evaluations on held-out text.")
     eval_tokens: int = _option(8192, "Held-out tokens per evaluation.")
@@ -77,11 +82,11 @@ class TrainingConfig:
         self.sources()
         for name in _POSITIVE_INTEGERS:
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("long_steps", "warmup_steps", "seed"):
+        for name in ("long_steps", "own_text_steps", "warmup_steps", "seed"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("learning_rate", "last_exit_weight", "max_grad_norm", "rope_theta"):
             _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
-        for name in ("weight_decay", "e_scale"):
+        for name in ("weight_decay", "e_scale", "own_text_weight"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("layer_dropout", "holdout_fraction"):
             _require(0 <= getattr(self, name) < 1, name, "in [0, 1)", getattr(self, name))
@@ -99,17 +104,16 @@ class TrainingConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         _require(self.head_dim % 2 == 0, "head_dim", "even", self.head_dim)
-        lengths = [self.sequence_length] + ([self.long_sequence_length] if self.long_steps else [])
-        for length in lengths:
+        for length in {self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1)}:
             if self.batch_tokens % length:
                 raise ValueError(
                     f"batch_tokens must be a multiple of the sequence length {length}, got {self.batch_tokens}"
                 )
-            if self.init is None and length > self.context_length:
-                raise ValueError(
-                    f"sequences of {length} tokens are longer than context_length {self.context_length}:"
-                    " shorten the sequences or raise context_length"
-                )
+        if self.init is None and self.longest_sequence() > self.context_length:
+            raise ValueError(
+                f"sequences of {self.longest_sequence()} tokens are longer than context_length {self.context_length}:"
+                " shorten the sequences or raise context_length"
+            )
         if self.init is None:
             self.weights(self.num_layers)
 
@@ -129,6 +133,11 @@ class TrainingConfig:
         """Tokens per sequence at a step."""
         return self.long_sequence_length if step >= self.max_steps - self.long_steps else self.sequence_length
 
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence of any step."""
+        own_text = OWN_TEXT_PROMPT + self.own_text_tokens if self.own_text_steps else 0
+        return max(self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1), own_text)
+
     def learning_rate_at(self, step: int) -> float:
         """Learning rate of a step: a linear rise, then a half cosine to a tenth, or constant and linear to zero."""
         rise = min(1.0, (step + 1) / (self.warmup_steps + 1))
@@ -142,7 +151,7 @@ class TrainingConfig:
 _POSITIVE_INTEGERS = (
     "vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "context_length",
     "max_steps", "batch_tokens", "micro_batch_tokens", "sequence_length", "long_sequence_length", "loss_chunk_rows",
-    "rotation", "eval_every", "eval_tokens", "log_every", "save_every",
+    "rotation", "own_text_rows", "own_text_tokens", "eval_every", "eval_tokens", "log_every", "save_every",
 )  # fmt: skip
 _CHOICES = {
     "optimizer": OPTIMIZERS,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models import checkpoints, training_data
-from layerskip_models.training_config import OPERATIONAL_FIELDS, TrainingConfig
+from layerskip_models.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
 
 
 def claim_output_dir(config: TrainingConfig, output_dir: Path) -> None:
@@ -71,7 +71,7 @@ def model_and_tokenizer(config: TrainingConfig, output_dir: Path) -> tuple[Llama
             raise ValueError(
                 f"init must be a Llama-family checkpoint, {config.init!r} is of type {described.model_type!r}"
             )
-        longest = max(config.sequence_length_at(0), config.sequence_length_at(config.max_steps - 1))
+        longest = config.longest_sequence()
         if longest > described.max_position_embeddings:
             raise ValueError(
                 f"sequences of {longest} tokens are longer than the context of {config.init!r}"
@@ -127,8 +127,8 @@ def token_streams(
     streams = training_data.TokenStreams(
         train=np.load(folder / "train.npy", mmap_mode="r"), held_out=np.load(folder / "held_out.npy", mmap_mode="r")
     )
-    for step in (0, config.max_steps - 1):
-        length = config.sequence_length_at(step)
+    lengths = {config.sequence_length_at(0), config.sequence_length_at(config.max_steps - 1)}
+    for length in lengths | ({OWN_TEXT_PROMPT} if config.own_text_steps else set()):
         if training_data.num_blocks(streams.train, length) < 1:
             raise ValueError(
                 f"the training text has {len(streams.train)} tokens, too few for one sequence of {length}:"

@@ -25,7 +25,7 @@ TINY = {
     "num_kv_heads": 1,
     "head_dim": 8,
     "intermediate_size": 24,
-    "context_length": 64,
+    "context_length": 96,
     "batch_tokens": 64,
     "micro_batch_tokens": 32,
     "sequence_length": 16,
@@ -37,6 +37,9 @@ TINY = {
     "log_every": 1,
     "save_every": 3,
     "holdout_fraction": 0.2,
+    "own_text_steps": 3,
+    "own_text_rows": 2,
+    "own_text_tokens": 20,
     "layer_dropout": 0.5,
     "dropout_time": "continual",
     "export_dtype": "float32",
@@ -97,6 +100,7 @@ def test_training_learns(text, tmp_path, optimizer):
         max_steps=40,
         eval_every=10,
         long_steps=0,
+        own_text_steps=0,
         optimizer=optimizer,
         layer_dropout=0.1,
         learning_rate=1e-2,
@@ -134,6 +138,34 @@ def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
     assert steps == list(range(1, 9))
 
 
+@pytest.mark.slow
+def test_two_processes_resume_to_the_weights_of_one(text, finished, tmp_path):
+    output_dir = tmp_path / "out"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    options += ["--data", text, "--output-dir", str(output_dir), "--max-steps", "8"]
+    script = tmp_path / "until_step_five.py"
+    script.write_text(
+        "import os, signal\n"
+        "from layerskip_models import training\n"
+        "def report(console, record, max_steps):\n"
+        "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "training._report = report\n"
+        "training.main()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    # from the project's folder, so that the workers find its packages where they are not installed
+    settings = {
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        "check": False,
+    }
+    assert subprocess.run([*launcher, str(script), *options], **settings).returncode != 0
+    assert latest_checkpoint(output_dir / "checkpoints")[1] == 3
+    assert subprocess.run([*launcher, "-m", "layerskip_models.training", *options], **settings).returncode == 0
+    other = weights(output_dir / "model")
+    for name, value in weights(finished / "model").items():
+        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_finished_run_is_not_trained_again(finished, text):
     log = (finished / "log.jsonl").read_text()
     started = time.monotonic()
@@ -155,7 +187,7 @@ def test_continuing_from_a_checkpoint(text, finished, tmp_path):
     train(config)
     for name, value in weights(start).items():
         torch.testing.assert_close(value, weights(tmp_path / "out" / "model")[name], rtol=0, atol=1e-6, msg=name)
-    with pytest.raises(ValueError, match=r"sequences of 128 tokens are longer than the context .* \(64\)"):
+    with pytest.raises(ValueError, match=r"sequences of 128 tokens are longer than the context .* \(96\)"):
         train(tiny(text, tmp_path / "long", init=start, sequence_length=128, batch_tokens=128))
 
 
@@ -172,7 +204,8 @@ def test_other_architectures_are_refused(text, tmp_path):
     [
         ({"data": ()}, "at least one file"),
         ({"data": ("missing.txt",)}, r"does not exist: 'missing\.txt'"),
-        ({"sequence_length": 128, "batch_tokens": 128}, "longer than context_length 64"),
+        ({"sequence_length": 128, "batch_tokens": 128}, "longer than context_length 96"),
+        ({"own_text_tokens": 40}, "sequences of 104 tokens are longer than context_length 96"),
         ({"batch_tokens": 63}, "batch_tokens must be a multiple of the sequence length 16, got 63"),
         ({"layer_dropout": 1.0}, r"layer_dropout must be in \[0, 1\), got 1.0"),
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
