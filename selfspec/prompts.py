@@ -7,14 +7,10 @@ import stat
 import sys
 from pathlib import Path
 
-EXAMPLE_PROMPT = '''class Stack:
-    """A last-in, first-out container."""
-
-    def __init__(self):
-        self._items = []
-
-    def push(self, item):
-'''
+EXAMPLE_PROMPT = (
+    "Question: A baker makes 12 loaves of bread every morning and sells each loaf for $3. "
+    "How much money does the baker earn in 5 days?\nAnswer:"
+)
 """What is continued when nothing else is given."""
 
 
