@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/selfspec generate --compare --max-new-tokens 200 </dev/null
+	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
 
 test: $(VENV)/.installed
 	$(BIN)/ruff check .
