@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, from_transformers, load_model, load_tokenizer
-from policies import Plan, Policy, RoundContext, RoundRecord, autoregressive, check_exit_layer, parse_policy
-from policies.base import StopCause
+from policies import Policy, RoundContext, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.defaults import default_policy, default_setting
@@ -348,7 +347,7 @@ class _Decoding:
         plan = self.policy.exit.plan(context)
         cap = min(plan.max_speculations, remaining - 1)
         if plan.exit_layer is None or cap < 1:
-            return self._autoregressive_step(plan)
+            return self._autoregressive_step()
         exit_layer = check_exit_layer(plan.exit_layer, self.model.num_layers)
         if self.policy.stopping is not None:
             self.policy.stopping.start_round(plan)
@@ -391,8 +390,7 @@ class _Decoding:
                 self.sampler.draw(weights, f"position {self.length + accepted}"),
             ]
             probabilities = tuple(acceptance_probabilities(p, draft.q, drafts).tolist())
-        self._commit(block)
-        committed = block[: self.length - self._length_before]
+        committed = self._commit(block)
         self.stats.accept_seconds += perf_counter() - verified
 
         learning = perf_counter()
@@ -420,7 +418,7 @@ class _Decoding:
         )
         return self._finish(record, committed, learning)
 
-    def _autoregressive_step(self, plan: Plan) -> tuple[list[int], RoundRecord]:
+    def _autoregressive_step(self) -> tuple[list[int], RoundRecord]:
         """A round without speculation: the pending token through all layers."""
         started = perf_counter()
         num_before = self.length
@@ -441,7 +439,6 @@ class _Decoding:
         self.stats.accept_seconds += perf_counter() - verified
         learning = perf_counter()
         shadow = None if recorder is None else recorder.shadow_tokens(1, processed.argmax(dim=-1), p)
-        cause: StopCause = "none"
         record = RoundRecord(
             index=self.stats.rounds,
             num_committed_before=num_before,
@@ -451,7 +448,7 @@ class _Decoding:
             num_accepted=0,
             tokens=tuple(block),
             loaded_layers=self.model.num_layers,
-            stop_cause=cause,
+            stop_cause="none",
             shadow=shadow,
             verify_seconds=verified - started,
         )
@@ -481,15 +478,15 @@ class _Decoding:
                 raise non_finite(f"position {self.length + offset}")
         return choices
 
-    def _commit(self, block: list[int]) -> None:
-        """Commit a block up to the first stop in it; set lengths, the pending token and the stop reason."""
-        self._length_before = self.length
+    def _commit(self, block: list[int]) -> list[int]:
+        """Commit a block up to the first stop in it, and return that part; sets lengths, pending and the stop reason."""
         self.tokens[0, self.length : self.length + len(block)] = torch.tensor(block)
         count, self.stop_reason = self.request.stops.first_stop(block, self.tokens, self.length, self.num_new)
         self.length += count
         self.num_new += count
         self.pending = block[count - 1]
         self.cache.roll_back(self.length - 1)
+        return block[:count]
 
 
 def _weights_version(model: LlamaForCausalLM) -> tuple[tuple[int, int], ...]:

@@ -41,7 +41,7 @@ def non_finite(where: str) -> NonFiniteLogitsError:
     """The error for NaN logits or a row in which every token is masked."""
     return NonFiniteLogitsError(
         f"no usable next-token distribution at {where}: the logits hold NaN, or the logits processors masked every token. "
-        "In float16 try dtype='bfloat16' or 'float32'; check the checkpoint with `selfspec verify` and the processors"
+        "In float16 try dtype='bfloat16' or 'float32'; else check the checkpoint's weights and the processors"
     )
 
 

@@ -230,7 +230,7 @@ def test_nan_weights_are_an_error(do_sample: bool, policy: str) -> None:
     with torch.no_grad():
         broken.model.layers[-1].mlp.down_proj.weight.fill_(float("nan"))
     engine = SelfSpecGenerator(from_transformers(broken, layout="plain"))
-    with pytest.raises(NonFiniteLogitsError, match="selfspec verify"):
+    with pytest.raises(NonFiniteLogitsError, match="check the checkpoint's weights and the processors"):
         engine.generate(PROMPT, max_new_tokens=5, do_sample=do_sample, policy=policy, seed=0)
 
 
