@@ -9,7 +9,7 @@ Source: Elhoushi et al. 2024, "LayerSkip: Enabling Early Exit Inference and Self
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -122,37 +122,10 @@ def normalised_exit_weights(weights: Sequence[float], exits: Iterable[int]) -> d
     return {layer: weight / total for layer, weight in used.items()}
 
 
-def exit_hidden_states(
-    model: LlamaForCausalLM, input_ids: Tensor, exits: Iterable[int], keep: Tensor | None = None
-) -> dict[int, Tensor]:
-    """Hidden states after the named layers, through transformers' own decoder layers: layer -> [batch, length, hidden].
-
-    input_ids: int64 [batch, length], attended causally, no padding.
-    keep: bool [L, batch] on the CPU; a sample whose entry is False passes the layer unchanged (x + 0 * f(x), without
-    rescaling), and a layer that no sample keeps is not computed at all. None keeps everything.
-    """
-    wanted = set(exits)
-    decoder = model.model
-    hidden = decoder.embed_tokens(input_ids)  # [batch, length, hidden]
-    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    position_embeddings = decoder.rotary_emb(hidden, position_ids)
-    states: dict[int, Tensor] = {}
-    for index, layer in enumerate(decoder.layers):
-        kept = None if keep is None or bool(keep[index].all()) else keep[index].nonzero()[:, 0]
-        if kept is None:
-            hidden = _run_layer(layer, hidden, position_ids, position_embeddings)
-        elif len(kept):
-            rows = kept.to(hidden.device)
-            output = _run_layer(layer, hidden[rows], position_ids, position_embeddings)
-            hidden = hidden.index_copy(0, rows, output.to(hidden.dtype))
-        if index in wanted:
-            states[index] = hidden
-    return states
-
-
-def _run_layer(
+def run_layer(
     layer: torch.nn.Module, hidden: Tensor, position_ids: Tensor, position_embeddings: tuple[Tensor, Tensor]
 ) -> Tensor:
+    """One of transformers' decoder layers, causal and without a cache: hidden, [batch, length, hidden], in and out."""
     # No mask: with the sdpa attention that training asks for, transformers then takes the causal kernel.
     output = layer(
         hidden,
@@ -163,6 +136,39 @@ def _run_layer(
         position_embeddings=position_embeddings,
     )
     return output[0] if isinstance(output, tuple) else output
+
+
+def exit_hidden_states(
+    model: LlamaForCausalLM,
+    input_ids: Tensor,
+    exits: Iterable[int],
+    keep: Tensor | None = None,
+    run: Callable[[torch.nn.Module, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor] = run_layer,
+) -> dict[int, Tensor]:
+    """Hidden states after the named layers, through transformers' own decoder layers: layer -> [batch, length, hidden].
+
+    input_ids: int64 [batch, length], attended causally, no padding.
+    keep: bool [L, batch] on the CPU; a sample whose entry is False passes the layer unchanged (x + 0 * f(x), without
+    rescaling), and a layer that no sample keeps is not computed at all. None keeps everything.
+    run: run_layer, or a compiled run_layer.
+    """
+    wanted = set(exits)
+    decoder = model.model
+    hidden = decoder.embed_tokens(input_ids)  # [batch, length, hidden]
+    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    position_embeddings = decoder.rotary_emb(hidden, position_ids)
+    states: dict[int, Tensor] = {}
+    for index, layer in enumerate(decoder.layers):
+        kept = None if keep is None or bool(keep[index].all()) else keep[index].nonzero()[:, 0]
+        if kept is None:
+            hidden = run(layer, hidden, position_ids, position_embeddings)
+        elif len(kept):
+            rows = kept.to(hidden.device)
+            output = run(layer, hidden[rows], position_ids, position_embeddings)
+            hidden = hidden.index_copy(0, rows, output.to(hidden.dtype))
+        if index in wanted:
+            states[index] = hidden
+    return states
 
 
 def early_exit_backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from layerskip_models.layerskip_recipe import (
     exit_hidden_states,
     layer_dropout_rates,
     normalised_exit_weights,
+    run_layer,
 )
 from layerskip_models.muon import Muon
 from layerskip_models.own_text import own_text
@@ -67,9 +69,12 @@ class _Run:
     model: LlamaForCausalLM
     tokenizer: PreTrainedTokenizerBase
     streams: training_data.TokenStreams
+    run_layer: Callable[..., Tensor] = run_layer
 
     def execute(self) -> Path:
         config, output_dir = self.config, Path(self.config.output_dir)
+        if config.compile:
+            self.run_layer = torch.compile(run_layer)
         num_layers = len(self.model.model.layers)
         weights = config.weights(num_layers)
         if config.layer_dropout > 0:
@@ -143,7 +148,8 @@ class _Run:
             ids = training_data.block(self.streams.train, [order[row] for row in rows], length).to(accelerator.device)
             share = len(rows) / batch_size
             with accelerator.autocast():
-                states = exit_hidden_states(self.model, ids[:, :-1], shares, None if keep is None else keep[:, rows])
+                kept = None if keep is None else keep[:, rows]
+                states = exit_hidden_states(self.model, ids[:, :-1], shares, kept, self.run_layer)
                 losses = early_exit_backward(
                     self.model, states, ids[:, 1:], shares, scale=share, chunk_rows=config.loss_chunk_rows
                 )
@@ -176,7 +182,7 @@ class _Run:
             with accelerator.autocast():
                 early_exit_backward(
                     self.model,
-                    exit_hidden_states(self.model, text.input_ids[rows], shares),
+                    exit_hidden_states(self.model, text.input_ids[rows], shares, run=self.run_layer),
                     labels,
                     shares,
                     scale=config.own_text_weight * len(text.loops[rows]) / config.own_text_rows,

@@ -57,6 +57,8 @@ class TrainingConfig:
     max_grad_norm: float = _option(1.0, "The gradient is scaled down to this norm.")
     precision: str = _option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
 
+    compile: bool = _option(False, "torch.compile the layers: faster steps, rounded otherwise; needs a C++ compiler.")
+
     layer_dropout: float = _option(0.0, "p_max: the last layer's dropout probability at its highest.")
     dropout_time: str = _option("scratch", "S(t): scratch (rises from 0) or continual (constant 1).")
     exit_weights: str = _option("uniform", "uniform, published, or L numbers separated by commas.")

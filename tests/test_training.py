@@ -181,6 +181,22 @@ def test_micro_batches_change_nothing_but_rounding(text, finished, tmp_path):
         torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised, and usually hidden, by dynamo itself
+def test_compiled_layers_learn_the_same(text, finished, tmp_path, monkeypatch):
+    compiled = []
+    original = torch.compile
+
+    def traced(function):  # traced as for inductor, run by torch itself: no C++ compiler needed
+        compiled.append(function.__name__)
+        return original(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
+    train(tiny(text, tmp_path / "out", compile=True))
+    assert compiled == ["run_layer"]
+    for name, value in weights(tmp_path / "out" / "model").items():
+        torch.testing.assert_close(value, weights(finished / "model")[name], rtol=1e-4, atol=1e-5)
+
+
 def test_continuing_from_a_checkpoint(text, finished, tmp_path):
     start = str(finished / "model")
     config = tiny(text, tmp_path / "out", init=start, max_steps=2, warmup_steps=0, learning_rate=1e-9, weight_decay=0)
