@@ -1,4 +1,4 @@
-"""`selfspec-bench`: peers (selfspec against transformers), sweep (find the best setting), report (record to tables)."""
+"""`selfspec-bench`: peers (against transformers), sweep (best fixed setting), policies (side by side), report (tables)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from bench.cost import measure_row_costs
-from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
+from bench.datasets import EncodedPrompt, Prompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
 from bench.peers import (
@@ -23,6 +22,7 @@ from bench.peers import (
     transformers_generate,
     transformers_static,
 )
+from bench.policy_table import DEFAULT_POLICIES, check_halves, run_policies
 from bench.provenance import provenance, weights_digest
 from bench.record import RecordWriter, read_record
 from bench.report import fill_markers, headline, markdown, tables
@@ -41,6 +41,7 @@ from layerskip_models import DEMO_PATH, from_transformers, load_model, load_toke
 from layerskip_models.loading import load_config, resolve_device, resolve_dtype
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
+from selfspec.calibrate import measured_cost
 from selfspec.defaults import default_policy
 
 app = typer.Typer(
@@ -203,12 +204,11 @@ def sweep(
     with RecordWriter(output) as record:
         with _progress(total) as advance:
             traces = trace_prompts(generator, samples, max_new_tokens, advance)
-            position = min(samples[0].ids.numel(), network.max_positions - lengths[-1] - 1)
-            costs = measure_row_costs(network, lengths[-1] + 1, position)
-            cells = replay_grid(traces, layers, lengths, costs)
+            cost = measured_cost(network)
+            cells = replay_grid(traces, layers, lengths, cost)
             engines = sweep_engines(generator, cells[:num_timed])
             record.write({**run, "engines": {engine.name: engine.label for engine in engines}})
-            record.write({"kind": "costs", "layer_seconds": costs.layer, "head_seconds": costs.head})
+            record.write({"kind": "costs", **cost.as_dict()})
             record.write(agreement_line(traces))
             for cell in cells:
                 record.write(cell.as_line())
@@ -236,6 +236,74 @@ def sweep(
     if best["speedup"] < 1:
         typer.echo("no setting was faster than autoregressive decoding (num_speculations=0)", err=True)
     _exit_if_outputs_differ(record.lines)
+
+
+@app.command()
+def policies(
+    model: ModelOption = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy to run; repeatable. Default: auto, DEL and its variants.")
+    ] = None,
+    baseline: Annotated[
+        list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run; repeatable.")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="File of prompts; repeatable. Default: the shipped ones.")
+    ] = None,
+    num_per_task: Annotated[int, typer.Option(min=2, help="Prompts of each task.")] = 20,
+    prompt_tokens: PromptTokensOption = 320,
+    max_new_tokens: NewTokensOption = 96,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    output: OutputOption = None,
+) -> None:
+    """Policies side by side over kinds of prompts: eTPL and speed, beside the best fixed settings of the whole grid."""
+    with _one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        paths: list[Path | None] = [*prompts] if prompts else [None]
+        loaded = [prompt for path in paths for prompt in load_prompts(path)]
+        by_task: dict[str, list[Prompt]] = {}
+        for prompt in loaded:
+            by_task.setdefault(prompt.task, []).append(prompt)
+        chosen = [prompt for group in by_task.values() for prompt in group[:num_per_task]]
+        samples = encode_prompts(chosen, load_tokenizer(checkpoint), prompt_tokens)
+        check_halves(samples)
+        generator = SelfSpecGenerator(load_model(checkpoint, dtype=dtype, device=device))
+        network = generator.model
+        names = ["ar", *(policy or DEFAULT_POLICIES)]
+        for layer in baseline or []:
+            names += [f"fs:{layer}-4", f"dv:{layer}", f"svip:{layer}", f"adaedl:{layer}"]
+            names += [f"spide:{layer},tau={tau}" for tau in (0.5, 0.7)]
+        for name in names:
+            generator.resolve_policy(name)
+    cost = measured_cost(network)
+    with RecordWriter(output) as record:
+        record.write(
+            {
+                "kind": "run",
+                "command": "policies",
+                "configuration": {
+                    **_configuration(checkpoint, samples, max_new_tokens, 1, 0),
+                    "num_layers": network.num_layers,
+                },
+                "engines": {},
+                "provenance": provenance(network.device, network.dtype),
+            }
+        )
+        record.write({"kind": "costs", **cost.as_dict()})
+        with _progress(len(samples) * (len(names) + 1)) as advance:
+            run_policies(
+                generator,
+                samples,
+                names,
+                max_new_tokens=max_new_tokens,
+                exit_layers=range(1, network.num_layers),
+                lengths=range(1, 9),
+                cost=cost,
+                write=record.write,
+                advance=advance,
+            )
+    _show(record.lines)
 
 
 @app.command()

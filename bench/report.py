@@ -2,8 +2,8 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, tasks, bars; of a sweep etpl, speedup, agreement). `report:headline` is short for
-`report:peers:headline`.
+(speed, rounds, phases, tasks, bars; of a sweep etpl, speedup, agreement; of policies etpl, speed). `report:headline` is
+short for `report:peers:headline`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table as RichTable
 
+from bench.policy_table import (
+    etpl_by_task,
+    fixed_from_other_half,
+    fixed_in_hindsight,
+    learn_share,
+    policy_names,
+    speed_by_task,
+)
 from bench.record import Line
 from bench.summary import PHASES, Samples, Spread
 
@@ -64,6 +72,8 @@ def tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record."""
     if lines[0]["command"] == "sweep":
         return [_etpl_table(lines), _speedup_table(lines), _agreement_table(lines)]
+    if lines[0]["command"] == "policies":
+        return [_policy_etpl_table(lines), _policy_speed_table(lines)]
     return [_speed_table(lines), _round_table(lines), _phase_table(lines), _task_table(lines), *_bar_table(lines)]
 
 
@@ -90,6 +100,8 @@ def headline(lines: Sequence[Line]) -> str:
             f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
             f"The real runs had exactly the replayed rounds for {pairs} pairs of setting and prompt."
         )
+    if lines[0]["command"] == "policies":
+        return _policy_headline(lines)
     samples = Samples(lines)
     configuration, where = lines[0]["configuration"], lines[0]["provenance"]
     ours = f"selfspec:{configuration['policy']}"
@@ -304,6 +316,72 @@ def _agreement_table(lines: Sequence[Line]) -> Table:
         title="Agreement of each exit layer with the last, along the model's own greedy text",
         columns=("after", *(str(layer) for layer in range(1, len(by_layer) + 1))),
         rows=(("agrees", *(_number(value, "{:.2f}").removeprefix("0") for value in by_layer)),),
+    )
+
+
+def _tasks(lines: Sequence[Line]) -> list[str]:
+    return [*dict.fromkeys(line["task"] for line in lines if line["kind"] == "policy"), "all"]
+
+
+def _policy_headline(lines: Sequence[Line]) -> str:
+    prompts = len({line["prompt"] for line in lines if line["kind"] == "policy"})
+    changed = [line for line in lines if line["kind"] == "policy" and line["first_difference"] is not None]
+    configuration = lines[0]["configuration"]
+    return (
+        f"{len(policy_names(lines))} policies on {configuration['model']}, {prompts} prompts, greedy, "
+        f"{configuration['max_new_tokens']} new tokens, EOS off, every policy reset before every prompt; "
+        f"outputs that differ from plain decoding's: {len(changed)}."
+    )
+
+
+def _policy_etpl_table(lines: Sequence[Line]) -> Table:
+    tasks = _tasks(lines)
+    hindsight, careful = fixed_in_hindsight(lines), fixed_from_other_half(lines)
+    one = hindsight["all"][0]
+    grid = [line for line in lines if line["kind"] == "grid"]
+    single = {
+        task: sum(line["cells"][one][0] for line in grid if task in ("all", line["task"]))
+        / sum(line["cells"][one][1] for line in grid if task in ("all", line["task"]))
+        for task in tasks
+    }
+    per_kind = {task: value for task, (_, value) in hindsight.items()}
+    per_kind["all"] = _pooled(grid, {task: hindsight[task][0] for task in tasks if task != "all"})
+    found = {f"`{name}`": etpl_by_task(lines, name) for name in policy_names(lines)}
+    rows = {
+        "*best fixed per kind, in hindsight*": per_kind,
+        "best fixed per kind, chosen on the other half": careful,
+        f"*best one fixed in hindsight, `{one}`*": single,
+        **dict(sorted(found.items(), key=lambda item: -item[1]["all"])),
+    }
+    return Table(
+        name="etpl",
+        title="eTPL over eTPL of plain decoding (1/L), per kind of prompt; in italics what needs hindsight",
+        columns=("policy", *tasks),
+        rows=tuple(
+            (name, *(f"{values[task] * lines[0]['configuration']['num_layers']:.3f}" for task in tasks))
+            for name, values in rows.items()
+        ),
+    )
+
+
+def _pooled(grid: Sequence[Line], settings: Mapping[str, str]) -> float:
+    """eTPL of all prompts, each kind with its own setting."""
+    tokens = sum(line["cells"][settings[line["task"]]][0] for line in grid)
+    return float(tokens / sum(line["cells"][settings[line["task"]]][1] for line in grid))
+
+
+def _policy_speed_table(lines: Sequence[Line]) -> Table:
+    tasks = _tasks(lines)
+    found = {name: speed_by_task(lines, name) for name in policy_names(lines)}
+    rows = sorted(found.items(), key=lambda item: -item[1]["all"])
+    return Table(
+        name="speed",
+        title="Decoding speed over plain decoding, median over prompts, one run each in turn; learning's share of the time",
+        columns=("policy", *tasks, "learning"),
+        rows=tuple(
+            (f"`{name}`", *(f"{values[task]:.2f}" for task in tasks), f"{learn_share(lines, name):.1%}")
+            for name, values in rows
+        ),
     )
 
 

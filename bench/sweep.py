@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cost import RowCosts
 from bench.datasets import EncodedPrompt
 from bench.engines import SelfSpecEngine
 from bench.record import Line
-from bench.replay import AgreementTrace, Replay, replay, trace_agreement
 from bench.summary import Samples
 from layerskip_models.checkpoints import write_text
+from policies import CostModel
 from selfspec import SelfSpecGenerator
 from selfspec.defaults import SETTINGS_FILE
+from selfspec.replay import AgreementTrace, Replay, replay, trace_agreement
 from selfspec.stats import mean
 
 
@@ -80,20 +80,20 @@ def trace_prompts(
 
 
 def replay_grid(
-    traces: Sequence[AgreementTrace], exit_layers: Sequence[int], lengths: Sequence[int], costs: RowCosts
+    traces: Sequence[AgreementTrace], exit_layers: Sequence[int], lengths: Sequence[int], cost: CostModel
 ) -> list[Cell]:
     """Every cell of the grid by replay, best predicted speed-up first."""
     cells = []
     for exit_layer in exit_layers:
         for length in lengths:
             replays = tuple(replay(trace, exit_layer, length) for trace in traces)
-            plain = sum(costs.autoregressive_seconds(r.num_tokens) for r in replays)
+            plain = sum(r.num_tokens for r in replays) * cost.autoregressive()
             cells.append(
                 Cell(
                     exit_layer=exit_layer,
                     num_speculations=length,
                     replays=replays,
-                    predicted_speedup=plain / sum(costs.seconds(r) for r in replays),
+                    predicted_speedup=plain / sum(r.cost(cost) for r in replays),
                 )
             )
     return sorted(cells, key=lambda cell: -cell.predicted_speedup)

@@ -12,9 +12,11 @@ biased stop. (A token t with p(t) = q(t) = 0.4, dropped whenever it is drawn, wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -30,7 +32,8 @@ class Needs:
     exit_hidden: the hidden state at the exit layer of every draft row.
     shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
-    learn_every: shadow tokens are computed in every n-th round only.
+    learn_every, learn_first: shadow tokens are computed in the first `learn_first` rounds of a call and then in every
+        `learn_every`-th round.
     """
 
     confidence: bool = False
@@ -39,6 +42,11 @@ class Needs:
     shadow_layers: tuple[int, ...] = ()
     prompt_rows: int = 0
     learn_every: int = 1
+    learn_first: int = 0
+
+    def learns_in(self, round_index: int) -> bool:
+        """Whether the shadow tokens of a round, counted from 0, are asked for."""
+        return bool(self.shadow_layers) and (round_index < self.learn_first or round_index % self.learn_every == 0)
 
     def __or__(self, other: Needs) -> Needs:
         """Everything that either of the two asks for."""
@@ -50,6 +58,7 @@ class Needs:
             shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
             learn_every=min(schedules, default=1),
+            learn_first=max(self.learn_first, other.learn_first),
         )
 
 
@@ -59,10 +68,12 @@ class Plan:
 
     exit_layer: in [1, L-1], or None for "no speculation": the round is one autoregressive step.
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
+    acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
     """
 
     exit_layer: int | None
     max_speculations: int
+    acceptance: Mapping[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +133,8 @@ class RoundRecord:
     confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw).
     acceptance_probabilities: min(1, p/q) of each draft when sampling, else None.
     shadow: for rows 0..m, if a policy asked.
+    acceptance, threshold: what the exit policy estimated per layer, and what the stopping policy compared with, at the
+        round's start; None where a policy has no such thing.
     """
 
     index: int
@@ -136,6 +149,8 @@ class RoundRecord:
     confidences: tuple[float, ...] | None = None
     acceptance_probabilities: tuple[float, ...] | None = None
     shadow: ShadowTokens | None = None
+    acceptance: Mapping[int, float] | None = None
+    threshold: float | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
@@ -152,14 +167,10 @@ class RoundRecord:
         return len(self.tokens), len(self.tokens)
 
 
-class ExitPolicy(Protocol):
-    """Chooses the exit layer, and a cap on the length, once per round."""
+class Learner(Protocol):
+    """What both kinds of policy have: they look at outcomes, and what they learned can be dropped, kept and taken up."""
 
     needs: Needs
-
-    def plan(self, context: RoundContext) -> Plan:
-        """The decision for the coming round."""
-        ...
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
         """Called after prefill with the last prompt rows, if `needs.prompt_rows` asked for them."""
@@ -173,11 +184,25 @@ class ExitPolicy(Protocol):
         """Forget all that was learned."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """What was learned, as JSON can hold it."""
+        ...
 
-class StoppingPolicy(Protocol):
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` of an equal policy gave. Raises ValueError if it does not fit."""
+        ...
+
+
+class ExitPolicy(Learner, Protocol):
+    """Chooses the exit layer, and a cap on the length, once per round."""
+
+    def plan(self, context: RoundContext) -> Plan:
+        """The decision for the coming round."""
+        ...
+
+
+class StoppingPolicy(Learner, Protocol):
     """Decides at every drafted token whether to go on."""
-
-    needs: Needs
 
     def start_round(self, plan: Plan) -> None:
         """Called after the plan is made, before the first row."""
@@ -191,27 +216,77 @@ class StoppingPolicy(Protocol):
         """True: the token is kept, and drafting ends."""
         ...
 
-    def observe(self, record: RoundRecord) -> None:
-        """Called after every round."""
+    def threshold(self, exit_layer: int) -> float | None:
+        """What a row of this layer is compared with at the moment, for the trace; None if there is no such number."""
         ...
 
+
+class Unlearning:
+    """Defaults for a policy that learns nothing: inherit it and override what differs."""
+
+    needs = Needs()
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Nothing to learn."""
+
+    def observe(self, record: RoundRecord) -> None:
+        """Nothing to learn."""
+
     def reset(self) -> None:
-        """Forget all that was learned."""
-        ...
+        """Nothing to forget."""
+
+    def state(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing to take up; ValueError if there is something."""
+        if state:
+            raise ValueError(f"{type(self).__name__} learns nothing, but the saved state holds {sorted(state)}")
+
+
+class NeverStop(Unlearning):
+    """Defaults for a stopping policy: drafts to the plan's cap and learns nothing."""
+
+    def start_round(self, plan: Plan) -> None:
+        """Nothing to do."""
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        """Never."""
+        return False
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        """Never."""
+        return False
+
+    def threshold(self, exit_layer: int) -> float | None:
+        """None."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An exit policy and, unless the plan's cap is all there is to it, a stopping policy."""
+    """An exit policy and, unless the plan's cap is all there is to it, a stopping policy.
+
+    also: what somebody else wants to see in the records (the explanation of a run, say).
+    """
 
     exit: ExitPolicy
     stopping: StoppingPolicy | None = None
     name: str = field(default="custom")
+    also: Needs = field(default=Needs())
 
     @property
     def needs(self) -> Needs:
-        """What the two ask for together."""
-        return self.exit.needs | self.stopping.needs if self.stopping is not None else self.exit.needs
+        """What they ask for together."""
+        own = self.exit.needs | self.stopping.needs if self.stopping is not None else self.exit.needs
+        return own | self.also
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Show the last prompt rows to both."""
+        self.exit.observe_prompt(shadow)
+        if self.stopping is not None:
+            self.stopping.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
         """Show a finished round to both."""
@@ -224,6 +299,26 @@ class Policy:
         self.exit.reset()
         if self.stopping is not None:
             self.stopping.reset()
+
+    def save(self, path: str | Path) -> None:
+        """Write what both have learned to a JSON file."""
+        parts = {"exit": self.exit.state(), "stopping": None if self.stopping is None else self.stopping.state()}
+        Path(path).write_text(json.dumps({"policy": self.name, **parts}), encoding="utf-8")
+
+    def load(self, path: str | Path) -> None:
+        """Take up what a policy of the same name saved. ValueError, and nothing changed, for another one's file."""
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(saved, dict) or saved.get("policy") != self.name:
+            found = saved.get("policy") if isinstance(saved, dict) else None
+            raise ValueError(f"{path} holds the state of policy {found!r}, this one is {self.name!r}")
+        before = self.exit.state()
+        self.exit.restore(saved["exit"])
+        try:
+            if self.stopping is not None:
+                self.stopping.restore(saved["stopping"])
+        except ValueError:
+            self.exit.restore(before)
+            raise
 
 
 def check_exit_layer(exit_layer: int, num_layers: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policies.base import Needs, Plan, RoundContext, RoundRecord, ShadowTokens, check_exit_layer
+from policies.base import Plan, RoundContext, Unlearning, check_exit_layer
 
 
-class FixedExit:
+class FixedExit(Unlearning):
     """Exit after `exit_layer` layers and draft `num_speculations` tokens, every round.
 
     num_speculations = 0 is plain autoregressive decoding (`exit_layer` is then not used).
@@ -23,17 +23,7 @@ class FixedExit:
                 raise ValueError("exit_layer is missing: give one in [1, num_layers - 1], or num_speculations=0")
             check_exit_layer(exit_layer, num_layers)
             self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations)
-        self.needs = Needs()
 
     def plan(self, context: RoundContext) -> Plan:
         """The same plan each time."""
         return self._plan
-
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
-        """Nothing to learn."""
-
-    def observe(self, record: RoundRecord) -> None:
-        """Nothing to learn."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""

@@ -1,4 +1,4 @@
-"""The command line: `selfspec generate` and `selfspec train`.
+"""The command line: `selfspec generate`, `trace`, `inspect` and `train`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -7,24 +7,29 @@ call ends with status 2 and one line that says what to do, Ctrl-C with 130, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
-from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
-from safetensors import SafetensorError
 from transformers import StoppingCriteriaList
 
-from layerskip_models import DEMO_PATH
 from layerskip_models.training import train_command
-from selfspec import GenerationResult, NonFiniteLogitsError, SelfSpecGenerator, __version__
+from selfspec import GenerationResult, SelfSpecGenerator, __version__
+from selfspec.calibrate import measured_cost
+from selfspec.cli_analysis import inspect_command, trace_command
+from selfspec.cli_common import (
+    POLICY_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    load_generator,
+    notes_console,
+    one_line_errors,
+)
 from selfspec.compare import Comparison, compare, warm_up
+from selfspec.explain import explain, explanation_lines, watching_all_layers
 from selfspec.interrupt import InterruptCriteria
 from selfspec.prompts import read_prompt
 from selfspec.report import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
@@ -38,6 +43,8 @@ app = typer.Typer(
     help="LayerSkip self-speculative decoding: a Llama drafts with its first layers and verifies with the rest.",
 )
 app.command("train")(train_command)
+app.command("trace")(trace_command)
+app.command("inspect")(inspect_command)
 
 WARM_UP_TOKENS = 16
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
@@ -63,7 +70,7 @@ def _selfspec(
     """What the program is; its commands do the work."""
 
 
-_MODEL, _SPECULATION, _TEXT, _OUTPUT = "Model", "Speculation", "Text", "Output"
+_SPECULATION, _TEXT, _OUTPUT = "Speculation", "Text", "Output"
 
 
 @app.command()
@@ -74,21 +81,10 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Hub name or folder; without it, the demo model.", rich_help_panel=_MODEL)
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=_MODEL)
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)] = "auto",
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help='"ls:E-GAMMA" (exit after E layers, draft GAMMA tokens) or "ar" (plain decoding). '
-            "Without it, the checkpoint's default.",
-            rich_help_panel=_SPECULATION,
-        ),
-    ] = None,
+    model: ModelOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    policy: Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel=_SPECULATION)] = None,
     exit_layer: Annotated[
         int | None, typer.Option(help="Layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
     ] = None,
@@ -136,6 +132,14 @@ def generate(
     trace: Annotated[
         Path | None, typer.Option(help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT)
     ] = None,
+    explain_run: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say where the time went, what limits the speed-up, and what fixed settings would have given.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Text or JSON only: no progress, no summary.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -156,8 +160,8 @@ def generate(
         "eos_token_id": [] if ignore_eos else eos_token_id or None,
         "stop_strings": stop_strings or None,
     }
-    notes = Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
-    with _one_line_errors():
+    notes = notes_console(quiet)
+    with one_line_errors():
         if as_json and show_drafts:
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if ignore_eos and eos_token_id:
@@ -165,20 +169,23 @@ def generate(
         if trace is not None and not trace.parent.is_dir():
             raise FileNotFoundError(f"no folder {trace.parent} for --trace: make it first")
         text = read_prompt(prompt, file)
-        generator = _load(model, dtype, device, notes)
+        generator = load_generator(model, dtype, device, notes)
         greedy = _check_sampling(generator, options)
         session = _Session(generator, text, options, notes)
         with session.interrupt:
             if compare_modes:
                 session.warm_up()
             result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace)
+            explanation = session.explain() if explain_run and not session.interrupt.requested else None
             comparison = session.compare(repeats, greedy) if compare_modes else None
     stop_reason = "interrupted" if session.interrupt.requested else result.stop_reason
     if as_json:
-        typer.echo(json.dumps(_as_dict(generator, result, stop_reason, comparison), allow_nan=False))
+        described = _as_dict(generator, result, stop_reason, comparison)
+        typer.echo(json.dumps({**described, "explanation": explanation}, allow_nan=False))
     else:
         lines = summary_lines(result, stop_reason, generator.model.num_layers)
         lines += comparison_lines(comparison, result.policy) if comparison is not None else []
+        lines += explanation if explanation is not None else []
         notes.print("\n" + "\n".join(lines))
     if session.interrupt.requested:
         raise typer.Exit(130)
@@ -193,6 +200,7 @@ class _Session:
         self._prompt = prompt
         self._notes = notes
         self._model, self._tokenizer = generator.model, generator.tokenizer
+        self._generator, self._options = generator, options
         self._max_new_tokens = options["max_new_tokens"]
         self._generate = partial(
             generator.generate, prompt, **options, stopping_criteria=StoppingCriteriaList([self.interrupt])
@@ -229,6 +237,19 @@ class _Session:
             write_trace(trace, result.trace or ())
         return result
 
+    def explain(self) -> list[str]:
+        """Run once more with every layer watched, and explain that run."""
+        num_layers = self._model.num_layers
+        with self._notes.status("Watching every layer ..."):
+            cost = measured_cost(self._model)
+            plain = self._options["num_speculations"] == 0 or self._options["policy"] == "ar"
+            policy = self._generator.resolve_policy(
+                self._options["policy"], self._options["exit_layer"], self._options["num_speculations"]
+            )
+            watched = policy if plain else watching_all_layers(policy, num_layers)
+            changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "policy": watched, "trace": True}
+            return explanation_lines(explain(self._generate(**changes), num_layers, cost), cost)
+
     def compare(self, repeats: int, greedy: bool) -> Comparison | None:
         """Time both modes in turn; None if Ctrl-C came before the first pair was complete."""
         if self.interrupt.requested:
@@ -243,21 +264,6 @@ class _Session:
                 ),
                 interrupted=lambda: self.interrupt.requested,
             )
-
-
-def _load(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # the status line says it, and goes away
-    hub_logging.set_verbosity_error()  # its retries
-    name = str(DEMO_PATH) if model is None else model
-    try:
-        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
-            return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot load {name}: {error}") from error
 
 
 def _check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
@@ -289,26 +295,6 @@ def _as_dict(
 
 def _discard(text: str) -> None:
     """Write nothing."""
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What a caller can mend becomes one line and status 2; a model that cannot go on, one line and status 1."""
-    try:
-        yield
-    except BrokenPipeError:  # `| head`: typer ends quietly
-        raise
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
-        _fail(error, 1)
-    except (ValueError, TypeError, OSError) as error:
-        _fail(error, 2)
-
-
-def _fail(error: Exception, status: int) -> NoReturn:
-    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-    raise typer.Exit(status) from None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -19,8 +20,9 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, from_transformers, load_model, load_tokenizer
-from policies import Policy, RoundContext, RoundRecord, autoregressive, check_exit_layer, parse_policy
+from policies import Plan, Policy, RoundContext, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
+from selfspec.calibrate import measured_cost
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.defaults import default_policy, default_setting
 from selfspec.draft import Drafter
@@ -92,7 +94,8 @@ class SelfSpecGenerator:
             self.model = from_transformers(model)
             self._source_version = _weights_version(model)
         self.tokenizer = tokenizer
-        self.policy = self._resolve_policy(policy)
+        self._policies: dict[str, Policy] = {}
+        self.policy = self._named_policy(policy)
         self._idle_caches: list[KVCache] = []  # at most one, kept for the next call
 
     @classmethod
@@ -152,7 +155,7 @@ class SelfSpecGenerator:
         Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
         """
         start = perf_counter()
-        chosen = self._choose_policy(policy, exit_layer, num_speculations)
+        chosen = self.resolve_policy(policy, exit_layer, num_speculations)
         self._refresh_weights()
         options = {
             "max_new_tokens": max_new_tokens,
@@ -249,23 +252,33 @@ class SelfSpecGenerator:
         """The checkpoint's own generation configuration; of a transformers model, as it is now."""
         return self.model.generation_config if self._source is None else self._source.generation_config
 
-    def _resolve_policy(self, policy: str | Policy | None) -> Policy:
+    def _named_policy(self, policy: str | Policy | None) -> Policy:
+        """A policy by name, made once: what it learns lasts between calls, as long as the generator."""
         if isinstance(policy, Policy):
             return policy
         name = default_policy(self.model.name, self.model.num_layers) if policy is None else policy
-        return parse_policy(name, num_layers=self.model.num_layers)
+        if name not in self._policies:
+            measure = partial(measured_cost, self.model)
+            self._policies[name] = parse_policy(name, num_layers=self.model.num_layers, measure=measure)
+        return self._policies[name]
 
-    def _choose_policy(
-        self, policy: str | Policy | None, exit_layer: int | None, num_speculations: int | None
+    def resolve_policy(
+        self,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
     ) -> Policy:
-        """The policy of one call, from the three arguments that can name it."""
+        """The policy that a call of `generate` with these arguments uses; with what it has learned so far.
+
+        Raises ValueError as `generate` does.
+        """
         num_layers = self.model.num_layers
         if exit_layer is not None:
             check_exit_layer(exit_layer, num_layers)
         if num_speculations == 0 and not isinstance(num_speculations, bool):
             return autoregressive(num_layers)
         if exit_layer is None and num_speculations is None:
-            return self.policy if policy is None else self._resolve_policy(policy)
+            return self.policy if policy is None else self._named_policy(policy)
         if policy is not None:
             raise ValueError("give policy, or exit_layer with num_speculations, not both")
         default_exit, default_length = default_setting(self.model.name, num_layers)
@@ -336,7 +349,7 @@ class _Decoding:
         if recorder is not None:
             rows = min(recorder.max_rows, hidden.shape[0])
             target = model.logits(hidden[-rows:]).argmax(dim=-1)
-            self.policy.exit.observe_prompt(recorder.shadow_tokens(rows, target))
+            self.policy.observe_prompt(recorder.shadow_tokens(rows, target))
             self.stats.learn_seconds += perf_counter() - start - self.prefill_seconds
         return [token]
 
@@ -347,10 +360,11 @@ class _Decoding:
         plan = self.policy.exit.plan(context)
         cap = min(plan.max_speculations, remaining - 1)
         if plan.exit_layer is None or cap < 1:
-            return self._autoregressive_step()
+            return self._autoregressive_step(plan)
         exit_layer = check_exit_layer(plan.exit_layer, self.model.num_layers)
         if self.policy.stopping is not None:
             self.policy.stopping.start_round(plan)
+        threshold = None if self.policy.stopping is None else self.policy.stopping.threshold(exit_layer)
         recorder = self._recorder_for(cap + 1)
         capture = None if recorder is None else recorder.capture
 
@@ -413,12 +427,14 @@ class _Decoding:
             confidences=draft.confidences,
             acceptance_probabilities=probabilities,
             shadow=shadow,
+            acceptance=plan.acceptance,
+            threshold=threshold,
             draft_seconds=drafted - started,
             verify_seconds=verified - drafted,
         )
         return self._finish(record, committed, learning)
 
-    def _autoregressive_step(self) -> tuple[list[int], RoundRecord]:
+    def _autoregressive_step(self, plan: Plan) -> tuple[list[int], RoundRecord]:
         """A round without speculation: the pending token through all layers."""
         started = perf_counter()
         num_before = self.length
@@ -450,6 +466,7 @@ class _Decoding:
             loaded_layers=self.model.num_layers,
             stop_cause="none",
             shadow=shadow,
+            acceptance=plan.acceptance,
             verify_seconds=verified - started,
         )
         return self._finish(record, block, learning)
@@ -463,7 +480,7 @@ class _Decoding:
 
     def _recorder_for(self, rows: int) -> ShadowRecorder | None:
         """The recorder of this round, if the policy learns in it, with room for `rows` rows."""
-        if not self.needs.shadow_layers or self.stats.rounds % self.needs.learn_every:
+        if not self.needs.learns_in(self.stats.rounds):
             return None
         if self.recorder is None or self.recorder.max_rows < rows:
             self.recorder = ShadowRecorder(self.model, self.needs.shadow_layers, max(rows, 8))

@@ -1,66 +1,89 @@
-"""What any fixed setting would do, from one traced run: greedy decoding only.
+"""What any fixed setting would do, from one traced run.
 
 While drafts are accepted they equal the model's own greedy text, so whether draft j is accepted depends only on whether
-layer E's argmax after that text is its next token. One autoregressive run that records every layer's argmax at every
-position therefore decides the rounds of every (exit layer, length): exactly, but for near-ties of the arithmetic, with
-EOS off (a wrong draft could otherwise be EOS and end a draft early).
+layer E's argmax after that text is its next token. One greedy run that records every layer's argmax at every position, under
+whatever policy, therefore decides the rounds of every (exit layer, length): exactly, but for near-ties of the arithmetic,
+with EOS off (a wrong draft could otherwise be EOS and end a draft early). Where only some positions were recorded, or the run
+sampled, the settings are estimated from each layer's acceptance. What an adaptive policy would have done cannot be replayed:
+it looks at drafts that were never made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies import Needs, Plan, Policy, RoundContext, RoundRecord, ShadowTokens
-from selfspec import SelfSpecGenerator
-from selfspec.stats import ratio
+from policies import CostModel, Needs, Plan, Policy, RoundContext, Unlearning, tokens_per_cost
+from policies.acceptance_table import shadow_acceptance
+from selfspec.generator import GenerationResult, SelfSpecGenerator
+from selfspec.stats import mean, ratio
 
 
-class TraceEveryLayer:
+class TraceEveryLayer(Unlearning):
     """An exit policy that never speculates and asks for the shadow tokens of every layer."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.needs = Needs(shadow_layers=tuple(range(1, num_layers)))
+    def __init__(self, num_layers: int, *, learn_every: int = 1) -> None:
+        self.needs = Needs(shadow_layers=tuple(range(1, num_layers)), learn_every=learn_every)
 
     def plan(self, context: RoundContext) -> Plan:
         """No speculation."""
         return Plan(exit_layer=None, max_speculations=0)
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
-        """Nothing to learn."""
-
-    def observe(self, record: RoundRecord) -> None:
-        """Nothing to learn: the records are kept in the trace."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementTrace:
-    """The model's greedy text and where each layer would have said the same.
+    """A text and where each layer would have said the same.
 
-    tokens: the new ones, N of them. agrees[l-1][i]: layer l's argmax after new token i is new token i+1; i < N-1.
+    tokens: the new ones, N of them. agrees: per recorded exit layer, N-1 entries: whether its argmax after new token i is
+    new token i+1; when sampling the probability of its argmax under the target; None where nothing was recorded.
+    num_layers: of the model, L.
     """
 
     tokens: tuple[int, ...]
-    agrees: tuple[tuple[bool, ...], ...]
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return len(self.agrees) + 1
+    agrees: Mapping[int, tuple[float | None, ...]]
+    num_layers: int
 
     def agreement(self, exit_layer: int) -> float | None:
-        """Share of positions where a layer agrees with the last one; None if there is no position."""
-        row = self.agrees[exit_layer - 1]
-        return ratio(sum(row), len(row))
+        """Share of recorded positions where a layer agrees with the last one; None if there is none."""
+        return mean(self.agrees[exit_layer])
+
+    @property
+    def coverage(self) -> float:
+        """Share of the positions that were recorded."""
+        rows = list(self.agrees.values())
+        return mean(float(value is not None) for value in rows[0]) or 0.0 if rows else 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `replay` is exact: every position recorded, of a greedy run."""
+        return (bool(self.agrees) or len(self.tokens) <= 1) and all(
+            value in (0.0, 1.0) for row in self.agrees.values() for value in row
+        )
 
 
-def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor, max_new_tokens: int) -> AgreementTrace:
-    """Decode autoregressively, EOS off, and record every layer's argmax. prompt: int64 [n]."""
+def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace:
+    """What a run that kept its trace recorded. Rows of tokens behind a stop inside a round are left out."""
+    assert result.trace is not None, "generate with trace=True"
+    size = max(len(result.new_tokens) - 1, 0)
+    first = result.stats.num_prompt_tokens + 1
+    layers = sorted({layer for record in result.trace if record.shadow is not None for layer in record.shadow.layers})
+    agrees: dict[int, list[float | None]] = {layer: [None] * size for layer in layers}
+    for record in result.trace:
+        if record.shadow is None:
+            continue
+        start = record.num_committed_before - first  # row 0 is the last committed token, new token number `start`
+        for layer, values in zip(record.shadow.layers, shadow_acceptance(record.shadow)):
+            for offset, value in enumerate(values):
+                if start + offset < size:
+                    agrees[layer][start + offset] = value
+    rows = {layer: tuple(values) for layer, values in agrees.items()}
+    return AgreementTrace(tokens=tuple(result.new_tokens), agrees=rows, num_layers=num_layers)
+
+
+def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_tokens: int) -> AgreementTrace:
+    """Decode autoregressively and greedily, EOS off, and record every layer's argmax. prompt: int64 [n], or text."""
     num_layers = generator.model.num_layers
     result = generator.generate(
         prompt,
@@ -70,15 +93,7 @@ def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor, max_new_tokens
         policy=Policy(TraceEveryLayer(num_layers), name="trace"),
         trace=True,
     )
-    assert result.trace is not None
-    columns: list[list[bool]] = []
-    for record in result.trace:
-        assert record.shadow is not None
-        columns.append((record.shadow.tokens == record.shadow.target_tokens)[:, 0].tolist())
-    return AgreementTrace(
-        tokens=tuple(result.new_tokens),
-        agrees=tuple(tuple(column[layer] for column in columns) for layer in range(num_layers - 1)),
-    )
+    return agreement_trace(result, num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +135,19 @@ class Replay:
         """Tokens committed in rounds over layers loaded in rounds (DEL's eTPL)."""
         return ratio(self.num_tokens, self.loaded_layers)
 
+    def cost(self, cost: CostModel) -> float:
+        """Cost of these rounds."""
+        return sum(cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in self.drafted)
+
 
 def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
-    """The rounds that `ls:E-G` would have on the traced text. num_speculations >= 1."""
-    agrees = trace.agrees[exit_layer - 1]
+    """The rounds that `ls:E-G` would have on the traced text. num_speculations >= 1.
+
+    Raises ValueError when the trace is not complete.
+    """
+    if not trace.is_complete:
+        raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
+    agrees = trace.agrees.get(exit_layer, ())  # empty where no round was
     total = len(trace.tokens)
     committed = 1  # the token from prefill
     drafted: list[int] = []
@@ -136,6 +160,44 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     return Replay(exit_layer=exit_layer, num_layers=trace.num_layers, drafted=tuple(drafted), accepted=tuple(accepted))
 
 
-def _leading(flags: Sequence[bool]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What `ls:E-G` would have made of a traced text: tokens per cost, replayed or estimated."""
+
+    exit_layer: int
+    num_speculations: int
+    tokens_per_cost: float
+    acceptance: float
+
+    @property
+    def policy(self) -> str:
+        """The setting's name."""
+        return f"ls:{self.exit_layer}-{self.num_speculations}"
+
+
+def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int]) -> list[Setting]:
+    """Every recorded exit layer with every length, best tokens per cost first.
+
+    Replayed where the trace is complete, else estimated: as if each draft were accepted with its layer's mean acceptance,
+    independently (DEL eq. 1).
+    """
+    settings = []
+    for exit_layer in trace.agrees:
+        acceptance = trace.agreement(exit_layer)
+        if acceptance is None:
+            continue
+        for length in lengths:
+            if trace.is_complete:
+                rounds = replay(trace, exit_layer, length)
+                value = rounds.num_tokens / rounds.cost(cost)
+            else:
+                value = tokens_per_cost(acceptance, exit_layer, length, cost)
+            settings.append(
+                Setting(exit_layer=exit_layer, num_speculations=length, tokens_per_cost=value, acceptance=acceptance)
+            )
+    return sorted(settings, key=lambda setting: -setting.tokens_per_cost)
+
+
+def _leading(flags: Sequence[float | None]) -> int:
     """How many are true before the first that is not."""
     return next((i for i, flag in enumerate(flags) if not flag), len(flags))

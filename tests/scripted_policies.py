@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from policies import DraftRow, Needs, Plan, Policy, RoundContext, RoundRecord, ShadowTokens
+from policies import (
+    DraftRow,
+    MeasuredCost,
+    Needs,
+    NeverStop,
+    Plan,
+    Policy,
+    RoundContext,
+    RoundRecord,
+    ShadowTokens,
+    Unlearning,
+    parse_policy,
+)
 
 
-class ScriptedExit:
+class ScriptedExit(Unlearning):
     """Goes round a list of (exit layer, cap); None as the exit layer is a round without speculation. Keeps what it saw."""
 
     def __init__(self, plans: Sequence[tuple[int | None, int]], needs: Needs | None = None) -> None:
@@ -30,53 +42,49 @@ class ScriptedExit:
         self.prompts.clear()
 
 
-class StopBelow:
+class StopBelow(NeverStop):
     """Stops before a draw when the row's confidence is below a threshold (exact: the token does not exist yet)."""
 
     def __init__(self, threshold: float) -> None:
         self.needs = Needs(confidence=True)
         self._threshold = threshold
 
-    def start_round(self, plan: Plan) -> None:
-        pass
-
     def stop_before_draw(self, row: DraftRow) -> bool:
         assert row.confidence is not None
         return row.confidence < self._threshold
 
-    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        return False
 
-    def observe(self, record: RoundRecord) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
-
-class StopAtTokens:
+class StopAtTokens(NeverStop):
     """Stops after a draw, keeping the token, when it is one of some tokens."""
 
     def __init__(self, tokens: Collection[int]) -> None:
-        self.needs = Needs()
         self._tokens = frozenset(tokens)
-
-    def start_round(self, plan: Plan) -> None:
-        pass
-
-    def stop_before_draw(self, row: DraftRow) -> bool:
-        return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         return token in self._tokens
-
-    def observe(self, record: RoundRecord) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
 
 def fixed(exit_layer: int | None, cap: int, stopping: StopBelow | StopAtTokens | None = None) -> Policy:
     """The same plan in every round, with a stopping rule."""
     return Policy(ScriptedExit([(exit_layer, cap)]), stopping, name="scripted")
+
+
+def made_up_cost(num_layers: int) -> MeasuredCost:
+    """Seconds by hand, so that a policy with measured cost does the same on every machine."""
+    return MeasuredCost(
+        num_layers=num_layers, layer_seconds=(1.0, 1.05, 1.1), head_seconds=(0.5, 0.6, 0.7), draft_seconds=0.1
+    )
+
+
+EVERY_POLICY = (
+    "ls:{E}-4", "fs:{E}-3", "dv:{E}", "dv:{E},start=0.5", "svip:{E}", "svip:{E},threshold=1.2", "adaedl:{E}", "spide:{E}",
+    "spide:{E},tau=0.5", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured", "del:no_speculation=on",
+    "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
+    "auto:cost=layers,learn_every=1", "auto:cost=layers,decay=0.9", "auto+spide",
+)  # fmt: skip
+"""Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
+
+
+def named_policy(name: str, exit_layer: int, num_layers: int) -> Policy:
+    """One of EVERY_POLICY for a model."""
+    return parse_policy(name.format(E=exit_layer), num_layers=num_layers, measure=lambda: made_up_cost(num_layers))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
-from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
+from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from tiny_llama import VOCAB_SIZE
 from torch import Tensor
 
@@ -29,7 +29,8 @@ class GreedyCase:
     """One prompt for one model.
 
     options: GenerationConfig fields. stop_at: a stop to be made from the model's own text, so that it is met: an EOS
-    list or a stop string, and the position at which it lies. lengths: one per exit layer.
+    list or a stop string, and the position at which it lies. lengths: one per exit layer. stopping: a rule that ends
+    drafts of these lengths, or a named policy instead of them.
     """
 
     model: int
@@ -38,7 +39,7 @@ class GreedyCase:
     options: dict[str, Any]
     stop_at: tuple[Literal["eos_token_id", "stop_strings"], int] | None
     lengths: list[int]
-    stopping: float | tuple[int, ...] | None
+    stopping: float | tuple[int, ...] | str | None
 
     def __post_init__(self) -> None:
         if "min_new_tokens" in self.options:  # transformers warns of one that the budget cannot meet
@@ -53,6 +54,8 @@ class GreedyCase:
 
     def policy(self, exit_layer: int) -> Policy:
         """The policy for one exit layer: its length, and the case's stopping rule."""
+        if isinstance(self.stopping, str):
+            return named_policy(self.stopping, exit_layer, self.num_layers)
         rule: StopBelow | StopAtTokens | None = None
         if isinstance(self.stopping, float):
             rule = StopBelow(self.stopping)
@@ -87,7 +90,13 @@ greedy_cases = st.builds(
     options=st.one_of(_nothing, _processors),
     stop_at=st.one_of(st.none(), st.tuples(st.sampled_from(["eos_token_id", "stop_strings"]), st.integers(1, 12))),
     lengths=st.lists(st.integers(0, MAX_LENGTH), min_size=6, max_size=6),
-    stopping=st.one_of(st.none(), st.none(), st.sampled_from([0.2, 0.4, 0.6]), st.tuples(tokens, tokens, tokens)),
+    stopping=st.one_of(
+        st.none(),
+        st.sampled_from([0.2, 0.4, 0.6]),
+        st.tuples(tokens, tokens, tokens),
+        st.sampled_from(EVERY_POLICY),
+        st.sampled_from(EVERY_POLICY),
+    ),
 )
 
 

@@ -251,7 +251,7 @@ def test_mistakes_end_with_2_and_one_line(folder, case, tmp_path, monkeypatch):
 
 def test_unknown_options_and_commands_are_refused(folder):
     assert generate(folder, PROMPT, "--num-beams", "3").exit_code == 2
-    assert invoke("inspect").exit_code == 2
+    assert invoke("nonsense").exit_code == 2
 
 
 def test_a_model_without_a_distribution_ends_with_1_and_one_line(tmp_path):
@@ -370,3 +370,62 @@ def test_a_pipe_as_a_person_runs_it(folder, expected):
     result = run_as_a_person("generate", "--model", folder, *BASE, "--quiet", input=PROMPT.encode() + b"\n")
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.decode() == expected.text + "\n"
+
+
+def test_explain_says_what_fixed_settings_would_have_given(folder):
+    result = generate(folder, PROMPT, "--explain", "--ignore-eos")
+    assert result.exit_code == 0, result.stderr
+    for part in (
+        "time: prefill",
+        "the largest loss is",
+        "fixed settings, replayed from this run",
+        "tokens per layer against plain: ls:",
+    ):
+        assert part in result.stderr
+    explained = json.loads(generate(folder, PROMPT, "--explain", "--json").stdout)["explanation"]
+    assert any("replayed" in line for line in explained)
+    assert json.loads(generate(folder, PROMPT, "--json").stdout)["explanation"] is None
+
+
+@pytest.mark.parametrize("policy", ["auto", "del+spide:tau=0.6", "ar"])
+def test_policies_by_name(folder, expected, policy):
+    result = invoke("generate", "--model", folder, "--max-new-tokens", "30", "--policy", policy, PROMPT, "--explain")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == expected.text + "\n"
+    assert f"policy {policy}: " in result.stderr
+
+
+def test_trace_draws_and_prints(folder, tmp_path):
+    picture = tmp_path / "trace.png"
+    arguments = ["trace", PROMPT, "--model", folder, "--policy", "del", "--max-new-tokens", "20"]
+    result = invoke(*arguments, "-o", picture)
+    assert result.exit_code == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.startswith("round  exit  drafts")
+    records = tmp_path / "trace.jsonl"
+    assert invoke(*arguments, "-o", records).exit_code == 0
+    rounds = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(rounds) == len(result.stdout.splitlines()) - 1
+    assert all(set(record["acceptance"]) == {"1", "2", "3"} for record in rounds)
+
+
+def test_trace_refuses(folder, tmp_path):
+    result = invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "trace.gif")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert ".png, .svg, .pdf, .jsonl" in result.stderr
+    assert invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "no" / "trace.png").exit_code == 2
+    wrong = invoke("trace", PROMPT, "--model", folder, "--policy", "dell")
+    assert wrong.exit_code == 2
+    assert "possible are" in wrong.stderr
+
+
+def test_inspect_has_a_verdict(folder, tmp_path):
+    sample = tmp_path / "sample.txt"
+    sample.write_text("a bed, a fig. a cab be a head", encoding="utf-8")
+    result = invoke("inspect", folder, "--text", sample, "--max-new-tokens", "10", "--repeats", "1")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("exit_layer")
+    assert len([line for line in lines if line.strip()[:1] in "123"]) == 3
+    assert "best fixed setting by prediction: ls:" in result.stdout
+    assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from scripted_policies import ScriptedExit
+from scripted_policies import EVERY_POLICY, ScriptedExit
 from strategies import GreedyCase, greedy_cases
 from tiny_llama import full_logits, pool_model, reference_greedy, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
@@ -80,6 +80,8 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype) -> None:
             inside = result.trace and len(result.trace[-1].tokens) <= result.trace[-1].num_accepted
             count["stopped inside a draft"] += bool(inside) and result.stop_reason != "length"
             count[result.stop_reason] += 1
+            if isinstance(case.stopping, str):
+                count[case.stopping] += 1
 
     check()
     print(dict(count))
@@ -90,6 +92,7 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype) -> None:
     assert count["with rejected drafts"] >= count["cases"] // 8
     assert count["stopped inside a draft"] >= 50
     assert min(count["eos"], count["stop_string"]) >= 100
+    assert min(count[name] for name in EVERY_POLICY) >= 10
 
 
 @pytest.mark.parametrize("num_speculations", range(10))

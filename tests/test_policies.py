@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from records import row, shadow
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 
 from policies import (
-    POLICIES,
+    EXITS,
+    STOPPINGS,
+    DelThreshold,
+    FiniteStateLength,
     FixedExit,
+    LayerCost,
     Needs,
     Plan,
     Policy,
     RoundContext,
+    SpideStopping,
     autoregressive,
     check_exit_layer,
     parse_policy,
@@ -30,23 +38,77 @@ def test_names() -> None:
     assert autoregressive(8).name == "ar"
 
 
-@pytest.mark.parametrize("text", ["", "nonsense", "LS:3-6", "ls3-6", "del:3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ar", "ls:3-6", "fs:3-6", "dv:3", "dv:3,start=0.5", "svip:3", "svip:3,threshold=0.4", "adaedl:3", "spide:3",
+        "spide:3,tau=0.7", "del", "del:on_stop=keep", "del:length=tpl", "del:layers=2/4,d_max=6", "del:no_speculation=on",
+        "del:cost=measured", "del+spide:tau=0.7", "del+dv", "del+fs:3", "ls:3-18+del", "auto", "auto:cost=layers",
+        "auto:cost=layers,learn_every=2", "auto+svip",
+    ],
+)  # fmt: skip
+def test_every_documented_form(text: str) -> None:
+    policy = parse_policy(text, num_layers=8, measure=lambda: LayerCost(8))
+    assert policy.name == text
+    plan = policy.exit.plan(FIRST_ROUND)
+    assert plan.exit_layer is None or 1 <= plan.exit_layer <= 7
+    json.dumps([policy.exit.state(), policy.stopping and policy.stopping.state()])
+
+
+def test_a_policy_by_name_is_what_its_arguments_say() -> None:
+    keep = parse_policy("del:on_stop=keep,omega=0.5", num_layers=4)
+    assert isinstance(keep.stopping, DelThreshold)
+    keep.observe_prompt(shadow([1, 2, 3], [[1]] * 3, [[0.9]] * 3))
+    assert keep.stopping.stop_after_draw(row(confidence=0.1), 0)
+    spide = parse_policy("spide:3,tau=0.6", num_layers=8)
+    assert isinstance(spide.stopping, SpideStopping)
+    assert spide.stopping.tau == 0.6
+    assert spide.exit.plan(FIRST_ROUND) == Plan(exit_layer=3, max_speculations=18)
+    assert parse_policy("dv:2", num_layers=8).exit.plan(FIRST_ROUND) == Plan(exit_layer=2, max_speculations=8)
+    finite = parse_policy("fs:2-5", num_layers=8)
+    assert isinstance(finite.stopping, FiniteStateLength)
+    assert finite.stopping.length == 5
+    assert parse_policy("del:length=tpl", num_layers=8).stopping is None
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "LS:3-6", "ls3-6", "del+nonsense", "ls:1-2+auto"])
 def test_an_unknown_name_lists_what_is_possible(text: str) -> None:
-    with pytest.raises(ValueError, match="unknown policy") as error:
+    with pytest.raises(ValueError, match="unknown") as error:
         parse_policy(text, num_layers=8)
     assert repr(text) in str(error.value)
-    assert all(f'"{name}' in str(error.value) for name in POLICIES)
+    assert all(named.example in str(error.value) for named in [*EXITS.values(), *STOPPINGS.values()])
 
 
 @pytest.mark.parametrize("text", ["ls", "ls:", "ls:3", "ls:3-", "ls:-6", "ls:3-6-1", "ls:a-b", "ls:3--6", "ls:3.5-2"])
 def test_bad_arguments_show_a_good_one(text: str) -> None:
-    with pytest.raises(ValueError, match='"ls:3-6"'):
+    with pytest.raises(ValueError, match="as in ls:3-6"):
         parse_policy(text, num_layers=8)
 
 
-def test_plain_decoding_takes_no_arguments() -> None:
-    with pytest.raises(ValueError, match="takes no arguments"):
-        parse_policy("ar:3", num_layers=8)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ar:3", "no further arguments"),
+        ("ar+dv", "drafts nothing"),
+        ("del:3", "takes cost=, layers="),
+        ("del:on_stop=maybe", "on_stop must be one of drop, keep"),
+        ("del:cost=free", "cost must be one of layers, measured"),
+        ("del:layers=2/9", r"\[1, 7\]"),
+        ("del:omega=x", "omega=x"),
+        ("del:no_speculation=yes", "on or off"),
+        ("dv", "needs an exit layer first"),
+        ("dv:9", r"\[1, 7\]"),
+        ("dv:3+svip", "ends drafts itself"),
+        ("fs:3", "needs an exit layer first"),
+        ("spide:3,tau=2", r"tau must be in \(0, 1\)"),
+        ("svip:3,tau=2", "takes threshold=, max_length="),
+        ("auto", "needs measured seconds"),
+    ],
+)
+def test_a_mistake_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse_policy(text, num_layers=8)
+    assert "possible are" in str(error.value)
 
 
 @pytest.mark.parametrize("exit_layer", [0, 8, 9])
@@ -90,6 +152,13 @@ def test_needs_are_joined() -> None:
     # A part that learns nothing does not ask for every round.
     assert (left | Needs(exit_hidden=True)).learn_every == 4
     assert (left | Needs(exit_hidden=True)).exit_hidden
+    assert (left | Needs(learn_first=3)).learn_first == 3
+
+
+def test_the_rounds_that_are_learned_from() -> None:
+    needs = Needs(shadow_layers=(1,), learn_every=4, learn_first=3)
+    assert [index for index in range(13) if needs.learns_in(index)] == [0, 1, 2, 4, 8, 12]
+    assert not Needs(learn_every=1).learns_in(0)
 
 
 def test_a_policy_asks_for_what_its_parts_ask_for() -> None:

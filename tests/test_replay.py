@@ -1,16 +1,27 @@
+from collections import Counter
+
 import pytest
 import torch
+from scipy.stats import spearmanr
 from tiny_llama import pool_model
 
-from bench.cost import RowCosts
-from bench.replay import AgreementTrace, Replay, replay, trace_agreement
+from policies import LayerCost, MeasuredCost, Needs, Policy, parse_policy
+from selfspec.replay import (
+    AgreementTrace,
+    Replay,
+    TraceEveryLayer,
+    agreement_trace,
+    fixed_settings,
+    replay,
+    trace_agreement,
+)
 
 T, F = True, False
 
 
 def test_rounds_by_hand():
     # 9 tokens, the first from prefill; layer 1 of 2 agrees after tokens 0, 1, 3, 4, 5, 6.
-    trace = AgreementTrace(tokens=tuple(range(9)), agrees=((T, T, F, T, T, T, T, F),))
+    trace = AgreementTrace(tokens=tuple(range(9)), agrees={1: (T, T, F, T, T, T, T, F)}, num_layers=2)
     # G = 3. Committed 1: drafts see T T F -> 2 accepted, 4 committed. Then T T T -> all 3, 8 committed. One is left: no
     # room to draft, a plain step. Layers: 3*1+2, 3*1+2, 2 = 12 for 8 tokens.
     result = replay(trace, 1, 3)
@@ -56,14 +67,55 @@ def test_a_trace_decodes_plainly_and_knows_every_layer():
     plain = generator.generate([1, 2, 3], max_new_tokens=9, eos_token_id=[], num_speculations=0)
     trace = trace_agreement(generator, torch.tensor([1, 2, 3]), 9)
     assert list(trace.tokens) == plain.new_tokens
-    assert [len(row) for row in trace.agrees] == [8] * (generator.model.num_layers - 1)
-    assert AgreementTrace(tokens=(1,), agrees=((),)).agreement(1) is None
+    assert [len(row) for row in trace.agrees.values()] == [8] * (generator.model.num_layers - 1)
+    assert AgreementTrace(tokens=(1,), agrees={1: ()}, num_layers=2).agreement(1) is None
 
 
-def test_predicted_time_by_hand():
-    costs = RowCosts(layer=(1.0, 1.5, 2.0), head=(4.0, 5.0, 6.0), num_layers=8)
+def test_cost_of_rounds_by_hand():
+    cost = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.5, 2.0), head_seconds=(4.0, 5.0, 6.0))
     # Two drafts at layer 3: 2 * (3 + 4) to draft, 3 for the last row, 5 layers on 3 rows = 10, the head on them 6: 33.
     # A plain step: 8 layers and the head, 12.
     rounds = Replay(exit_layer=3, num_layers=8, drafted=(2, 0), accepted=(1, 0))
-    assert costs.seconds(rounds) == 33 + 12
-    assert costs.autoregressive_seconds(3) == 36
+    assert rounds.cost(cost) == 33 + 12
+
+
+@pytest.mark.parametrize("name", ["auto:cost=layers,learn_every=1", "del", "ar"])
+def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
+    _, generator = pool_model(11, torch.float64)
+    layers = tuple(range(1, generator.model.num_layers))
+    policy = parse_policy(name, num_layers=generator.model.num_layers)
+    watched = Policy(policy.exit, policy.stopping, name, also=Needs(shadow_layers=layers))
+    options = {"max_new_tokens": 24, "eos_token_id": []}
+    result = generator.generate([5, 3, 7, 1], policy=watched, trace=True, **options)
+    trace = agreement_trace(result, generator.model.num_layers)
+    assert trace.is_complete
+    assert trace.coverage == 1
+    assert trace == trace_agreement(generator, torch.tensor([5, 3, 7, 1]), 24)
+    best = fixed_settings(trace, LayerCost(generator.model.num_layers), range(1, 5))[0]
+    real = generator.generate([5, 3, 7, 1], policy=best.policy, **options)
+    assert real.stats.etpl == pytest.approx(best.tokens_per_cost)
+
+
+def test_a_trace_with_gaps_ranks_the_settings():
+    _, generator = pool_model(11, torch.float64)
+    num_layers = generator.model.num_layers
+    layers = tuple(range(1, num_layers))
+    full, thin = [], []
+    for seed in range(6):
+        policy = Policy(TraceEveryLayer(num_layers), name="trace")
+        gaps = Policy(TraceEveryLayer(num_layers, learn_every=3), name="trace")
+        for into, watched in ((full, policy), (thin, gaps)):
+            result = generator.generate([seed, 3, 7, 1], policy=watched, max_new_tokens=60, eos_token_id=[], trace=True)
+            into.append(agreement_trace(result, num_layers))
+    assert all(trace.coverage < 0.4 and not trace.is_complete for trace in thin)
+    with pytest.raises(ValueError, match="does not cover"):
+        replay(thin[0], 1, 2)
+    cost = LayerCost(num_layers)
+    values = []
+    for traces in (full, thin):
+        total = Counter()
+        for trace in traces:
+            for setting in fixed_settings(trace, cost, range(1, 9)):
+                total[setting.policy] += setting.tokens_per_cost
+        values.append([total[f"ls:{layer}-{length}"] for layer in layers for length in range(1, 9)])
+    assert spearmanr(*values).statistic >= 0.9

@@ -1,0 +1,301 @@
+"""`auto`: one quantity, tokens per cost, decides the exit layer, the length and whether to speculate at all.
+
+Think of a long text as rounds that each earn tokens and pay cost. The best achievable rate r of tokens per cost is the
+number for which the best round has expected tokens - r * expected cost = 0 (Dinkelbach 1967, as in renewal-reward problems),
+so a draft is worth its cost exactly when
+
+    (chance that the drafts before it are accepted) * (its own chance) + (what going on is worth) >= r * (cost of a draft).
+
+Chances come from SPIDE's confidence -> acceptance tables, one per exit layer, fed with shadow tokens; "what going on is
+worth" is the left side less the right, one draft later, averaged over the confidences which that layer has been showing: a
+small dynamic program, solved anew whenever something was learned. Its value at the round's start ranks the exit layers, and
+r falls out of it. So SPIDE's tau is no hyperparameter any more (tau = r * cost, less the value of going on), nor are the
+length and the layer, and DEL's TPL is the special case in which confidence says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.acceptance_table import (
+    MIDPOINTS,
+    NUM_BINS,
+    AcceptanceTable,
+    confidence_bin,
+)
+from policies.base import (
+    DraftRow,
+    Needs,
+    NeverStop,
+    Plan,
+    RoundContext,
+    RoundRecord,
+    ShadowTokens,
+    Unlearning,
+    check_layers,
+)
+from policies.cost import CostModel, LayerCost
+
+MAX_SPECULATIONS = 12  # a longer draft of a layer that good gains less than a percent
+PROMPT_ROWS = 32
+LEARN_EVERY = 4
+LEARN_FIRST = 8
+_PRIOR_COUNT = 2.0  # what the bin's midpoint is worth in the average over layers, in observations
+_POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
+_GRID = np.concatenate([[0.0], np.geomspace(0.02, 1.0, 15)])  # reliabilities at which values are tabulated
+
+
+class DraftValues:
+    """The dynamic program: what drafting on is worth at each depth, reliability and layer.
+
+    frequency: chance of each confidence bin, [layers, bins]. acceptance: of each bin, [layers, bins]. step_cost: cost of the
+    j-th draft, [layers, depths]; look_cost: of norm and head for one row, [layers]. All costs are already multiplied by r.
+    """
+
+    def __init__(
+        self,
+        frequency: NDArray[np.float64],
+        acceptance: NDArray[np.float64],
+        step_cost: NDArray[np.float64],
+        look_cost: NDArray[np.float64],
+    ) -> None:
+        layers, depths = step_cost.shape
+        ahead = np.zeros((depths + 1, layers, len(_GRID)))
+        drafts = np.zeros((layers, len(_GRID)))  # of those still to come, how many are expected to be accepted
+        reached = _GRID[None, None, :] * acceptance[:, :, None]  # [layers, bins, grid]: reliability after keeping
+        index = np.clip(np.searchsorted(_GRID, reached, side="right") - 1, 0, len(_GRID) - 2)
+        share = (reached - _GRID[index]) / (_GRID[index + 1] - _GRID[index])
+        rows = np.arange(layers)[:, None, None]
+        for depth in range(depths - 1, -1, -1):
+            later = ahead[depth + 1]
+            value = later[rows, index] * (1 - share) + later[rows, index + 1] * share
+            gain = reached + value - step_cost[:, depth, None, None]
+            best = (frequency[:, :, None] * np.maximum(gain, 0.0)).sum(axis=1) - look_cost[:, None]
+            ahead[depth] = np.maximum(best, 0.0)
+            coming = reached + drafts[rows, index] * (1 - share) + drafts[rows, index + 1] * share
+            drafts = (frequency[:, :, None] * np.where(gain > 0, coming, 0.0)).sum(axis=1) * (best > 0)
+        self._ahead = ahead
+        self._drafts = drafts
+
+    def start(self) -> NDArray[np.float64]:
+        """Value of drafting at the start of a round, [layers]."""
+        return self._ahead[0, :, -1]
+
+    def accepted(self) -> NDArray[np.float64]:
+        """Expected number of accepted drafts of a round that follows these values, [layers]."""
+        return self._drafts[:, -1]
+
+    def after(self, layer_index: int, depth: int, reliability: float) -> float:
+        """Value of going on after `depth` drafts that are all accepted with chance `reliability`."""
+        if depth >= len(self._ahead):
+            return 0.0
+        return float(np.interp(reliability, _GRID, self._ahead[depth, layer_index]))
+
+
+class AutoLearner:
+    """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow."""
+
+    def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
+        self.layers = layers
+        self.cost = cost
+        self.max_speculations = max_speculations
+        self.table = AcceptanceTable(layers, decay=decay)
+        self._decay = decay
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        rounds = np.array([[cost.round(layer, count) for count in range(max_speculations + 1)] for layer in layers])
+        self._look = np.array([cost.look(layer) for layer in layers])
+        self._empty_round = rounds[:, 0]
+        self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the prior."""
+        self.table.reset()
+        self.frequency = np.zeros((len(self.layers), NUM_BINS))
+        self._next_rate = 1 / self.cost.autoregressive()
+        self._solve(passes=3)
+
+    def observe_shadow(self, shadow: ShadowTokens) -> None:
+        """Learn from the prompt's last rows."""
+        self.table.observe_shadow(shadow)
+        self._count(shadow)
+        self._solve(passes=3)
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round: its drafts always, all layers when it has shadow tokens."""
+        self.table.observe(record)
+        if record.shadow is not None:
+            self._count(record.shadow)
+            self._solve(passes=1)
+
+    def _count(self, shadow: ShadowTokens) -> None:
+        # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
+        if self._decay < 1:
+            self.frequency *= self._decay
+        for layer, confidences in zip(shadow.layers, shadow.confidences.tolist()):
+            index = self._index.get(layer)
+            if index is not None:
+                for confidence in confidences:
+                    self.frequency[index, confidence_bin(confidence)] += 1
+
+    def _solve(self, passes: int) -> None:
+        """Estimates, values and rate from the counts."""
+        seen = np.array([self.table.seen[layer] for layer in self.layers])
+        accepted = np.array([self.table.accepted[layer] for layer in self.layers])
+        pooled = (accepted.sum(axis=0) + _PRIOR_COUNT * np.asarray(MIDPOINTS)) / (seen.sum(axis=0) + _PRIOR_COUNT)
+        self.acceptance = (accepted + _POOLED_COUNT * pooled) / (seen + _POOLED_COUNT)
+        counts = self.frequency + (self.frequency.sum(axis=0) + 1 / NUM_BINS) / max(self.frequency.sum(), 1.0)
+        frequency = counts / counts.sum(axis=1, keepdims=True)
+        self.layer_acceptance = (frequency * self.acceptance).sum(axis=1)
+        plain = self.cost.autoregressive()
+        for _ in range(passes):
+            self.rate = self._next_rate
+            self.values = DraftValues(frequency, self.acceptance, self.rate * self._steps, self.rate * self._look)
+            start = self.values.start()
+            self._rounds = 1 - self.rate * self._empty_round + start
+            # Dinkelbach's step: the tokens per cost of the round that is best at the present rate.
+            best = int(self._rounds.argmax())
+            tokens = 1 + float(self.values.accepted()[best])
+            cost = (tokens - float(self._rounds[best])) / self.rate
+            self._next_rate = max(tokens / cost, 1 / plain)
+
+    def best_layer(self) -> int | None:
+        """The exit layer whose round is worth most, None if a plain step is worth as much."""
+        index = int(self._rounds.argmax())
+        plain = 1 - self.rate * self.cost.autoregressive()
+        return self.layers[index] if self.values.start()[index] > 0 and self._rounds[index] > plain else None
+
+    def gain(self, layer: int, depth: int, reliability: float) -> float:
+        """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
+        index = self._index[layer]
+        step = self.rate * self._steps[index, depth]
+        return reliability + self.values.after(index, depth + 1, reliability) - step
+
+    def going_on(self, layer: int, depth: int, reliability: float) -> float:
+        """What looking at one more row is worth after `depth` drafts."""
+        return self.values.after(self._index[layer], depth, reliability)
+
+    def needed(self, layer: int) -> float:
+        """rate * cost of a first draft: the acceptance at which it pays for itself."""
+        return float(self.rate * self._steps[self._index[layer], 0])
+
+    def chance(self, layer: int, confidence: float) -> float:
+        """Estimated acceptance of a token of this confidence at this layer."""
+        return float(self.acceptance[self._index[layer], confidence_bin(confidence)])
+
+    def state(self) -> dict[str, Any]:
+        """Tables, frequencies and rate, for JSON."""
+        return {"table": self.table.state(), "frequency": self.frequency.tolist(), "rate": self.rate}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave. Raises ValueError if it is for other layers."""
+        frequency = np.asarray(state["frequency"], dtype=np.float64)
+        if frequency.shape != self.frequency.shape:
+            raise ValueError(f"the saved state is for {len(frequency)} exit layers, this policy has {len(self.layers)}")
+        self.table.restore(state["table"])
+        self.frequency = frequency
+        self._next_rate = float(state["rate"])
+        self._solve(passes=1)
+
+
+class AutoExit(Unlearning):
+    """Exit at the layer whose round is worth most at the current rate; a plain step where none is.
+
+    layers: candidates; None for 1 .. L/2 (a deeper exit costs more than half a pass per draft and was never best).
+    cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
+    learn_every, learn_first: shadow tokens in the first rounds of a call and every n-th after; its own drafts teach in every.
+    Deterministic: same records, same cost, same plans.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        layers: Iterable[int] | None = None,
+        cost: CostModel | None = None,
+        max_speculations: int = MAX_SPECULATIONS,
+        decay: float = 1.0,
+        learn_every: int = LEARN_EVERY,
+        learn_first: int = LEARN_FIRST,
+    ) -> None:
+        for name, value in (("max_speculations", max_speculations), ("learn_every", learn_every)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        candidates = check_layers(
+            tuple(range(1, max(num_layers // 2, 1) + 1) if layers is None else layers), num_layers
+        )
+        self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
+        self.needs = Needs(
+            confidence=True,
+            shadow_layers=candidates,
+            prompt_rows=PROMPT_ROWS,
+            learn_every=learn_every,
+            learn_first=learn_first,
+        )
+
+    def plan(self, context: RoundContext) -> Plan:
+        """The best layer and the cap, or a plain step."""
+        layer = self.learner.best_layer()
+        acceptance = dict(zip(self.learner.layers, self.learner.layer_acceptance.tolist()))
+        return Plan(
+            exit_layer=layer,
+            max_speculations=0 if layer is None else self.learner.max_speculations,
+            acceptance=acceptance,
+        )
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """The prompt's last positions are the first observations."""
+        self.learner.observe_shadow(shadow)
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round."""
+        self.learner.observe(record)
+
+    def reset(self) -> None:
+        """Back to the prior."""
+        self.learner.reset()
+
+    def state(self) -> dict[str, Any]:
+        """What was learned."""
+        return self.learner.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.learner.restore(state)
+
+
+class AutoStopping(NeverStop):
+    """Draft on while one more draft is worth its cost; the other half of `AutoExit`, whose learner it asks.
+
+    What it looks at is known before the token is drawn, so it may drop (see policies.base).
+    """
+
+    def __init__(self, learner: AutoLearner) -> None:
+        self.needs = Needs(confidence=True)
+        self._learner = learner
+        self._reliability = 1.0
+
+    def start_round(self, plan: Plan) -> None:
+        """Nothing is drafted yet: reliability 1."""
+        self._reliability = 1.0
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        """When the token is not worth one more pass through the exit layer."""
+        assert row.confidence is not None
+        reliability = self._reliability * self._learner.chance(row.exit_layer, row.confidence)
+        if self._learner.gain(row.exit_layer, row.num_drafted, reliability) < 0:
+            return True
+        self._reliability = reliability
+        return False
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        """When not even looking at the next row is worth its head."""
+        return self._learner.going_on(row.exit_layer, row.num_drafted + 1, self._reliability) <= 0
+
+    def threshold(self, exit_layer: int) -> float:
+        """The acceptance that a first draft needs to be worth its pass, were it the only one: rate * cost."""
+        return self._learner.needed(exit_layer)

@@ -1,0 +1,152 @@
+"""What a round costs: counted in layers (DEL eq. 1), or in seconds measured on the running device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from policies.base import check_exit_layer
+
+
+class CostModel(Protocol):
+    """Cost of one round, in any unit that is the same for all its methods."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, L."""
+        ...
+
+    def autoregressive(self) -> float:
+        """A round without speculation: one row through all layers."""
+        ...
+
+    def look(self, exit_layer: int) -> float:
+        """Norm, head and decision for one draft row that went through `exit_layer` layers."""
+        ...
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        """A round that drafts `num_drafts` >= 0 tokens, looking at as many rows, and verifies num_drafts + 1 rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """The paper's cost: layers loaded. Heads, launches and the number of rows are free.
+
+    Source: DEL (Entezari Zarch et al. 2025), section 4.1: a round of d drafts at exit layer l loads d l + L layers.
+    """
+
+    num_layers: int
+
+    def autoregressive(self) -> float:
+        """L."""
+        return float(self.num_layers)
+
+    def look(self, exit_layer: int) -> float:
+        """0: the head is not counted."""
+        return 0.0
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        """num_drafts * exit_layer + L."""
+        return float(num_drafts * exit_layer + self.num_layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCost:
+    """Seconds, from timings of the engine's two hot calls on one device.
+
+    layer_seconds: of one layer over 1, 2, ... rows; head_seconds: of norm + head over 1, 2, ... rows; a round of more rows
+        than were timed goes on along the line of the last two.
+    draft_seconds: what a draft step costs beside its layers and head (token choice, bookkeeping).
+    round_seconds: what a speculative round costs beside its draft steps and verification, compared with a plain one.
+    description: of model, device and threads, for the record.
+    Raises ValueError for timings that are missing or not positive.
+    """
+
+    num_layers: int
+    layer_seconds: tuple[float, ...]
+    head_seconds: tuple[float, ...]
+    draft_seconds: float = 0.0
+    round_seconds: float = 0.0
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("layer_seconds", "head_seconds"):
+            values = getattr(self, name)
+            if len(values) < 2 or not all(value > 0 for value in values):
+                raise ValueError(f"{name} must hold at least two positive timings (1 row, 2 rows, ...), got {values!r}")
+
+    def autoregressive(self) -> float:
+        """One row through all layers and the head."""
+        return self.num_layers * self.layer_seconds[0] + self.head_seconds[0]
+
+    def look(self, exit_layer: int) -> float:
+        """One row's head, and what a draft step adds to it."""
+        return self.head_seconds[0] + self.draft_seconds
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        """num_drafts + 1 rows through E layers one by one, num_drafts looks, then L - E layers and the head over all."""
+        rows = num_drafts + 1
+        drafting = rows * exit_layer * self.layer_seconds[0] + num_drafts * self.look(exit_layer)
+        verifying = (self.num_layers - exit_layer) * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
+        return drafting + verifying + self.round_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a JSON record; `MeasuredCost.from_dict` reads it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCost:
+        """The cost that `as_dict` described."""
+        lists = {name: tuple(values[name]) for name in ("layer_seconds", "head_seconds")}
+        return cls(**{**values, **lists})
+
+
+def _at(seconds: Sequence[float], rows: int) -> float:
+    """Entry for `rows` rows, or the last two continued in a line (never downwards)."""
+    if rows <= len(seconds):
+        return seconds[rows - 1]
+    slope = max(seconds[-1] - seconds[-2], 0.0)
+    return seconds[-1] + slope * (rows - len(seconds))
+
+
+def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:
+    """Expected tokens of a round divided by its cost; with `LayerCost` DEL's TPL(l, d).
+
+    acceptance: chance that a draft is accepted if those before it were, alike for each, in [0, 1]. 1 + a + ... + a^d is the
+    expectation, written as a sum so that a = 1 is no special case. num_drafts = 0 is an autoregressive round.
+    Raises ValueError when acceptance lies outside [0, 1] or the model cannot exit at exit_layer.
+    Source: DEL section 4.1, eq. 1, TPL(l, d) = (1 - a^(d+1)) / ((1 - a) (d l + L)).
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance must be in [0, 1], got {acceptance!r}")
+    check_exit_layer(exit_layer, cost.num_layers)
+    if num_drafts == 0:
+        return 1 / cost.autoregressive()
+    return sum(acceptance**i for i in range(num_drafts + 1)) / cost.round(exit_layer, num_drafts)
+
+
+def best_setting(
+    acceptance: Mapping[int, float], max_speculations: int, cost: CostModel, *, first: int = 0
+) -> tuple[int, int, float]:
+    """The (exit layer, length, tokens per cost) with most tokens per cost; lengths first .. max_speculations.
+
+    acceptance: of every candidate exit layer. Of equals the lowest layer wins, then the shortest length.
+    """
+    best: tuple[int, int, float] | None = None
+    for exit_layer in sorted(acceptance):
+        check_exit_layer(exit_layer, cost.num_layers)
+        tokens, power = 1.0, 1.0
+        for length in range(max_speculations + 1):
+            if length:
+                power *= acceptance[exit_layer]
+                tokens += power
+            if length < first:
+                continue
+            rate = tokens / (cost.round(exit_layer, length) if length else cost.autoregressive())
+            if best is None or rate > best[2]:
+                best = (exit_layer, length, rate)
+    if best is None:
+        raise ValueError("there must be at least one candidate exit layer and one length")
+    return best

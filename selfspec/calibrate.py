@@ -1,0 +1,122 @@
+"""Times the engine's hot calls on the running device and fills `policies.MeasuredCost`; once per model and process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import LogitsProcessorList
+
+from layerskip_models import LayerSkipModel
+from policies import FixedExit, MeasuredCost, Needs, Policy
+from selfspec.draft import Drafter
+from selfspec.kv_cache import KVCache
+from selfspec.sampling import Sampler
+
+_CONTEXT = (
+    256  # positions in the cache while timing: layers cost more behind longer texts, all of a round's parts alike
+)
+_ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
+_DRAFTS = 4
+_SECONDS = 0.6  # for all timings together, once each has two
+_REPEATS = 15
+
+_measured: WeakKeyDictionary[LayerSkipModel, MeasuredCost] = WeakKeyDictionary()
+
+
+def measured_cost(model: LayerSkipModel) -> MeasuredCost:
+    """The model's costs on its device: calibrated on the first call, remembered as long as the model lives."""
+    cost = _measured.get(model)
+    if cost is None:
+        cost = _measured[model] = calibrate(model)
+    return cost
+
+
+def calibrate(model: LayerSkipModel) -> MeasuredCost:
+    """Time layers and head over some numbers of rows, and a draft step; medians, all candidates taken in turn.
+
+    Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
+    the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 256 positions while it runs.
+    """
+    context = min(_CONTEXT, model.max_positions)
+    rows_timed = tuple(rows for rows in _ROWS if rows < context)
+    cache = KVCache(model, context)
+    drafter = Drafter(model)
+    sampler = Sampler(LogitsProcessorList(), None)
+    policy = Policy(FixedExit(1, _DRAFTS, num_layers=model.num_layers))
+    tokens = torch.zeros(1, context + 1, dtype=torch.long, device=model.device)
+    length = context - _DRAFTS - 1
+
+    def layers(rows: int) -> Callable[[], object]:
+        hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
+        return lambda: model.run_layers(hidden, 0, model.num_layers, cache, context - rows)
+
+    def head(rows: int) -> Callable[[], object]:
+        hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
+        return lambda: model.logits(hidden).max(dim=-1).indices.tolist()
+
+    def draft() -> object:
+        return drafter.draft(
+            tokens, length, 0, exit_layer=1, max_speculations=_DRAFTS, cache=cache, sampler=sampler, policy=policy,
+            needs=Needs(confidence=True), eos=frozenset(),
+        )  # fmt: skip
+
+    with torch.inference_mode():
+        # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
+        model.run_layers(model.embed(tokens[0, :context]), 0, model.num_layers, cache, 0)
+        calls = [layers(rows) for rows in rows_timed] + [head(rows) for rows in rows_timed] + [draft]
+        seconds = _timed(calls, model.device)
+    count = len(rows_timed)
+    layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in seconds[:count]])
+    head_seconds = _every_row(rows_timed, seconds[count : 2 * count])
+    step = seconds[-1] / _DRAFTS - layer_seconds[0] - head_seconds[0]
+    return MeasuredCost(
+        num_layers=model.num_layers,
+        layer_seconds=layer_seconds,
+        head_seconds=head_seconds,
+        draft_seconds=max(step, 0.0),
+        description=f"{model.device.type} {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads",
+    )
+
+
+def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+    """Median seconds of each call, the calls taken in turn."""
+    for call in calls:
+        call()
+    seconds: list[list[float]] = [[] for _ in calls]
+    started = perf_counter()
+    for repeat in range(_REPEATS):
+        if repeat >= 2 and perf_counter() - started > _SECONDS:
+            break
+        for call, times in zip(calls, seconds):
+            _synchronise(device)
+            start = perf_counter()
+            call()
+            _synchronise(device)
+            times.append(perf_counter() - start)
+    return [median(times) for times in seconds]
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:
+    """Seconds for 1, 2, .. rows from those of some: interpolated, and never less than for fewer rows."""
+    rising = list(seconds)
+    for index in range(1, len(rising)):
+        rising[index] = max(rising[index], rising[index - 1])
+    filled: list[float] = []
+    for rows in range(rows_timed[0], rows_timed[-1] + 1):
+        after = next(index for index, timed in enumerate(rows_timed) if timed >= rows)
+        if rows_timed[after] == rows:
+            filled.append(rising[after])
+        else:
+            low, high = rows_timed[after - 1], rows_timed[after]
+            share = (rows - low) / (high - low)
+            filled.append(rising[after - 1] * (1 - share) + rising[after] * share)
+    return tuple(filled)

@@ -1,0 +1,90 @@
+"""`selfspec trace` and `selfspec inspect`: look into a run, look into a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from selfspec.cli_common import (
+    POLICY_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    load_generator,
+    notes_console,
+    one_line_errors,
+)
+from selfspec.inspection import inspect_model, inspection_lines
+from selfspec.prompts import EXAMPLE_PROMPT, read_prompt
+from selfspec.report import write_trace
+from selfspec.trace_plot import plot_trace, trace_lines
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def trace_command(
+    prompt: Annotated[
+        str | None, typer.Argument(help='Text to continue; "-" reads standard input. Without one: an example.')
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Picture to draw (.png, .svg, .pdf), or .jsonl for the records."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
+    policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate; EOS does not end the text.")] = 128,
+    model: ModelOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
+    notes = notes_console(quiet=False)
+    with one_line_errors():
+        if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
+            raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
+        if output is not None and not output.parent.is_dir():
+            raise FileNotFoundError(f"no folder {output.parent} for --output: make it first")
+        text = read_prompt(prompt, file)
+        generator = load_generator(model, dtype, device, notes)
+        with notes.status("Decoding ..."):
+            result = generator.generate(
+                text, policy=policy, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], trace=True
+            )
+        records = result.trace or ()
+        if output is not None and output.suffix == ".jsonl":
+            write_trace(output, records)
+        elif output is not None:
+            plot_trace(records, generator.model.num_layers, result.policy, output)
+    typer.echo("\n".join(trace_lines(records)))
+    notes.print(f"policy {result.policy}; {len(records)} rounds" + (f"; wrote {output}" if output else ""))
+
+
+def inspect_command(
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder; without it, the demo model.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable. Without one, a short example.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each continuation.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs to measure.")] = 3,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
+    notes = notes_console(quiet=False)
+    with one_line_errors():
+        texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
+        generator = load_generator(model, dtype, device, notes)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=notes, transient=True) as progress:
+            task = progress.add_task("inspecting", total=2 * len(texts) + 2)
+            inspection = inspect_model(
+                generator,
+                texts,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                advance=lambda label: progress.update(task, advance=1, description=label),
+            )
+    typer.echo("\n".join(inspection_lines(inspection)))

@@ -1,0 +1,70 @@
+"""What the commands share: loading a checkpoint with its progress line, options' types, errors in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import torch
+import transformers
+import typer
+from huggingface_hub.utils import logging as hub_logging
+from rich.console import Console
+from safetensors import SafetensorError
+
+from layerskip_models import DEMO_PATH
+from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+
+MODEL_PANEL = "Model"
+ModelOption = Annotated[
+    str | None, typer.Option(help="Hub name or folder; without it, the demo model.", rich_help_panel=MODEL_PANEL)
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=MODEL_PANEL)
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
+POLICY_HELP = (
+    'As "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
+    "docs/policies.md has all. Without it, the checkpoint's default."
+)
+
+
+def notes_console(quiet: bool) -> Console:
+    """Where everything but the generated text goes: standard error."""
+    return Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+
+
+def load_generator(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpecGenerator:
+    """The checkpoint, the demo if none is named, with its tokenizer."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # the status line says it, and goes away
+    hub_logging.set_verbosity_error()  # its retries
+    name = str(DEMO_PATH) if model is None else model
+    try:
+        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+            return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot load {name}: {error}") from error
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a caller can mend becomes one line and status 2; a model that cannot go on, one line and status 1."""
+    try:
+        yield
+    except BrokenPipeError:  # `| head`: typer ends quietly
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
+        _fail(error, 1)
+    except (ValueError, TypeError, OSError) as error:
+        _fail(error, 2)
+
+
+def _fail(error: Exception, status: int) -> NoReturn:
+    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    raise typer.Exit(status) from None

@@ -1,0 +1,151 @@
+"""`selfspec inspect`: is a checkpoint worth self-speculating with? Agreement per layer, predicted and measured speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from layerskip_models import LayerSkipModel
+from policies import CostModel, LayerCost
+from selfspec.calibrate import measured_cost
+from selfspec.compare import Comparison, compare, warm_up
+from selfspec.generator import SelfSpecGenerator
+from selfspec.kv_cache import KVCache
+from selfspec.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
+from selfspec.stats import mean
+
+LENGTHS = tuple(range(1, 9))
+_CHUNK = 256  # rows per pass over the sample text
+WORTH = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What was found.
+
+    text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
+    own_agreement: the same along the model's own greedy continuations, which is what drafting meets.
+    best: the fixed setting with most tokens per measured second; predicted_speedup: its, over plain decoding.
+    layers_speedup: the best by layers loaded alone. comparison: `best` really run against plain decoding.
+    """
+
+    num_layers: int
+    text_agreement: tuple[float, ...]
+    own_agreement: tuple[float, ...]
+    best: Setting
+    predicted_speedup: float
+    layers_speedup: float
+    comparison: Comparison
+
+    def verdict(self) -> str:
+        """One plain sentence."""
+        measured = self.comparison.speedup
+        if measured >= WORTH:
+            return f"worth it: {self.best.policy} runs {measured:.2f} times as fast as plain decoding here"
+        quarter = self.own_agreement[max(self.num_layers // 4, 1) - 1]
+        if self.predicted_speedup < WORTH and quarter < 0.5:
+            return (
+                f"not worth it: after a quarter of the layers only {quarter:.0%} of the tokens are the last layer's, so"
+                " drafts are mostly rejected; it was probably not trained to exit early (selfspec train --init does that)"
+            )
+        return f"hardly worth it here: {self.best.policy}, the best fixed setting, runs {measured:.2f} times as fast as plain"
+
+
+def inspect_model(
+    generator: SelfSpecGenerator,
+    texts: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    repeats: int = 3,
+    advance: Callable[[str], None] = lambda label: None,
+) -> Inspection:
+    """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
+
+    advance: told what was done, 2 * texts + 2 times. Raises ValueError if there is no text of at least 4 tokens.
+    """
+    model, tokenizer = generator.model, generator.tokenizer
+    assert tokenizer is not None
+    limit = model.max_positions - max_new_tokens
+    encoded = [torch.tensor(tokenizer(text)["input_ids"][:limit], dtype=torch.long) for text in texts]
+    encoded = [ids for ids in encoded if ids.numel() >= 4]
+    if not encoded:
+        raise ValueError("there must be a sample text of at least 4 tokens")
+    cost = measured_cost(model)
+    advance("calibrating")
+    agreements = []
+    for ids in encoded:
+        agreements.append(text_agreement(model, ids))
+        advance("reading sample text")
+    traces = []
+    for ids in encoded:
+        traces.append(trace_agreement(generator, ids[: max(ids.numel() // 2, 1)], max_new_tokens))
+        advance("tracing every layer")
+    best, predicted = _best(traces, cost)
+    _, by_layers = _best(traces, LayerCost(model.num_layers))
+    prompt = max(encoded, key=lambda ids: ids.numel())
+    generate = partial(
+        generator.generate, prompt[: max(prompt.numel() // 2, 1)], max_new_tokens=max_new_tokens, eos_token_id=[],
+        do_sample=False, exit_layer=best.exit_layer, num_speculations=best.num_speculations,
+    )  # fmt: skip
+    warm_up(generate, 8)
+    comparison = compare(generate, repeats=repeats, greedy=True)
+    assert comparison is not None
+    advance("comparing with plain decoding")
+    layers = range(1, model.num_layers)
+    return Inspection(
+        num_layers=model.num_layers,
+        text_agreement=tuple(mean(row[layer - 1] for row in agreements) or 0.0 for layer in layers),
+        own_agreement=tuple(mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in layers),
+        best=best,
+        predicted_speedup=predicted,
+        layers_speedup=by_layers,
+        comparison=comparison,
+    )
+
+
+def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
+    """Share of positions of a text, int64 [n], where each exit layer's argmax is the last layer's; length L-1."""
+    ids = ids.to(model.device)
+    cache = KVCache(model, ids.numel())
+    hits = [0] * model.num_layers
+    with torch.inference_mode():
+        for start in range(0, ids.numel(), _CHUNK):
+            choices: list[torch.Tensor] = []
+
+            def choose(layers_done: int, hidden: torch.Tensor, into: list[torch.Tensor] = choices) -> None:
+                into.append(model.logits(hidden).argmax(dim=-1))
+
+            model.run_layers(model.embed(ids[start : start + _CHUNK]), 0, model.num_layers, cache, start, choose)
+            for layer, choice in enumerate(choices):
+                hits[layer] += int((choice == choices[-1]).sum())
+    return [count / ids.numel() for count in hits[:-1]]
+
+
+def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, float]:
+    """The setting with most tokens per cost over all traces, and that over plain decoding's."""
+    by_policy: dict[str, list[Setting]] = {}
+    for trace in traces:
+        for setting in fixed_settings(trace, cost, LENGTHS):
+            by_policy.setdefault(setting.policy, []).append(setting)
+    means = {name: mean(setting.tokens_per_cost for setting in found) or 0.0 for name, found in by_policy.items()}
+    name = max(means, key=lambda key: means[key])
+    return by_policy[name][0], means[name] * cost.autoregressive()
+
+
+def inspection_lines(inspection: Inspection) -> list[str]:
+    """The findings as text."""
+    lines = ["exit_layer  agreement on sample text  on its own text"]
+    for layer, (text, own) in enumerate(zip(inspection.text_agreement, inspection.own_agreement), start=1):
+        lines.append(f"{layer:10d}  {text:24.3f}  {own:15.3f}")
+    comparison = inspection.comparison
+    lines += [
+        f"best fixed setting by prediction: {inspection.best.policy}; speed-up predicted {inspection.predicted_speedup:.2f}"
+        f" (by layers loaded alone, at the best setting for that, {inspection.layers_speedup:.2f})",
+        f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
+        f" {comparison.repeats} alternated pairs of runs on one of the texts",
+        inspection.verdict(),
+    ]
+    return lines

@@ -1,0 +1,68 @@
+"""A run's rounds as a picture and as text: threshold, exit layer, length and acceptance, as in DEL's Figure 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from policies import RoundRecord
+
+
+def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, path: Path) -> None:
+    """Draw the rounds into a picture; the format follows the path's ending (png, svg, pdf).
+
+    Source: DEL (Entezari Zarch et al. 2025), Figure 4; length and the drafts' fate are added.
+    Raises ValueError for a run without rounds, or an ending that matplotlib does not know.
+    """
+    if not records:
+        raise ValueError("the run had no round to draw: ask for more tokens")
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True)
+    rounds = [record.index for record in records]
+    axes[0].step(rounds, [record.exit_layer or 0 for record in records], where="mid", color="tab:blue")
+    axes[0].set(ylabel="exit layer\n(0: plain step)", ylim=(-0.5, num_layers + 0.5))
+    drafted = [record.num_drafted for record in records]
+    axes[1].bar(rounds, drafted, color="lightgrey", label="drafted", width=1.0)
+    axes[1].bar(rounds, [record.num_accepted for record in records], color="tab:green", label="accepted", width=1.0)
+    axes[1].set(ylabel="drafts")
+    axes[1].legend(loc="upper right")
+    thresholds = [(record.index, record.threshold) for record in records if record.threshold is not None]
+    if thresholds:
+        axes[2].plot(*zip(*thresholds), color="tab:orange", label="threshold")
+    for record in records:
+        if record.confidences:
+            points = [record.index] * len(record.confidences)
+            axes[2].scatter(points, record.confidences, s=6, color="tab:grey")
+    axes[2].set(ylabel="threshold and\nconfidence of rows", ylim=(-0.02, 1.02))
+    estimated = sorted({layer for record in records for layer in record.acceptance or ()})
+    for layer in estimated:
+        pairs = [(r.index, r.acceptance[layer]) for r in records if r.acceptance is not None and layer in r.acceptance]
+        shade = layer / num_layers
+        axes[3].plot(*zip(*pairs), color=(0.2, 0.3 + 0.5 * shade, 0.9 - 0.7 * shade), linewidth=0.9, label=str(layer))
+    real = [(r.index, r.num_accepted / r.num_drafted) for r in records if r.num_drafted]
+    if real:
+        axes[3].scatter(*zip(*real), s=8, color="black", label="drafts")
+    axes[3].set(ylabel="acceptance per layer\n(points: this round)", xlabel="round", ylim=(-0.02, 1.02))
+    if estimated or real:
+        axes[3].legend(title="layer", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="x-small")
+    axes[3].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(f"policy {policy}: {len(records)} rounds")
+    figure.savefig(path, dpi=120)
+
+
+def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
+    """A line per round: exit layer, drafts (+ accepted, - not), threshold, estimated acceptance of the layer."""
+    lines = ["round  exit  drafts               threshold  estimated acceptance"]
+    for record in records:
+        fate = "+" * record.num_accepted + "-" * (record.num_drafted - record.num_accepted)
+        exit_layer = "plain" if record.exit_layer is None else str(record.exit_layer)
+        threshold = "" if record.threshold is None else f"{record.threshold:.3f}"
+        estimate = ""
+        if record.acceptance is not None and record.exit_layer is not None:
+            value = record.acceptance.get(record.exit_layer)
+            estimate = "" if value is None else f"{value:.3f}"
+        lines.append(f"{record.index:5d}  {exit_layer:>5}  {fate:<19}  {threshold:>9}  {estimate:>9}".rstrip())
+    return lines

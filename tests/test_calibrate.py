@@ -1,0 +1,63 @@
+"""Calibrated costs: shape and order of the numbers, remembered per model. No test looks at how fast anything is."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+from tiny_llama import tiny_llama
+
+from layerskip_models import from_transformers
+from policies import AutoExit, MeasuredCost
+from selfspec import SelfSpecGenerator
+from selfspec.calibrate import _every_row, calibrate, measured_cost
+
+
+def test_it_times_every_number_of_rows() -> None:
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    cost = calibrate(model)
+    assert isinstance(cost, MeasuredCost)
+    assert cost.num_layers == model.num_layers
+    assert len(cost.layer_seconds) == len(cost.head_seconds) == 13
+    for seconds in (cost.layer_seconds, cost.head_seconds):
+        assert all(0 < a <= b for a, b in itertools.pairwise(seconds))
+    assert cost.description.startswith("cpu float32")
+
+
+def test_once_per_model() -> None:
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    assert measured_cost(model) is measured_cost(model)
+    assert measured_cost(from_transformers(tiny_llama(seed=2), layout="plain")) is not measured_cost(model)
+
+
+def test_rows_between_the_timed_ones() -> None:
+    # 2 rows came out cheaper than 1: held at 1. Halfway between 2 and 4 rows: (1 + 3) / 2.
+    assert _every_row((1, 2, 4), [1.0, 0.5, 3.0]) == (1.0, 1.0, 2.0, 3.0)
+
+
+def test_a_generator_calibrates_for_auto_and_keeps_what_it_learned() -> None:
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=1), layout="plain"), policy="auto")
+    policy = generator.resolve_policy()
+    assert isinstance(policy.exit, AutoExit)
+    assert isinstance(policy.exit.learner.cost, MeasuredCost)
+    assert generator.resolve_policy("auto") is policy
+    fresh = policy.exit.state()
+    generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
+    learned = policy.exit.state()
+    assert learned != fresh
+    generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
+    assert policy.exit.state() != learned
+    policy.reset()
+    assert policy.exit.state() == fresh
+
+
+def test_a_device_that_works_behind_the_hosts_back(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """On CUDA every timing waits for the device on both sides."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(device))
+    from selfspec import calibrate as module
+
+    device = SimpleNamespace(type="cuda")
+    module._timed([lambda: None], device)  # type: ignore[arg-type]
+    assert len(waits) == 2 * module._REPEATS

@@ -1,0 +1,81 @@
+"""Costs of a round, and the maximiser of tokens per cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies import CostModel, LayerCost, MeasuredCost, best_setting, tokens_per_cost
+
+MEASURED = MeasuredCost(
+    num_layers=4, layer_seconds=(1.0, 1.5, 1.75), head_seconds=(2.0, 2.25, 2.5), draft_seconds=0.5, round_seconds=0.25
+)
+
+
+def test_tokens_per_layer_by_hand() -> None:
+    cost = LayerCost(8)
+    assert tokens_per_cost(0.5, 2, 2, cost) == pytest.approx(7 / 48)  # (1 + 1/2 + 1/4) / (2 * 2 + 8)
+    assert tokens_per_cost(1.0, 2, 2, cost) == pytest.approx(3 / 12)  # the limit at a = 1
+    assert tokens_per_cost(0.7, 3, 0, cost) == 1 / 8
+
+
+def test_best_setting_by_hand() -> None:
+    # L = 4: layer 2 with a = .8 and d = 2 gives (1 + .8 + .64) / (2 * 2 + 4) = .305; layer 1 at best 1.5 / 5 = .3 (d = 1),
+    # layer 3 at best 1.9 / 7 = .2714 (d = 1).
+    assert best_setting({1: 0.5, 2: 0.8, 3: 0.9}, 8, LayerCost(4)) == (2, 2, pytest.approx(0.305))
+    assert best_setting({1: 0.0, 3: 0.1}, 8, LayerCost(4)) == (1, 0, 0.25)  # nothing pays: no speculation
+    assert best_setting({3: 0.1}, 8, LayerCost(4), first=1) == (3, 1, pytest.approx(1.1 / 7))
+
+
+def test_measured_round_by_hand() -> None:
+    assert MEASURED.autoregressive() == 4 * 1.0 + 2.0
+    assert MEASURED.look(2) == 2.5
+    # d = 0: one row through 2 layers, through the other 2, one head, and the round's own 0.25.
+    assert MEASURED.round(2, 0) == 2 + 2 + 2 + 0.25
+    # d = 2: three rows one by one through 2 layers, two looks; three rows at once through 2 layers; head of three.
+    assert MEASURED.round(2, 2) == 3 * 2 * 1.0 + 2 * 2.5 + 2 * 1.75 + 2.5 + 0.25
+    # Beyond the timed rows in a line: 5 rows cost 1.75 + 2 * 0.25 a layer, 2.5 + 2 * 0.25 the head.
+    assert MEASURED.round(1, 4) == 5 + 4 * 2.5 + 3 * 2.25 + 3.0 + 0.25
+
+
+def test_measured_cost_survives_json() -> None:
+    assert MeasuredCost.from_dict(MEASURED.as_dict()) == MEASURED
+
+
+@pytest.mark.parametrize("bad", [(1.0,), (1.0, 0.0), (1.0, -1.0)])
+def test_measured_cost_refuses(bad: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="positive timings"):
+        MeasuredCost(num_layers=4, layer_seconds=bad, head_seconds=(1.0, 1.0))
+
+
+@pytest.mark.parametrize("acceptance", [-0.1, 1.1])
+def test_acceptance_outside_the_unit_interval(acceptance: float) -> None:
+    with pytest.raises(ValueError, match=r"acceptance must be in \[0, 1\]"):
+        tokens_per_cost(acceptance, 1, 1, LayerCost(4))
+
+
+@given(
+    num_layers=st.integers(2, 12),
+    data=st.data(),
+    max_speculations=st.integers(1, 9),
+    first=st.integers(0, 1),
+    measured=st.booleans(),
+)
+def test_best_setting_is_brute_force(
+    num_layers: int, data: st.DataObject, max_speculations: int, first: int, measured: bool
+) -> None:
+    rates = data.draw(st.lists(st.floats(0, 1), min_size=num_layers - 1, max_size=num_layers - 1))
+    acceptance = dict(enumerate(rates, start=1))
+    cost: CostModel = LayerCost(num_layers)
+    if measured:
+        cost = MeasuredCost(num_layers=num_layers, layer_seconds=(1.0, 1.2), head_seconds=(0.7, 0.9), draft_seconds=0.1)
+    exit_layer, length, rate = best_setting(acceptance, max_speculations, cost, first=first)
+    every = [
+        tokens_per_cost(acceptance[layer], layer, d, cost)
+        for layer in acceptance
+        for d in range(first, max_speculations + 1)
+    ]
+    assert rate == pytest.approx(max(every))
+    assert rate == pytest.approx(tokens_per_cost(acceptance[exit_layer], exit_layer, length, cost))
+    assert first <= length <= max_speculations

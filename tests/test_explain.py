@@ -1,0 +1,122 @@
+"""What `--explain`, `trace` and `inspect` say, on runs small enough to check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import tiny_llama, tiny_tokenizer
+
+from layerskip_models import from_transformers
+from policies import LayerCost, MeasuredCost
+from selfspec import SelfSpecGenerator
+from selfspec.explain import explain, explanation_lines, watching_all_layers
+from selfspec.inspection import inspect_model, inspection_lines, text_agreement
+from selfspec.replay import replay, trace_agreement
+from selfspec.trace_plot import plot_trace, trace_lines
+
+PROMPT = [5, 3, 7, 1]
+OPTIONS = {"max_new_tokens": 40, "eos_token_id": []}
+
+
+@pytest.fixture(scope="module")
+def generator() -> SelfSpecGenerator:
+    model = from_transformers(tiny_llama(seed=4, late_scale=0.9, dtype=torch.float64), layout="plain")
+    return SelfSpecGenerator(model, tiny_tokenizer(), policy="ls:2-3")
+
+
+def watched(generator: SelfSpecGenerator, policy: str):  # type: ignore[no-untyped-def]
+    resolved = watching_all_layers(generator.resolve_policy(policy), generator.model.num_layers)
+    return generator.generate(PROMPT, policy=resolved, trace=True, **OPTIONS)  # type: ignore[arg-type]
+
+
+def test_a_run_explains_itself(generator: SelfSpecGenerator) -> None:
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
+    result = watched(generator, "ls:2-3")
+    explanation = explain(result, 4, cost)
+    assert sum(explanation.phases.values()) == pytest.approx(1.0, abs=0.05)
+    assert explanation.layers_speedup == pytest.approx(result.stats.etpl * 4)
+    assert explanation.exact
+    assert explanation.full_acceptance_speedup >= explanation.cost_speedup
+    # The setting that ran is among the replayed ones, with what it really did.
+    own = next(setting for setting in explanation.by_layers if setting.policy == "ls:2-3")
+    assert own.tokens_per_cost == pytest.approx(result.stats.etpl)
+    rounds = replay(trace_agreement(generator, torch.tensor(PROMPT), 40), 2, 3)
+    assert explanation.cost_speedup == pytest.approx(rounds.num_tokens * cost.autoregressive() / rounds.cost(cost))
+    text = "\n".join(explanation_lines(explanation, cost))
+    assert "replayed from this run" in text
+    assert "largest loss is" in text
+    assert explanation.settings[0].policy in text
+
+
+def test_watching_does_not_change_the_output(generator: SelfSpecGenerator) -> None:
+    plain = generator.generate(PROMPT, num_speculations=0, **OPTIONS)  # type: ignore[arg-type]
+    for policy in ("auto:cost=layers", "del", "spide:1"):
+        assert watched(generator, policy).new_tokens == plain.new_tokens
+
+
+def test_a_sampled_run_is_an_estimate_and_says_so(generator: SelfSpecGenerator) -> None:
+    policy = watching_all_layers(generator.resolve_policy("ls:1-2"), 4)
+    result = generator.generate(PROMPT, policy=policy, trace=True, do_sample=True, seed=1, **OPTIONS)  # type: ignore[arg-type]
+    explanation = explain(result, 4, LayerCost(4))
+    assert not explanation.exact
+    assert "estimated from 100% of the positions" in "\n".join(explanation_lines(explanation, LayerCost(4)))
+
+
+def test_one_token_leaves_nothing_to_explain(generator: SelfSpecGenerator) -> None:
+    policy = watching_all_layers(generator.resolve_policy("ls:1-2"), 4)
+    result = generator.generate(PROMPT, policy=policy, trace=True, max_new_tokens=1)
+    assert "nothing to explain" in "\n".join(explanation_lines(explain(result, 4, LayerCost(4)), LayerCost(4)))
+
+
+def test_a_line_per_round(generator: SelfSpecGenerator) -> None:
+    result = generator.generate(PROMPT, policy="del", trace=True, **OPTIONS)  # type: ignore[arg-type]
+    assert result.trace is not None
+    lines = trace_lines(result.trace)
+    assert len(lines) == 1 + result.stats.rounds
+    assert sum(line.count("+") for line in lines) == result.stats.num_accepted
+    assert all(record.threshold is not None and record.acceptance for record in result.trace if record.num_drafted)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ending"), [("del", "png"), ("ls:1-2", "svg"), ("ar", "png"), ("auto:cost=layers", "pdf")]
+)
+def test_a_picture_is_drawn(generator: SelfSpecGenerator, policy: str, ending: str, tmp_path: Path) -> None:
+    result = generator.generate(PROMPT, policy=policy, trace=True, **OPTIONS)  # type: ignore[arg-type]
+    path = tmp_path / f"trace.{ending}"
+    plot_trace(result.trace or (), 4, result.policy, path)
+    assert path.stat().st_size > 5000
+
+
+def test_no_round_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no round to draw"):
+        plot_trace((), 4, "ar", tmp_path / "trace.png")
+
+
+def test_text_agreement_is_that_of_full_passes(generator: SelfSpecGenerator) -> None:
+    llama = tiny_llama(seed=4, late_scale=0.9, dtype=torch.float64)
+    ids = torch.arange(40) % 24
+    hidden = llama.model(ids[None], output_hidden_states=True).hidden_states
+    states = [*hidden[1:-1], None]
+    final = llama(ids[None]).logits[0].argmax(-1)
+    expected = [
+        float((llama.lm_head(llama.model.norm(state))[0].argmax(-1) == final).double().mean())
+        for state in states
+        if state is not None
+    ]
+    assert text_agreement(generator.model, ids) == pytest.approx(expected)
+
+
+def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
+    seen: list[str] = []
+    texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
+    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, advance=seen.append)
+    assert len(inspection.text_agreement) == len(inspection.own_agreement) == 3
+    assert inspection.comparison.outputs_equal
+    lines = inspection_lines(inspection)
+    assert lines[-1] == inspection.verdict()
+    assert any(word in lines[-1] for word in ("worth it", "hardly"))
+    assert seen[-1] == "comparing with plain decoding"
+    with pytest.raises(ValueError, match="at least 4 tokens"):
+        inspect_model(generator, ["ab"])

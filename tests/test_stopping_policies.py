@@ -1,0 +1,157 @@
+"""Stopping policies on rounds written by hand: finite state, Draft&Verify, entropy rules, SPIDE."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from records import finished, row, shadow
+
+from policies import (
+    AcceptanceTable,
+    AdaEdlThreshold,
+    DraftVerifyThreshold,
+    FiniteStateLength,
+    Plan,
+    SpideStopping,
+    SvipThreshold,
+)
+from policies.acceptance_table import EDGES, NUM_BINS, confidence_bin
+
+PLAN = Plan(exit_layer=1, max_speculations=20)
+
+
+def test_finite_state_follows_its_script() -> None:
+    policy = FiniteStateLength(2)
+    lengths = [policy.length]
+    # all accepted, all accepted, one short, none, none, none (held at 1), a round without drafts, all accepted
+    for drafted, accepted in [(2, 2), (3, 3), (4, 3), (3, 0), (2, 0), (1, 0), (0, 0), (1, 1)]:
+        policy.observe(finished(drafted, accepted))
+        lengths.append(policy.length)
+    assert lengths == [2, 3, 4, 3, 2, 1, 1, 1, 2]
+    assert not policy.stop_after_draw(row(0), 5)
+    assert policy.stop_after_draw(row(1), 5)
+    policy.reset()
+    assert policy.length == 2
+
+
+def test_finite_state_has_an_end() -> None:
+    policy = FiniteStateLength(3, max_length=4)
+    for _ in range(3):
+        policy.observe(finished(4, 4))
+    assert policy.length == 4
+    with pytest.raises(ValueError, match=r"\[1, 4\]"):
+        FiniteStateLength(5, max_length=4)
+
+
+def test_draft_verify_follows_its_script() -> None:
+    policy = DraftVerifyThreshold(0.5)
+    assert policy.stop_after_draw(row(0, confidence=0.49), 7)
+    assert not policy.stop_after_draw(row(0, confidence=0.5), 7)
+    assert policy.stop_after_draw(row(7, confidence=0.9), 7)  # the eighth token is the last
+    assert not policy.stop_before_draw(row(0, confidence=0.0))
+    # Rate 0 < .9: towards .51 by a tenth: .9 * .5 + .1 * .51 = .501. Then rate (0 + 1) / 2 = .5 < .9: .502.
+    policy.observe(finished(2, 0))
+    assert policy.threshold(1) == pytest.approx(0.501)
+    policy.observe(finished(2, 2))
+    assert policy.threshold(1) == pytest.approx(0.502)
+    # Rates .75, .875, .9375: only the last is above .9, and moves it down: .503, .504, .503.
+    for expected in (0.503, 0.504, 0.503):
+        policy.observe(finished(2, 2))
+        assert policy.threshold(1) == pytest.approx(expected)
+    # At its cap (its own 8, or the plan's) a lower threshold would change nothing.
+    policy.observe(finished(8, 8))
+    policy.observe(finished(3, 3, cause="cap"))
+    policy.observe(finished(0, 0))
+    assert policy.threshold(1) == pytest.approx(0.503)
+    policy.reset()
+    assert policy.threshold(1) == 0.5
+
+
+def test_entropy_rules_by_hand() -> None:
+    svip = SvipThreshold(0.6)
+    assert not svip.stop_after_draw(row(0, entropy=0.36), 1)  # sqrt(.36) is the bound, not above it
+    assert svip.stop_after_draw(row(0, entropy=0.37), 1)
+    assert svip.stop_after_draw(row(17, entropy=0.0), 1)
+    adaedl = AdaEdlThreshold(0.4)
+    # 1 - sqrt(.2 H) < .4 when H > .36 / .2 = 1.8.
+    assert not adaedl.stop_after_draw(row(0, entropy=1.79), 1)
+    assert adaedl.stop_after_draw(row(0, entropy=1.81), 1)
+    adaedl.observe(finished(2, 0))
+    assert adaedl.threshold(1) == pytest.approx(0.401)
+    for policy in (svip, adaedl):
+        assert not policy.stop_before_draw(row(0, entropy=9.0))
+        policy.reset()
+    assert adaedl.threshold(1) == 0.4
+
+
+@pytest.mark.parametrize(
+    ("confidence", "index"),
+    [
+        (0.0, 0), (0.0999, 0), (0.1, 1), (0.3, 3), (0.8999, 8), (0.9, 9), (0.9099, 9), (0.91, 10), (0.95, 14), (0.98, 17),
+        (0.99, 18), (0.999999, 18), (1.0, 19),
+    ],
+)  # fmt: skip
+def test_the_twenty_bins_and_their_edges(confidence: float, index: int) -> None:
+    assert confidence_bin(confidence) == index
+
+
+@given(st.floats(0, 1))
+def test_every_confidence_has_a_bin(confidence: float) -> None:
+    index = confidence_bin(confidence)
+    assert 0 <= index < NUM_BINS
+    assert index == sum(edge <= confidence for edge in EDGES)
+
+
+def test_spide_stops_where_the_product_falls_to_tau() -> None:
+    # Rates .9, .8, .9 (by hand into the table): .9 * .8 = .72 > .7 goes on, times .9 = .648 stops.
+    policy = SpideStopping([1], num_layers=4, tau=0.7, prior_count=1e-9)
+    for confidence, hits in ((0.75, 9), (0.55, 8)):
+        for index in range(10):
+            policy.table.add(1, confidence, float(index < hits))
+    policy.start_round(PLAN)
+    drawn = [policy.stop_after_draw(row(depth, confidence=value), 0) for depth, value in enumerate((0.75, 0.55, 0.75))]
+    assert drawn == [False, False, True]
+    assert policy.reliability == pytest.approx(0.648)
+    policy.start_round(PLAN)
+    assert not policy.stop_after_draw(row(0, confidence=0.75), 0)
+    assert not policy.stop_before_draw(row(0, confidence=0.0))
+
+
+def test_the_prior_is_the_midpoint() -> None:
+    table = AcceptanceTable([1], prior_count=2.0)
+    assert table.rate(1, 0.42) == pytest.approx(0.45)
+    table.add(1, 0.42, 1.0)  # (1 + 2 * .45) / (1 + 2)
+    assert table.rate(1, 0.42) == pytest.approx(1.9 / 3)
+    assert table.rate(1, 1.0) == 1.0
+
+
+def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
+    table = AcceptanceTable([1, 2])
+    # Layer 1 drafted three, the second was rejected: the third has no fate. Row 2 of the shadow rows was not drafted.
+    seen = shadow([1, 2], [[1, 0, 1], [0, 1, 1]], [[0.15, 0.25, 0.35], [0.15, 0.25, 0.35]])
+    table.observe(finished(2, 1, exit_layer=1, confidences=[0.15, 0.25], seen=seen))
+    assert [table.seen[1][index] for index in (1, 2, 3)] == [1, 1, 1]
+    assert [table.accepted[1][index] for index in (1, 2, 3)] == [1, 0, 1]
+    assert [table.accepted[2][index] for index in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_when_sampling_tables_learn_probabilities() -> None:
+    table = AcceptanceTable([1, 2])
+    seen = shadow([1, 2], [[1, 1], [1, 1]], [[0.15, 0.25]] * 2, [[0.3, 0.4], [0.5, 0.6]])
+    table.observe(finished(1, 1, exit_layer=1, confidences=[0.15], acceptance=[0.7], seen=seen))
+    assert (table.accepted[1][1], table.accepted[1][2]) == pytest.approx((0.7, 0.4))  # own draft, then a shadow row
+    assert (table.accepted[2][1], table.accepted[2][2]) == pytest.approx((0.5, 0.6))
+
+
+def test_what_was_seen_fades() -> None:
+    table = AcceptanceTable([1], decay=0.5)
+    table.add(1, 0.42, 1.0)
+    table.observe(finished(1, 0, exit_layer=1, confidences=[0.42]))
+    assert (table.seen[1][4], table.accepted[1][4]) == (1.5, 0.5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0, -0.5])
+def test_spide_refuses_a_tau(tau: float) -> None:
+    with pytest.raises(ValueError, match="tau must be in"):
+        SpideStopping([1], num_layers=4, tau=tau)
