@@ -42,7 +42,7 @@ from layerskip_models.loading import load_config, resolve_device, resolve_dtype
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost
-from selfspec.defaults import default_policy
+from selfspec.defaults import fixed_policy
 
 app = typer.Typer(
     help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",
@@ -69,7 +69,7 @@ OutputOption = Annotated[Path | None, typer.Option(help="Write the record, JSON 
 @app.command()
 def peers(
     model: ModelOption = None,
-    policy: Annotated[str | None, typer.Option(help='"ls:E-G"; default: the checkpoint\'s own best.')] = None,
+    policy: Annotated[str | None, typer.Option(help='"ls:E-G"; default: the checkpoint\'s best known.')] = None,
     prompts: PromptsOption = None,
     num_samples: NumSamplesOption = 4,
     prompt_tokens: PromptTokensOption = 320,
@@ -89,7 +89,7 @@ def peers(
         target = resolve_device(device)
         config = load_config(checkpoint)
         chosen_dtype = resolve_dtype(dtype, target, getattr(config, "dtype", None))
-        policy_name = policy or default_policy(checkpoint, config.num_hidden_layers)
+        policy_name = policy or fixed_policy(checkpoint, config.num_hidden_layers)
         exit_layer, num_speculations = _fixed_setting(policy_name, config.num_hidden_layers)
         samples = encode_prompts(
             select_prompts(load_prompts(prompts), num_samples), load_tokenizer(checkpoint), prompt_tokens
@@ -167,7 +167,7 @@ def sweep(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
-    write: Annotated[bool, typer.Option("--write", help="Make the best the checkpoint's default setting.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Keep the best beside the checkpoint's weights.")] = False,
 ) -> None:
     """Find the best exit layer and length: all by replay of traced runs, the promising ones timed; greedy.
 
@@ -228,7 +228,9 @@ def sweep(
     _show(record.lines)
     if write:
         path = write_setting(Path(checkpoint), best, run)
-        typer.echo(f"{best['policy']} is now the default setting of this checkpoint ({path.name} beside its weights)")
+        typer.echo(
+            f"{best['policy']} is now the best known fixed setting of this checkpoint ({path.name} beside its weights)"
+        )
     if best["policy"].endswith(f"-{lengths[-1]}"):
         typer.echo(
             f"the best setting is at the edge of the grid: try --num-speculations up to {2 * lengths[-1]}", err=True

@@ -49,7 +49,7 @@ def run_policies(
         for layer in exit_layers:
             for length in lengths:
                 rounds = replay(trace, layer, length)
-                cells[f"ls:{layer}-{length}"] = [rounds.num_tokens, rounds.loaded_layers, rounds.cost(cost)]
+                cells[f"ls:{layer}-{length}"] = [rounds.num_tokens, rounds.loaded_layers, round(rounds.cost(cost), 6)]
         write({"kind": "grid", "prompt": prompt.id, "task": prompt.task, "cells": cells})
         advance("tracing every layer")
         for name in policies:

@@ -171,6 +171,8 @@ def generate(
         text = read_prompt(prompt, file)
         generator = load_generator(model, dtype, device, notes)
         greedy = _check_sampling(generator, options)
+        with notes.status("Calibrating ..."):  # if the policy counts seconds
+            generator.resolve_policy(policy, exit_layer, num_speculations)
         session = _Session(generator, text, options, notes)
         with session.interrupt:
             if compare_modes:
@@ -242,11 +244,10 @@ class _Session:
         num_layers = self._model.num_layers
         with self._notes.status("Watching every layer ..."):
             cost = measured_cost(self._model)
-            plain = self._options["num_speculations"] == 0 or self._options["policy"] == "ar"
             policy = self._generator.resolve_policy(
                 self._options["policy"], self._options["exit_layer"], self._options["num_speculations"]
             )
-            watched = policy if plain else watching_all_layers(policy, num_layers)
+            watched = watching_all_layers(policy, num_layers)
             changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "policy": watched, "trace": True}
             return explanation_lines(explain(self._generate(**changes), num_layers, cost), cost)
 

@@ -26,7 +26,7 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
 POLICY_HELP = (
     'As "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
-    "docs/policies.md has all. Without it, the checkpoint's default."
+    "docs/policies.md has all. Without it: auto."
 )
 
 

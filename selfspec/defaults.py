@@ -1,7 +1,7 @@
-"""The setting used when the caller names none: measured for this checkpoint if it was, else published, else a rule.
+"""What is used when the caller names no policy, and the best known fixed setting of a checkpoint.
 
-A file `selfspec.json` beside the weights, {"policy": "ls:3-4"}, says what was found best for a checkpoint (the demo's was
-written from a sweep; see docs/benchmarks.md).
+A file `selfspec.json` beside the weights, {"policy": "ls:3-4"}, says what fixed setting was found best for a checkpoint (the
+demo's was written from a sweep; see docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from pathlib import Path
 
+DEFAULT_POLICY = "auto"
+"""It needs no setting, and decides for itself on any checkpoint."""
 SETTINGS_FILE = "selfspec.json"
 
 PUBLISHED = {
@@ -24,8 +26,8 @@ PUBLISHED = {
 length are LayerSkip's for HumanEval (Elhoushi et al. 2024)."""
 
 
-def default_policy(name: str | None, num_layers: int) -> str:
-    """The default policy's name for a checkpoint.
+def fixed_policy(name: str | None, num_layers: int) -> str:
+    """The name of the best known fixed setting: measured for this checkpoint if it was, else published, else a rule.
 
     name: hub name or local folder, None if unknown. Where nothing is known: exit after a quarter of the layers, draft 4.
     Raises ValueError if the checkpoint's `selfspec.json` cannot be read.
@@ -39,10 +41,10 @@ def default_policy(name: str | None, num_layers: int) -> str:
     return f"ls:{max(1, num_layers // 4)}-4"
 
 
-def default_setting(name: str | None, num_layers: int) -> tuple[int, int]:
-    """(exit_layer, num_speculations) of the default policy where it is a fixed one, else of the rule; errors as above."""
-    fixed = re.fullmatch(r"ls:(\d+)-(\d+)", default_policy(name, num_layers)) or re.fullmatch(
-        r"ls:(\d+)-(\d+)", default_policy(None, num_layers)
+def fixed_setting(name: str | None, num_layers: int) -> tuple[int, int]:
+    """(exit_layer, num_speculations) of `fixed_policy`, for what a caller leaves out; errors as above."""
+    fixed = re.fullmatch(r"ls:(\d+)-(\d+)", fixed_policy(name, num_layers)) or re.fullmatch(
+        r"ls:(\d+)-(\d+)", fixed_policy(None, num_layers)
     )
     assert fixed is not None
     return int(fixed[1]), int(fixed[2])

@@ -24,7 +24,7 @@ from policies import Plan, Policy, RoundContext, RoundRecord, autoregressive, ch
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.calibrate import measured_cost
 from selfspec.config import GenerationHost, Request, make_request
-from selfspec.defaults import default_policy, default_setting
+from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
@@ -76,7 +76,7 @@ class SelfSpecGenerator:
         into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed;
         in-place updates of its weights are noticed and copied again). Generators may share either.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
-    policy: its name ("ls:3-6"), a `Policy`, or None for the checkpoint's default setting (see `selfspec.defaults`).
+    policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     Raises ValueError for an unsupported architecture or a policy that does not fit the model.
     """
 
@@ -95,7 +95,9 @@ class SelfSpecGenerator:
             self._source_version = _weights_version(model)
         self.tokenizer = tokenizer
         self._policies: dict[str, Policy] = {}
-        self.policy = self._named_policy(policy)
+        self._default = policy
+        if policy is not None:
+            self._named_policy(policy)  # a wrong one is an error here, not at the first call
         self._idle_caches: list[KVCache] = []  # at most one, kept for the next call
 
     @classmethod
@@ -150,7 +152,7 @@ class SelfSpecGenerator:
             Criteria see the full prefix of every committed token.
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
-            from the checkpoint's default setting.
+            from the checkpoint's best known fixed setting (see `selfspec.defaults`).
         trace: keep every round's record in the result.
         Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
         """
@@ -252,11 +254,18 @@ class SelfSpecGenerator:
         """The checkpoint's own generation configuration; of a transformers model, as it is now."""
         return self.model.generation_config if self._source is None else self._source.generation_config
 
-    def _named_policy(self, policy: str | Policy | None) -> Policy:
+    @property
+    def policy(self) -> Policy:
+        """What `generate` uses when a call names no policy; "auto" unless another was given. Calibrates when first asked."""
+        if self._default is not None:
+            return self._named_policy(self._default)
+        return self._named_policy(DEFAULT_POLICY if self.model.num_layers > 1 else "ar")
+
+    def _named_policy(self, policy: str | Policy) -> Policy:
         """A policy by name, made once: what it learns lasts between calls, as long as the generator."""
         if isinstance(policy, Policy):
             return policy
-        name = default_policy(self.model.name, self.model.num_layers) if policy is None else policy
+        name = policy.strip()
         if name not in self._policies:
             measure = partial(measured_cost, self.model)
             self._policies[name] = parse_policy(name, num_layers=self.model.num_layers, measure=measure)
@@ -281,7 +290,7 @@ class SelfSpecGenerator:
             return self.policy if policy is None else self._named_policy(policy)
         if policy is not None:
             raise ValueError("give policy, or exit_layer with num_speculations, not both")
-        default_exit, default_length = default_setting(self.model.name, num_layers)
+        default_exit, default_length = fixed_setting(self.model.name, num_layers)
         chosen_exit = default_exit if exit_layer is None else exit_layer
         chosen_length = default_length if num_speculations is None else num_speculations
         return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=num_layers)

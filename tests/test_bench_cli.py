@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.record import read_record
-from selfspec.defaults import default_policy
+from selfspec.defaults import fixed_policy
 
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
 
@@ -57,7 +57,7 @@ def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_
 def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
     record = tmp_path / "sweep.jsonl"
     arguments = ["--exit-layers", "1-3", "--num-speculations", "2,4", "--num-timed", "2", "--write"]
-    assert default_policy(str(checkpoint), 4) == "ls:1-4"  # the rule for unknown checkpoints
+    assert fixed_policy(str(checkpoint), 4) == "ls:1-4"  # the rule for unknown checkpoints
     result = invoke("sweep", "--model", checkpoint, "--output", record, *arguments, *RUN)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
@@ -75,7 +75,7 @@ def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
         "differing": [],
     }
     setting = json.loads((checkpoint / "selfspec.json").read_text(encoding="utf-8"))
-    assert setting["policy"] == best["policy"] == default_policy(str(checkpoint), 4)
+    assert setting["policy"] == best["policy"] == fixed_policy(str(checkpoint), 4)
     assert f"`{best['policy']}`" in invoke("report", record).output
 
 
