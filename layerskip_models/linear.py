@@ -1,31 +1,33 @@
 """The fastest linear for a weight's shape on this device, chosen by timing when the model is loaded.
 
-On a CPU two kernels compete: `F.linear` on the plain weight, and oneDNN on a weight that was packed into the blocked
-layout its kernels read. Which one wins depends on the processor, the shape and the number of rows (on one Xeon the plain
-kernel won for matrices under 5 MB and the packed one by up to 1.8 times for 4 rows and more above that; on one EPYC the
-packed one won everywhere, by 1.6 to 8 times), so it is measured, not assumed. A packed weight replaces the plain one:
-nothing is resident twice.
+On a CPU three compete: a product with the plain weight, with one whose columns are contiguous, and oneDNN's with one that was
+packed into the blocked layout its kernels read. Which one wins depends on the processor, the shape and the number of rows
+(on one Xeon the plain kernels won for matrices under 5 MB and the packed one by up to 1.8 times for 4 rows and more above
+that; on one EPYC the packed one won everywhere, by 1.6 to 8 times), so it is measured, not assumed. The chosen layout
+replaces the plain weight: nothing is resident twice.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Layout = Literal["plain", "packed"]
-"""How a weight is stored: row major as in the checkpoint, or in oneDNN's blocked layout."""
+Layout = Literal["plain", "transposed", "packed"]
+"""How a weight is stored: row major as in the checkpoint, column major, or in oneDNN's blocked layout."""
 
 _PACK_ROWS = 8  # row count the packed layout is laid out for; 4 to 16 measured alike
 _TIMED_ROWS = (1, 5)  # a draft or autoregressive step, and a typical verification
 _TIMED_BYTES = 64 << 20
+_TURNS = 7
 # Packing must win clearly: alone in a loop a packed kernel looks better than between a layer's other operations. With
 # 1.05 the demo's larger matrices were packed on a Xeon, and its autoregressive step took 6.6 ms instead of 4.3.
-_PLAIN_BONUS = 1.5
+_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5}
 
 
 class Linear(Protocol):
@@ -41,7 +43,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """`F.linear`, with the residual folded into the product where there is no bias."""
+    """What `F.linear` computes, without the operators that it goes through; residual or bias folded into the product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -50,12 +52,21 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
-        return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self._transposed)
+        return torch.addmm(self.bias, x, self._transposed)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""
         out = torch.addmm(residual, x, self._transposed)
         return out if self.bias is None else out.add_(self.bias)
+
+
+class TransposedLinear(PlainLinear):
+    """The same on a copy whose columns are contiguous: for few rows MKL streams it faster from memory."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight.t().contiguous().t(), bias)
 
 
 class PackedLinear:
@@ -76,7 +87,11 @@ class PackedLinear:
         return self._run_binary(x, residual, self.weight, self.bias, "add")
 
 
-LAYOUTS: dict[Layout, type[PlainLinear] | type[PackedLinear]] = {"plain": PlainLinear, "packed": PackedLinear}
+LAYOUTS: dict[Layout, type[PlainLinear] | type[PackedLinear]] = {
+    "plain": PlainLinear,
+    "transposed": TransposedLinear,
+    "packed": PackedLinear,
+}
 
 
 def packing_works(weight: Tensor) -> bool:
@@ -99,32 +114,34 @@ def packing_works(weight: Tensor) -> bool:
     return torch.allclose(packed.float(), F.linear(x, probe).float(), rtol=2e-2, atol=2e-2)
 
 
-def fastest_layout(weight: Tensor) -> Layout:
+def fastest_layout(weight: Tensor, *, shared: bool = False) -> Layout:
     """The layout that is fastest for weights shaped like this one, [out, in], summed over `_TIMED_ROWS`.
 
-    Copies of the weight are rotated through, since one alone might stay in a cache that the whole model outgrows. Takes
-    milliseconds for small matrices and a fraction of a second for large ones.
+    shared: the weight stays resident for another use (a tied embedding), so that a transposed copy would be a second one.
+    Copies of the weight are rotated through, since one alone might stay in a cache that the whole model outgrows, and the
+    layouts take turns, since a machine's speed drifts. Takes milliseconds for small matrices and a fraction of a second for
+    large ones.
     """
     if not packing_works(weight):
         return "plain"
     num_bytes = weight.numel() * weight.element_size()
     copies = [weight.clone() for _ in range(min(8, max(1, _TIMED_BYTES // num_bytes)))]
-    repeats = max(len(copies), min(24, int(2e8 // num_bytes)), 2)
-    seconds: dict[Layout, float] = {}
+    calls = max(len(copies), min(24, int(2e8 // num_bytes)), 2)
+    inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in _TIMED_ROWS]
+    linears = {layout: [kind(copy) for copy in copies] for layout, kind in LAYOUTS.items()}
+    if shared or weight.dtype != torch.float32:
+        del linears["transposed"]
+    turns: dict[Layout, list[float]] = {layout: [] for layout in linears}
     with torch.inference_mode():
-        for layout, kind in LAYOUTS.items():
-            linears = [kind(copy) for copy in copies]
-            inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in _TIMED_ROWS]
-            seconds[layout] = sum(_seconds(linears, x, repeats) for x in inputs)
-    return "packed" if seconds["packed"] * _PLAIN_BONUS < seconds["plain"] else "plain"
+        for _ in range(_TURNS):
+            for layout, those in linears.items():
+                turns[layout].append(sum(_seconds(those, x, calls) for x in inputs))
+    return min(turns, key=lambda layout: median(turns[layout]) * _HANDICAPS[layout])
 
 
-def _seconds(linears: Sequence[Linear], x: Tensor, repeats: int) -> float:
-    """Best of three: seconds per call, going round the linears."""
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        for i in range(repeats):
-            linears[i % len(linears)](x)
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return best
+def _seconds(linears: Sequence[Linear], x: Tensor, calls: int) -> float:
+    """Seconds per call, going round the linears."""
+    start = time.perf_counter()
+    for i in range(calls):
+        linears[i % len(linears)](x)
+    return (time.perf_counter() - start) / calls

@@ -181,9 +181,9 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     decoder = model.model
     layouts: dict[str, Layout] = {}
 
-    def linear(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(kind: str, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
         if kind not in layouts:  # layers are alike, so the first one's timing serves them all
-            layouts[kind] = layout or fastest_layout(weight)
+            layouts[kind] = layout or fastest_layout(weight, shared=shared)
         return LAYOUTS[layouts[kind]](weight, bias)
 
     def norm(weight: Tensor) -> RMSNorm:
@@ -208,7 +208,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     if not release:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
-    head = linear("head", head_weight, None)
+    head = linear("head", head_weight, None, shared=tied)
     result = LayerSkipModel(
         config,
         embedding=embedding,

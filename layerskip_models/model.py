@@ -7,7 +7,7 @@ a hidden state is [rows, hidden], its rows consecutive positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,16 +19,18 @@ from transformers import GenerationConfig, LlamaConfig
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
+_FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
+
 
 class LayerCache(Protocol):
     """What `run_layers` needs of a KV cache."""
 
-    rows: list[Tensor]
-    """One tensor [max_length, 2 * num_kv_heads, head_dim] per layer: keys, then values, of every position."""
-    keys: list[Tensor]
-    """The same memory as attention reads it: [1, num_kv_heads, max_length, head_dim] per layer."""
-    values: list[Tensor]
-    """Likewise."""
+    def window(
+        self, start: int, stop: int, position: int, end: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """For layers [start, stop): rows position .. end-1, [rows, 2 * num_kv_heads, head_dim], to be written, keys first;
+        keys and values of all positions before `end`, [num_kv_heads, end, head_dim]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +99,7 @@ class LayerSkipModel:
         self._rotary_scaling = rotary_scaling
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
+        self._unfused = self.device.type == "cpu" and not self._half
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -143,30 +146,66 @@ class LayerSkipModel:
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = self._rotary[position:end]
+        # Scores of a few rows are small beside the layer's keys; of many they would not be.
+        few = self._unfused and rows <= _FEW_ROWS and rows * heads <= kv_heads * dim
+        attend = self._attend_few if few else self._attend
         mask = None
-        if rows > 1 and position > 0:
+        if rows > 1 and few:
+            mask = torch.full((rows, rows), -torch.inf, dtype=self.dtype, device=self.device).triu_(1).unsqueeze(1)
+        elif rows > 1 and position > 0:
             mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
-        for index in range(start, stop):
+        windows = zip(*cache.window(start, stop, position, end))
+        for index, (written, keys, values) in enumerate(windows, start=start):
             layer = self._layers[index]
             qkv = layer.qkv(layer.input_norm(hidden)).view(rows, heads + 2 * kv_heads, dim)
             self._rotate(qkv, heads + kv_heads, rotary)
-            cache.rows[index][position:end] = qkv[:, heads:]
-            keys, values = cache.keys[index][:, :, :end], cache.values[index][:, :, :end]
-            if rows == 1:  # the query heads of a group see the same keys: they are the rows of one small attention
-                query = qkv[:, :heads].view(1, kv_heads, heads // kv_heads, dim)
-                attended = F.scaled_dot_product_attention(query, keys, values).view(1, heads * dim)
-            else:
-                query = qkv[:, :heads].transpose(0, 1).unsqueeze(0)
-                attended = F.scaled_dot_product_attention(
-                    query, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=heads != kv_heads
-                )
-                attended = attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
-            hidden = layer.output.add_to(hidden, attended)
-            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, dim=-1)
+            query, new = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
+            written.copy_(new)
+            hidden = layer.output.add_to(hidden, attend(query, keys, values, mask))
+            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).view(rows, 2, -1).unbind(1)
             hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
             if capture is not None:
                 capture(index + 1, hidden)
         return hidden
+
+    def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of a few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.
+
+        query: [rows, heads, head_dim], may be overwritten. keys, values: [kv_heads, end, head_dim]. mask: added to the last
+        `rows` positions, [rows, 1, rows]; None for one row. Returns [rows, heads * head_dim].
+        """
+        rows, heads, dim = query.shape
+        kv_heads, end = keys.shape[0], keys.shape[1]
+        group = heads // kv_heads
+        if rows == 1 or kv_heads == 1:  # the query heads of a group see the same keys: they are rows of one product
+            queries = query.reshape(kv_heads, rows * group, dim)
+        else:
+            queries = query.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, rows * group, dim)
+        scores = torch.bmm(queries.mul_(dim**-0.5), keys.mT)  # [kv_heads, rows * group, end]
+        if mask is not None:
+            scores.view(kv_heads, rows, group, end)[..., end - rows :].add_(mask)
+        attended = torch.bmm(scores.softmax(dim=-1), values)  # [kv_heads, rows * group, head_dim]
+        if rows == 1 or kv_heads == 1:
+            return attended.view(rows, heads * dim)
+        return attended.view(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of any number of rows, fused. mask: [rows, end], None for one row or rows from position 0 on."""
+        rows, heads, dim = query.shape
+        kv_heads = keys.shape[0]
+        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        if rows == 1:
+            grouped = query.view(1, kv_heads, heads // kv_heads, dim)
+            return F.scaled_dot_product_attention(grouped, keys, values).view(1, heads * dim)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=heads != kv_heads,
+        )
+        return attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
@@ -179,4 +218,4 @@ class LayerSkipModel:
             pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
             heads.copy_(torch.view_as_real(pairs.mul_(rotary)).flatten(-2))
         else:
-            torch.view_as_complex(qkv.unflatten(-1, (-1, 2)))[:, :num_rotated].mul_(rotary)
+            qkv.view(rotary.dtype)[:, :num_rotated].mul_(rotary)

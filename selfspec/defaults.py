@@ -43,11 +43,8 @@ def fixed_policy(name: str | None, num_layers: int) -> str:
 
 def fixed_setting(name: str | None, num_layers: int) -> tuple[int, int]:
     """(exit_layer, num_speculations) of `fixed_policy`, for what a caller leaves out; errors as above."""
-    fixed = re.fullmatch(r"ls:(\d+)-(\d+)", fixed_policy(name, num_layers)) or re.fullmatch(
-        r"ls:(\d+)-(\d+)", fixed_policy(None, num_layers)
-    )
-    assert fixed is not None
-    return int(fixed[1]), int(fixed[2])
+    exit_layer, _, length = fixed_policy(name, num_layers).removeprefix("ls:").partition("-")
+    return int(exit_layer), int(length)
 
 
 def _read(path: Path) -> str:
@@ -55,6 +52,6 @@ def _read(path: Path) -> str:
         policy = json.loads(path.read_text(encoding="utf-8"))["policy"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f'{path} must hold {{"policy": "ls:E-GAMMA"}}: mend or delete it ({error!r})') from error
-    if not isinstance(policy, str):
-        raise ValueError(f'{path}: "policy" must be a string such as "ls:3-4", got {policy!r}')
+    if not isinstance(policy, str) or not re.fullmatch(r"ls:\d+-\d+", policy):
+        raise ValueError(f'{path}: "policy" must be a fixed setting such as "ls:3-4", got {policy!r}')
     return policy

@@ -303,9 +303,9 @@ def test_how_a_call_chooses_its_policy(engine: SelfSpecGenerator) -> None:
     def name(**options: Any) -> str:
         return engine.generate(PROMPT, max_new_tokens=3, **options).policy
 
-    assert name() == "ls:1-4"  # the default: a quarter of the layers, 4 drafts
+    assert name() == "auto"
     assert name(policy="ar") == "ar"
-    assert name(exit_layer=3) == "ls:3-4"
+    assert name(exit_layer=3) == "ls:3-4"  # of a checkpoint without a setting: a quarter of the layers, 4 drafts
     assert name(num_speculations=2) == "ls:1-2"
     assert name(exit_layer=2, num_speculations=6) == "ls:2-6"
     assert name(num_speculations=0) == "ar"

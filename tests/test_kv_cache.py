@@ -32,10 +32,8 @@ def fresh_rows(model: LayerSkipModel, tokens: list[int]) -> KVCache:
 
 
 def assert_same_rows(cache: KVCache, expected: KVCache, length: int) -> None:
-    for layer in range(len(expected.rows)):
-        for name in ("keys", "values"):
-            got, wanted = getattr(cache, name)[layer], getattr(expected, name)[layer]
-            torch.testing.assert_close(got[:, :, :length], wanted[:, :, :length], rtol=0, atol=1e-10)
+    for got, wanted in zip(cache.rows, expected.rows, strict=True):
+        torch.testing.assert_close(got[:length], wanted[:length], rtol=0, atol=1e-10)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -103,6 +101,18 @@ def test_roll_back_moves_nothing() -> None:
     before = [rows.clone() for rows in cache.rows]
     cache.roll_back(1)
     assert all(torch.equal(rows, old) for rows, old in zip(cache.rows, before))
+
+
+def test_a_window_is_the_cache_itself() -> None:
+    cache = fresh_rows(LAYERS, [1, 2, 3, 4])
+    written, keys, values = cache.window(1, 3, 2, 4)
+    assert [len(part) for part in (written, keys, values)] == [2, 2, 2]
+    assert torch.equal(written[0], cache.rows[1][2:4])
+    heads = keys[0].shape[0]
+    assert torch.equal(keys[1].transpose(0, 1), cache.rows[2][:4, :heads])
+    assert torch.equal(values[1].transpose(0, 1), cache.rows[2][:4, heads:])
+    written[0].zero_()
+    assert not keys[0][:, 2:].any()
 
 
 def test_size_in_bytes() -> None:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from layerskip_models import LAYERSKIP_CHECKPOINTS, LayerSkipModel, from_transformers, load_model, load_tokenizer
-from layerskip_models.linear import PackedLinear, PlainLinear, fastest_layout, packing_works
+from layerskip_models.linear import Layout, PackedLinear, PlainLinear, TransposedLinear, fastest_layout, packing_works
 from layerskip_models.loading import check_config, resolve_device, resolve_dtype
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
@@ -77,7 +77,7 @@ def test_dtypes(saved: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_from_pretrained(tmp_path: Path) -> None:
-    """Weights, tokenizer, generation settings and the checkpoint's own default policy, from one folder."""
+    """Weights, tokenizer, generation settings and the checkpoint's own fixed setting, from one folder."""
     llama = tiny_llama(dtype=torch.float32, seed=2)
     llama.generation_config.max_new_tokens = 6
     llama.save_pretrained(tmp_path)
@@ -85,7 +85,7 @@ def test_from_pretrained(tmp_path: Path) -> None:
     (tmp_path / "selfspec.json").write_text('{"policy": "ls:3-2"}')
     engine = SelfSpecGenerator.from_pretrained(tmp_path)
     result = engine.generate("bad")
-    assert result.policy == "ls:3-2"
+    assert result.policy == "auto"
     assert len(result.new_tokens) == 6
     assert result.text == load_tokenizer(tmp_path).decode(result.new_tokens)
     assert engine.generate("bad", exit_layer=1).policy == "ls:1-2"
@@ -96,7 +96,7 @@ def test_a_broken_settings_file_is_an_error(content: str, tmp_path: Path) -> Non
     tiny_llama().save_pretrained(tmp_path)
     (tmp_path / "selfspec.json").write_text(content)
     with pytest.raises(ValueError, match="policy"):
-        SelfSpecGenerator(load_model(tmp_path))
+        SelfSpecGenerator(load_model(tmp_path)).generate([1], exit_layer=1)
 
 
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
@@ -168,12 +168,14 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biases", [False, True])
-def test_both_layouts_give_the_same_logits(dtype: torch.dtype, biases: bool) -> None:
+def test_all_layouts_give_the_same_logits(dtype: torch.dtype, biases: bool) -> None:
     llama = tiny_llama(dtype=dtype, seed=2, attention_bias=biases, mlp_bias=biases)
     if not packing_works(llama.lm_head.weight):
         pytest.skip("this build of torch does not pack weights")
-    plain, packed = (from_transformers(llama, layout=layout) for layout in ("plain", "packed"))
+    layouts: tuple[Layout, ...] = ("plain", "transposed", "packed")
+    plain, transposed, packed = (from_transformers(llama, layout=layout) for layout in layouts)
     bound = 1e-4 if dtype == torch.float32 else 0.2
+    torch.testing.assert_close(forward(transposed), forward(plain), rtol=1e-5, atol=bound)
     torch.testing.assert_close(forward(packed), forward(plain), rtol=1e-5, atol=bound)
 
 
@@ -183,7 +185,7 @@ def test_linears(bias: Tensor | None) -> None:
     weight, x, residual = (torch.randn(*shape, generator=generator) for shape in ((6, 5), (3, 5), (3, 6)))
     kept = residual.clone()
     expected = torch.nn.functional.linear(x, weight, bias)
-    kinds = [PlainLinear, PackedLinear] if packing_works(weight) else [PlainLinear]
+    kinds = [PlainLinear, TransposedLinear, *([PackedLinear] if packing_works(weight) else [])]
     for kind in kinds:
         linear = kind(weight, bias)
         torch.testing.assert_close(linear(x), expected)
@@ -195,7 +197,8 @@ def test_packing_is_for_what_it_works_for() -> None:
     assert not packing_works(torch.zeros(4, 4, dtype=torch.float64))
     assert not packing_works(torch.zeros(4, 4, device="meta"))
     assert fastest_layout(torch.zeros(4, 4, dtype=torch.float64)) == "plain"
-    assert fastest_layout(torch.zeros(8, 8)) in ("plain", "packed")
+    assert fastest_layout(torch.zeros(8, 8)) in ("plain", "transposed", "packed")
+    assert fastest_layout(torch.zeros(8, 8), shared=True) in ("plain", "packed")
 
 
 @pytest.mark.parametrize("tied", [False, True])
