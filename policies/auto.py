@@ -40,13 +40,14 @@ from policies.base import (
 )
 from policies.cost import CostModel, LayerCost
 
-MAX_SPECULATIONS = 12  # a longer draft of a layer that good gains less than a percent
+MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
 PROMPT_ROWS = 32
 LEARN_EVERY = 4
 LEARN_FIRST = 8
 _PRIOR_COUNT = 2.0  # what the bin's midpoint is worth in the average over layers, in observations
 _POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
-_GRID = np.concatenate([[0.0], np.geomspace(0.02, 1.0, 15)])  # reliabilities at which values are tabulated
+_NEWS = 1.15  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
+_GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 
 
 class DraftValues:
@@ -64,22 +65,28 @@ class DraftValues:
         look_cost: NDArray[np.float64],
     ) -> None:
         layers, depths = step_cost.shape
-        ahead = np.zeros((depths + 1, layers, len(_GRID)))
-        drafts = np.zeros((layers, len(_GRID)))  # of those still to come, how many are expected to be accepted
-        reached = _GRID[None, None, :] * acceptance[:, :, None]  # [layers, bins, grid]: reliability after keeping
-        index = np.clip(np.searchsorted(_GRID, reached, side="right") - 1, 0, len(_GRID) - 2)
-        share = (reached - _GRID[index]) / (_GRID[index + 1] - _GRID[index])
-        rows = np.arange(layers)[:, None, None]
+        size = len(_GRID)
+        reached = _GRID * acceptance[:, :, None]  # [layers, bins, grid]: reliability after keeping
+        low = np.clip(np.searchsorted(_GRID, reached, side="right") - 1, 0, size - 2)
+        share = ((reached - _GRID[low]) / (_GRID[low + 1] - _GRID[low]))[..., None]
+        low += size * np.arange(layers)[:, None, None]
+        weights = frequency[:, None, :]  # a mean over bins as a product
+        # Two numbers at every point: what going on is worth, and how many drafts it is expected to have accepted.
+        table = np.zeros((layers * size, 2))
+        ahead = np.zeros((depths + 1, layers, size))
         for depth in range(depths - 1, -1, -1):
-            later = ahead[depth + 1]
-            value = later[rows, index] * (1 - share) + later[rows, index + 1] * share
-            gain = reached + value - step_cost[:, depth, None, None]
-            best = (frequency[:, :, None] * np.maximum(gain, 0.0)).sum(axis=1) - look_cost[:, None]
-            ahead[depth] = np.maximum(best, 0.0)
-            coming = reached + drafts[rows, index] * (1 - share) + drafts[rows, index + 1] * share
-            drafts = (frequency[:, :, None] * np.where(gain > 0, coming, 0.0)).sum(axis=1) * (best > 0)
+            later = table.take(low, axis=0)
+            later += share * (table.take(low + 1, axis=0) - later)
+            later += reached[..., None]
+            later[..., 0] -= step_cost[:, depth, None, None]
+            later *= later[..., :1] > 0  # a draft that is not worth its cost is not kept
+            mean = (weights @ later.reshape(layers, frequency.shape[1], -1)).reshape(layers, size, 2)
+            mean[..., 0] -= look_cost[:, None]
+            mean *= mean[..., :1] > 0
+            ahead[depth] = mean[..., 0]
+            table = mean.reshape(-1, 2)
         self._ahead = ahead
-        self._drafts = drafts
+        self._drafts = table.reshape(layers, size, 2)[..., 1]
 
     def start(self) -> NDArray[np.float64]:
         """Value of drafting at the start of a round, [layers]."""
@@ -130,7 +137,8 @@ class AutoLearner:
         self.table.observe(record)
         if record.shadow is not None:
             self._count(record.shadow)
-            self._solve(passes=1)
+            if self.frequency.sum() > _NEWS * self._solved_at:
+                self._solve(passes=1)
 
     def _count(self, shadow: ShadowTokens) -> None:
         # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
@@ -144,6 +152,7 @@ class AutoLearner:
 
     def _solve(self, passes: int) -> None:
         """Estimates, values and rate from the counts."""
+        self._solved_at = self.frequency.sum()
         seen = np.array([self.table.seen[layer] for layer in self.layers])
         accepted = np.array([self.table.accepted[layer] for layer in self.layers])
         pooled = (accepted.sum(axis=0) + _PRIOR_COUNT * np.asarray(MIDPOINTS)) / (seen.sum(axis=0) + _PRIOR_COUNT)
