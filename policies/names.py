@@ -199,7 +199,7 @@ def parse_policy(text: str, *, num_layers: int, measure: Callable[[], CostModel]
                     f"{name!r} ends drafts itself: put {tail!r} behind an exit policy, as in ls:3-18+{tail}"
                 )
         else:
-            raise ValueError(f"unknown policy {text!r}")
+            raise ValueError("unknown policy")
         if plus:
             other, other_arguments = _split(tail)
             if name == "ar":

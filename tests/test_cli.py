@@ -207,7 +207,7 @@ def test_no_color_keeps_the_strike_and_drops_the_colours(folder, monkeypatch):
 
 ERRORS = {
     "exit layer": ([PROMPT, "--exit-layer", "9"], "exit_layer must be in [1, 3] for this 4-layer model, got 9"),
-    "policy": ([PROMPT, "--policy", "deep"], "unknown policy 'deep'"),
+    "policy": ([PROMPT, "--policy", "deep"], "policy 'deep': unknown policy"),
     "both": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2"], "give policy, or exit_layer"),
     "both in comparison": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2", "--compare"], "give policy, or exit_"),
     "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
