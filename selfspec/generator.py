@@ -146,7 +146,9 @@ class SelfSpecGenerator:
         max_new_tokens .. stop_strings: as in transformers' GenerationConfig, whose defaults and merging apply (this call
             over `generation_config` over the checkpoint's). eos_token_id=[] means never stop at a token. Without any
             length, 128 new tokens.
-        seed, generator: of the sampling; one at most. A generator must be on the model's device.
+        seed, generator: of the sampling; one at most. A generator must be on the model's device. A policy with measured cost
+            (the default) drafts a little otherwise in every process, and then draws otherwise, too: for samples that a seed
+            repeats exactly choose another, such as "auto:cost=layers".
         streamer: gets committed tokens only, each once, as soon as its round ends.
         logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores).
             Criteria see the full prefix of every committed token.
