@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 EXAMPLE_PROMPT = (
-    "Question: A baker makes 12 loaves of bread every morning and sells each loaf for $3. "
-    "How much money does the baker earn in 5 days?\nAnswer:"
+    "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
+    "Translate German to English: Das Wetter ist heute sehr gut.\nEnglish:"
 )
 """What is continued when nothing else is given."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from scripted_policies import EVERY_POLICY, ScriptedExit
+from scripted_policies import EVERY_POLICY, ScriptedExit, named_policy
 from strategies import GreedyCase, greedy_cases
 from tiny_llama import full_logits, pool_model, reference_greedy, tiny_llama, tiny_tokenizer
 from transformers import GenerationConfig, LlamaForCausalLM
@@ -19,7 +19,7 @@ from selfspec import SelfSpecGenerator
 
 NEAR_TIE = 1e-4
 """In float32, two orders of summation move a logit by up to about this; only then may the outputs part."""
-EXAMPLES = 620
+EXAMPLES = 650
 MOST_NEAR_TIES = 4
 
 
@@ -64,7 +64,12 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype) -> None:
         expected = reference_greedy(llama, case.prompt, **options)
         for exit_layer in range(1, case.num_layers):
             config = GenerationConfig(do_sample=False, **options)
-            result = engine.generate(case.prompt, generation_config=config, policy=case.policy(exit_layer), trace=True)
+            policy = case.policy(exit_layer)
+            if case.stopping == "named":  # each in its turn
+                name = EVERY_POLICY[count["named"] % len(EVERY_POLICY)]
+                policy = named_policy(name, exit_layer, case.num_layers)
+                count.update(["named", name])
+            result = engine.generate(case.prompt, generation_config=config, policy=policy, trace=True)
             count["cases"] += 1
             if result.new_tokens != expected:
                 step = next(i for i, (a, b) in enumerate(zip(result.new_tokens, expected)) if a != b)
@@ -80,8 +85,6 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype) -> None:
             inside = result.trace and len(result.trace[-1].tokens) <= result.trace[-1].num_accepted
             count["stopped inside a draft"] += bool(inside) and result.stop_reason != "length"
             count[result.stop_reason] += 1
-            if isinstance(case.stopping, str):
-                count[case.stopping] += 1
 
     check()
     print(dict(count))
