@@ -42,7 +42,9 @@ from layerskip_models.loading import load_config, resolve_device, resolve_dtype
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost
+from selfspec.cli_common import one_line_errors
 from selfspec.defaults import fixed_policy
+from selfspec.replay import GRID_LENGTHS
 
 app = typer.Typer(
     help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",
@@ -84,7 +86,7 @@ def peers(
 
     Ends with status 1 if an output differs by more than a near-tie.
     """
-    with _one_line_errors():
+    with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         target = resolve_device(device)
         config = load_config(checkpoint)
@@ -173,7 +175,7 @@ def sweep(
 
     Ends with status 1 if an output differs from autoregressive decoding by more than a near-tie.
     """
-    with _one_line_errors():
+    with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         if write and not Path(checkpoint).is_dir():
             raise ValueError(f"--write needs a local checkpoint folder, got {checkpoint!r}: download it first")
@@ -260,7 +262,7 @@ def policies(
     output: OutputOption = None,
 ) -> None:
     """Policies side by side over kinds of prompts: eTPL and speed, beside the best fixed settings of the whole grid."""
-    with _one_line_errors():
+    with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         paths: list[Path | None] = [*prompts] if prompts else [None]
         loaded = [prompt for path in paths for prompt in load_prompts(path)]
@@ -300,7 +302,7 @@ def policies(
                 names,
                 max_new_tokens=max_new_tokens,
                 exit_layers=range(1, network.num_layers),
-                lengths=range(1, 9),
+                lengths=GRID_LENGTHS,
                 cost=cost,
                 write=record.write,
                 advance=advance,
@@ -318,7 +320,7 @@ def report(
     ] = None,
 ) -> None:
     """Turn records into Markdown tables."""
-    with _one_line_errors():
+    with one_line_errors():
         loaded = {path.stem: read_record(path) for path in records}
         for document in into or []:
             text = document.read_text(encoding="utf-8")
@@ -367,16 +369,6 @@ def _configuration(
         "eos": "off",
         "do_sample": False,
     }
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A wrong value or a missing file becomes one line on stderr and exit status 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 @contextmanager

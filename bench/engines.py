@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from selfspec import SelfSpecGenerator
+from selfspec.calibrate import synchronize
 from selfspec.kv_cache import KVCache
 
 
@@ -30,7 +31,7 @@ class Generation:
     seconds: float
     time_to_first_token: float | None = None
     decode_seconds: float | None = None
-    stats: Mapping[str, float | int | None] | None = None
+    stats: Mapping[str, Any] | None = None
 
 
 class Engine(Protocol):
@@ -43,6 +44,10 @@ class Engine(Protocol):
         """Continue a prompt, int64 [n], greedily and timed."""
         ...
 
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """The same continuation with every buffer allocated during the call, for measuring memory; not timed."""
+        ...
+
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
         """Rounds and drafts of that continuation, from a run that is not timed; None where `generate` tells or none are."""
         ...
@@ -52,24 +57,25 @@ class Engine(Protocol):
         ...
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for what was queued on the device, so that the clock sees it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class SelfSpecEngine:
-    """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0)."""
+    """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0).
 
-    def __init__(self, generator: SelfSpecGenerator, policy: str) -> None:
+    The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
+    name, label: of the engine, when not the policy's.
+    """
+
+    def __init__(
+        self, generator: SelfSpecGenerator, policy: str, *, name: str | None = None, label: str | None = None
+    ) -> None:
         self._generator = generator
         self._policy = policy
-        self.name = f"selfspec:{policy}"
-        self.label = "selfspec, autoregressive" if policy == "ar" else f"selfspec, {policy}"
+        self.name = name or f"selfspec:{policy}"
+        self.label = label or ("selfspec, autoregressive" if policy == "ar" else f"selfspec, {policy}")
 
     def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
         """See `Engine`."""
         device = self._generator.model.device
+        self._generator.resolve_policy(self._policy).reset()
         synchronize(device)
         start = perf_counter()
         result = self._generator.generate(
@@ -83,8 +89,13 @@ class SelfSpecEngine:
             seconds=seconds,
             time_to_first_token=first,
             decode_seconds=seconds - first,
-            stats=result.stats.as_dict(),
+            stats={**result.stats.as_dict(), "policy": self._policy},
         )
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """See `Engine`: by a generator that has no KV cache yet."""
+        fresh = SelfSpecGenerator(self._generator.model)
+        fresh.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=self._policy)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: `generate` counts."""

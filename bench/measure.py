@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.datasets import EncodedPrompt
 from bench.engines import Engine, Generation
+from selfspec.compare import first_difference
 
 NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}
 """Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
@@ -39,52 +40,88 @@ def measure(
     write: Callable[[Mapping[str, Any]], None],
     advance: Callable[[str], None] = lambda label: None,
 ) -> None:
-    """Time every engine on every prompt, `repeats` times, and compare their outputs with the first engine's.
+    """Warm every engine up on the first prompt, then `measure_prompt` each.
 
-    Engines take turns within a prompt and repeat, each time starting with another one, so that slow drift of the machine
-    meets all alike. Each is warmed up on the first prompt at full length, the path that is timed.
-    write: called with a "sample" for each timed run and an "output" for each engine and prompt.
     advance: called with the engine's label after each run (`num_runs` of them).
-    Raises RuntimeError if an engine does not return exactly `max_new_tokens` tokens.
     """
+    warm_up(engines, prompts[0], max_new_tokens=max_new_tokens, warmups=warmups, advance=advance)
+    for number, prompt in enumerate(prompts):
+        measure_prompt(
+            engines,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            dtype=dtype,
+            write=write,
+            advance=advance,
+            turn=number * repeats,
+        )
+
+
+def warm_up(
+    engines: Sequence[Engine],
+    prompt: EncodedPrompt,
+    *,
+    max_new_tokens: int,
+    warmups: int,
+    advance: Callable[[str], None] = lambda label: None,
+) -> None:
+    """Run every engine at full length, the path that is timed."""
     for engine in engines:
         for _ in range(warmups):
-            engine.generate(prompts[0].ids, max_new_tokens)
+            engine.generate(prompt.ids, max_new_tokens)
             advance(engine.label)
-    turn = 0
-    for prompt in prompts:
-        outputs: dict[str, list[int]] = {}
-        changed: dict[str, int] = {engine.name: 0 for engine in engines}
-        for repeat in range(repeats):
-            for offset in range(len(engines)):
-                engine = engines[(turn + offset) % len(engines)]
-                generation = engine.generate(prompt.ids, max_new_tokens)
-                if len(generation.tokens) != max_new_tokens:
-                    raise RuntimeError(
-                        f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {max_new_tokens}"
-                    )
-                tokens = outputs.setdefault(engine.name, list(generation.tokens))
-                changed[engine.name] += list(generation.tokens) != tokens
-                write(_sample(engine, prompt, repeat, generation))
-                advance(engine.label)
-            turn += 1
-        reference = engines[0]
-        for engine in engines:
-            difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, dtype)
-            write(
-                {
-                    "kind": "output",
-                    "engine": engine.name,
-                    "prompt": prompt.id,
-                    "tokens": outputs[engine.name],
-                    "repeats_that_differ": changed[engine.name],
-                    "reference": reference.name,
-                    "first_difference": None if difference is None else difference.position,
-                    "reference_logit_gap": None if difference is None else difference.gap,
-                    "near_tie": None if difference is None else difference.near_tie,
-                    "counted": engine.count(prompt.ids, max_new_tokens),
-                }
-            )
+
+
+def measure_prompt(
+    engines: Sequence[Engine],
+    prompt: EncodedPrompt,
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    dtype: torch.dtype,
+    write: Callable[[Mapping[str, Any]], None],
+    advance: Callable[[str], None] = lambda label: None,
+    turn: int = 0,
+) -> None:
+    """Time every engine on one prompt, `repeats` times, and compare their outputs with the first engine's.
+
+    Engines take turns, in each repeat starting with another one (the first time with number `turn`, round and round), so that
+    slow drift of the machine meets all alike.
+    write: called with a "sample" for each timed run and an "output" for each engine.
+    Raises RuntimeError if an engine does not return exactly `max_new_tokens` tokens.
+    """
+    outputs: dict[str, list[int]] = {}
+    changed: dict[str, int] = {engine.name: 0 for engine in engines}
+    for repeat in range(repeats):
+        for offset in range(len(engines)):
+            engine = engines[(turn + repeat + offset) % len(engines)]
+            generation = engine.generate(prompt.ids, max_new_tokens)
+            if len(generation.tokens) != max_new_tokens:
+                raise RuntimeError(
+                    f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {max_new_tokens}"
+                )
+            tokens = outputs.setdefault(engine.name, list(generation.tokens))
+            changed[engine.name] += list(generation.tokens) != tokens
+            write(_sample(engine, prompt, repeat, generation))
+            advance(engine.label)
+    reference = engines[0]
+    for engine in engines:
+        difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, dtype)
+        write(
+            {
+                "kind": "output",
+                "engine": engine.name,
+                "prompt": prompt.id,
+                "tokens": outputs[engine.name],
+                "repeats_that_differ": changed[engine.name],
+                "reference": reference.name,
+                "first_difference": None if difference is None else difference.position,
+                "reference_logit_gap": None if difference is None else difference.gap,
+                "near_tie": None if difference is None else difference.near_tie,
+                "counted": engine.count(prompt.ids, max_new_tokens),
+            }
+        )
 
 
 def num_runs(num_engines: int, num_prompts: int, *, repeats: int, warmups: int) -> int:
@@ -100,7 +137,7 @@ def compare_outputs(
     engine: made `reference`, and is asked for its logits there. What follows a first difference has another prefix, so
     it is not compared.
     """
-    position = next((i for i, (a, b) in enumerate(zip(reference, tokens)) if a != b), None)
+    position = first_difference(list(reference), list(tokens))
     if position is None:
         return None
     prefix = torch.cat([prompt, torch.tensor(reference[:position], dtype=torch.long)])

@@ -19,7 +19,8 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from bench.engines import Generation, synchronize
+from bench.engines import Generation
+from selfspec.calibrate import synchronize
 from selfspec.stats import ratio
 
 
@@ -101,6 +102,10 @@ class TransformersEngine:
         return Generation(
             tokens=tuple(sequences[0, prompt.numel() :].tolist()), seconds=seconds, time_to_first_token=first
         )
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """See `Engine`: every call of transformers allocates anew."""
+        self._call(prompt, max_new_tokens)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
         """Rounds, drafted and accepted tokens of assisted generation, which transformers does not return."""

@@ -15,6 +15,7 @@ from bench.datasets import EncodedPrompt
 from bench.record import Line
 from policies import CostModel
 from selfspec import SelfSpecGenerator
+from selfspec.compare import first_difference
 from selfspec.replay import replay, trace_agreement
 
 DEFAULT_POLICIES = (
@@ -57,8 +58,6 @@ def run_policies(
             result = generator.generate(
                 prompt.ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=name
             )
-            new = tuple(result.new_tokens)
-            same = next((i for i, (a, b) in enumerate(zip(new, trace.tokens)) if a != b), None)
             stats = result.stats
             write(
                 {
@@ -74,7 +73,7 @@ def run_policies(
                     "rounds": stats.rounds,
                     "num_drafted": stats.num_drafted,
                     "num_accepted": stats.num_accepted,
-                    "first_difference": same,
+                    "first_difference": first_difference(list(trace.tokens), result.new_tokens),
                 }
             )
             advance(name)

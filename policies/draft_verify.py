@@ -58,25 +58,16 @@ class AdaptiveThreshold:
         self.rate = None if state["rate"] is None else float(state["rate"])
 
 
-class DraftVerifyThreshold(NeverStop):
-    """Stop, keeping the token, when its confidence is below an adaptive threshold, or at `max_length` tokens.
+class AdaptiveStopping(NeverStop):
+    """A stopping policy whose threshold moves as `AdaptiveThreshold` says; subclasses say what falls below it."""
 
-    start: the first threshold; 0.8 suits greedy decoding, 0.5 sampling. Confidence is the top-1 probability of the unfiltered
-    distribution at temperature 1 (the published code takes the drawn token's).
-    Source: Draft & Verify (Zhang et al. 2024), section 3.3; values as in DEL (Entezari Zarch et al. 2025), Appendix B.
-    """
-
-    def __init__(
-        self, start: float = 0.8, *, target: float = TARGET, step: float = STEP, max_length: int = MAX_LENGTH
-    ) -> None:
-        self.needs = Needs(confidence=True)
-        self.adaptive = AdaptiveThreshold(start, target=target, step=step)
+    def __init__(self, adaptive: AdaptiveThreshold, max_length: int) -> None:
+        self.adaptive = adaptive
         self.max_length = max_length
 
-    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """When the row's confidence is below the threshold."""
-        assert row.confidence is not None
-        return row.confidence < self.adaptive.value or row.num_drafted + 1 >= self.max_length
+    def stops(self, score: float, row: DraftRow) -> bool:
+        """Whether this token is the last: its score is below the threshold, or it is the `max_length`th."""
+        return score < self.adaptive.value or row.num_drafted + 1 >= self.max_length
 
     def threshold(self, exit_layer: int) -> float:
         """The current threshold, in [0, 1]."""
@@ -97,3 +88,23 @@ class DraftVerifyThreshold(NeverStop):
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
         self.adaptive.restore(state)
+
+
+class DraftVerifyThreshold(AdaptiveStopping):
+    """Stop, keeping the token, when its confidence is below an adaptive threshold, or at `max_length` tokens.
+
+    start: the first threshold; 0.8 suits greedy decoding, 0.5 sampling. Confidence is the top-1 probability of the unfiltered
+    distribution at temperature 1 (the published code takes the drawn token's).
+    Source: Draft & Verify (Zhang et al. 2024), section 3.3; values as in DEL (Entezari Zarch et al. 2025), Appendix B.
+    """
+
+    def __init__(
+        self, start: float = 0.8, *, target: float = TARGET, step: float = STEP, max_length: int = MAX_LENGTH
+    ) -> None:
+        super().__init__(AdaptiveThreshold(start, target=target, step=step), max_length)
+        self.needs = Needs(confidence=True)
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        """When the row's confidence is below the threshold."""
+        assert row.confidence is not None
+        return self.stops(row.confidence, row)

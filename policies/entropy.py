@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from policies.base import DraftRow, Needs, NeverStop, RoundRecord
-from policies.draft_verify import AdaptiveThreshold
+from policies.base import DraftRow, Needs, NeverStop
+from policies.draft_verify import AdaptiveStopping, AdaptiveThreshold
 
 SVIP_THRESHOLD = 0.6
 ADAEDL_GAMMA = 0.2  # the constant in AdaEDL's bound
@@ -39,7 +38,7 @@ class SvipThreshold(NeverStop):
         return self._threshold
 
 
-class AdaEdlThreshold(NeverStop):
+class AdaEdlThreshold(AdaptiveStopping):
     """Stop, keeping the token, when 1 - sqrt(0.2 H) < lambda, or at `max_length` tokens.
 
     1 - sqrt(gamma H) is a lower bound of the acceptance probability; lambda moves as Draft&Verify's threshold does.
@@ -47,32 +46,10 @@ class AdaEdlThreshold(NeverStop):
     """
 
     def __init__(self, start: float = ADAEDL_START, *, max_length: int = MAX_LENGTH) -> None:
+        super().__init__(AdaptiveThreshold(start), max_length)
         self.needs = Needs(entropy=True)
-        self.adaptive = AdaptiveThreshold(start)
-        self.max_length = max_length
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """When the bound is below lambda."""
         assert row.entropy is not None
-        bound = 1 - math.sqrt(max(ADAEDL_GAMMA * row.entropy, 0.0))
-        return bound < self.adaptive.value or row.num_drafted + 1 >= self.max_length
-
-    def threshold(self, exit_layer: int) -> float:
-        """The current lambda, in [0, 1]."""
-        return self.adaptive.value
-
-    def observe(self, record: RoundRecord) -> None:
-        """Move lambda."""
-        self.adaptive.observe(record, self.max_length)
-
-    def reset(self) -> None:
-        """Back to the first lambda."""
-        self.adaptive.reset()
-
-    def state(self) -> dict[str, Any]:
-        """As of `AdaptiveThreshold`."""
-        return self.adaptive.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
-        self.adaptive.restore(state)
+        return self.stops(1 - math.sqrt(max(ADAEDL_GAMMA * row.entropy, 0.0)), row)

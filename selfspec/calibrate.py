@@ -16,9 +16,7 @@ from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler
 
-_CONTEXT = (
-    256  # positions in the cache while timing: layers cost more behind longer texts, all of a round's parts alike
-)
+_CONTEXT = 256  # positions in the cache while timing; behind longer texts all of a round's parts cost more alike
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
 _DRAFTS = 4
 _SECONDS = 0.6  # for all timings together, once each has two
@@ -33,6 +31,11 @@ def measured_cost(model: LayerSkipModel) -> MeasuredCost:
     if cost is None:
         cost = _measured[model] = calibrate(model)
     return cost
+
+
+def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
+    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike."""
+    _measured[model] = cost
 
 
 def calibrate(model: LayerSkipModel) -> MeasuredCost:
@@ -92,15 +95,16 @@ def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[floa
         if repeat >= 2 and perf_counter() - started > _SECONDS:
             break
         for call, times in zip(calls, seconds):
-            _synchronise(device)
+            synchronize(device)
             start = perf_counter()
             call()
-            _synchronise(device)
+            synchronize(device)
             times.append(perf_counter() - start)
     return [median(times) for times in seconds]
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on the device, so that the clock sees it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -9,8 +9,6 @@ from selfspec.generator import GenerationResult
 from selfspec.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
 from selfspec.stats import ratio
 
-LENGTHS = tuple(range(1, 9))
-
 
 def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
     """The same policy, every round recorded with the shadow tokens of all layers; they cost time, and it learns from them."""
@@ -62,8 +60,8 @@ def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Expla
         cost_speedup=ratio(tokens * plain, rounds_cost),
         real_speedup=ratio(tokens * plain, decoding) if tokens else None,
         full_acceptance_speedup=ratio(full * plain, rounds_cost),
-        settings=tuple(fixed_settings(trace, cost, LENGTHS)),
-        by_layers=tuple(fixed_settings(trace, LayerCost(num_layers), LENGTHS)),
+        settings=tuple(fixed_settings(trace, cost)),
+        by_layers=tuple(fixed_settings(trace, LayerCost(num_layers))),
         exact=trace.is_complete,
         coverage=trace.coverage,
         agreement={layer: value for layer in trace.agrees if (value := trace.agreement(layer)) is not None},

@@ -17,7 +17,6 @@ from selfspec.kv_cache import KVCache
 from selfspec.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.stats import mean
 
-LENGTHS = tuple(range(1, 9))
 _CHUNK = 256  # rows per pass over the sample text
 WORTH = 1.1
 
@@ -128,7 +127,7 @@ def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, f
     """The setting with most tokens per cost over all traces, and that over plain decoding's."""
     by_policy: dict[str, list[Setting]] = {}
     for trace in traces:
-        for setting in fixed_settings(trace, cost, LENGTHS):
+        for setting in fixed_settings(trace, cost):
             by_policy.setdefault(setting.policy, []).append(setting)
     means = {name: mean(setting.tokens_per_cost for setting in found) or 0.0 for name, found in by_policy.items()}
     name = max(means, key=lambda key: means[key])

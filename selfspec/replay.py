@@ -20,6 +20,9 @@ from policies.acceptance_table import shadow_acceptance
 from selfspec.generator import GenerationResult, SelfSpecGenerator
 from selfspec.stats import mean, ratio
 
+GRID_LENGTHS = tuple(range(1, 9))
+"""Drafts a round of the fixed settings that others are compared with."""
+
 
 class TraceEveryLayer(Unlearning):
     """An exit policy that never speculates and asks for the shadow tokens of every layer."""
@@ -147,6 +150,11 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     """
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
+    return _replay(trace, exit_layer, num_speculations)
+
+
+def _replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
+    """`replay` of a trace that is known to be complete."""
     agrees = trace.agrees.get(exit_layer, ())  # empty where no round was
     total = len(trace.tokens)
     committed = 1  # the token from prefill
@@ -175,20 +183,21 @@ class Setting:
         return f"ls:{self.exit_layer}-{self.num_speculations}"
 
 
-def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int]) -> list[Setting]:
+def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int] = GRID_LENGTHS) -> list[Setting]:
     """Every recorded exit layer with every length, best tokens per cost first.
 
     Replayed where the trace is complete, else estimated: as if each draft were accepted with its layer's mean acceptance,
     independently (DEL eq. 1).
     """
     settings = []
+    complete = trace.is_complete
     for exit_layer in trace.agrees:
         acceptance = trace.agreement(exit_layer)
         if acceptance is None:
             continue
         for length in lengths:
-            if trace.is_complete:
-                rounds = replay(trace, exit_layer, length)
+            if complete:
+                rounds = _replay(trace, exit_layer, length)
                 value = rounds.num_tokens / rounds.cost(cost)
             else:
                 value = tokens_per_cost(acceptance, exit_layer, length, cost)

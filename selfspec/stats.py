@@ -6,8 +6,10 @@ behind a stop is counted, the token from prefill and prefill's layers are outsid
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from policies import RoundRecord
 
@@ -18,7 +20,9 @@ class GenerationStats:
 
     num_new_tokens: with the first one, which prefill yields. acceptance_rate and accepted_per_round: None if nothing was
     drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
-    a round. seconds and tokens_per_second include prefill; decode_tokens_per_second is that of the rounds.
+    a round. rounds_by_exit_layer, rounds_by_length: how many rounds exited after each layer and drafted so many tokens (0: a
+    round without speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
+    that of the rounds.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
     *_seconds: host time per phase; on an asynchronous device a phase includes waiting for what the earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
@@ -34,6 +38,8 @@ class GenerationStats:
     tokens_per_round: float | None
     loaded_layers: int
     etpl: float | None
+    rounds_by_exit_layer: Mapping[int, int]
+    rounds_by_length: Mapping[int, int]
     seconds: float
     tokens_per_second: float
     decode_tokens_per_second: float | None
@@ -46,9 +52,12 @@ class GenerationStats:
     other_seconds: float
     peak_cache_bytes: int
 
-    def as_dict(self) -> dict[str, float | int | None]:
-        """The fields as plain numbers, for JSON."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them: the counts' keys are text."""
+        fields = asdict(self)
+        for name in ("rounds_by_exit_layer", "rounds_by_length"):
+            fields[name] = {str(key): count for key, count in fields[name].items()}
+        return fields
 
 
 class StatsBuilder:
@@ -60,6 +69,8 @@ class StatsBuilder:
         self.num_accepted = 0
         self.round_tokens = 0
         self.loaded_layers = 0
+        self.exit_layers: Counter[int] = Counter()
+        self.lengths: Counter[int] = Counter()
         self.draft_seconds = 0.0
         self.verify_seconds = 0.0
         self.accept_seconds = 0.0
@@ -73,6 +84,8 @@ class StatsBuilder:
         self.num_accepted += accepted
         self.round_tokens += len(record.tokens)
         self.loaded_layers += record.loaded_layers
+        self.exit_layers[record.exit_layer or 0] += 1
+        self.lengths[record.num_drafted] += 1
         self.draft_seconds += record.draft_seconds
         self.verify_seconds += record.verify_seconds
 
@@ -100,6 +113,8 @@ class StatsBuilder:
             tokens_per_round=ratio(self.round_tokens, self.rounds),
             loaded_layers=self.loaded_layers,
             etpl=ratio(self.round_tokens, self.loaded_layers),
+            rounds_by_exit_layer=dict(sorted(self.exit_layers.items())),
+            rounds_by_length=dict(sorted(self.lengths.items())),
             seconds=seconds,
             tokens_per_second=num_new / seconds,
             decode_tokens_per_second=ratio(self.round_tokens, decode_seconds) if self.rounds else None,

@@ -1,6 +1,6 @@
 """Sampled text has the model's own distribution, processors on: by enumeration of every random event, and by counting.
 
-Both walk the engine itself (`_Decoding`, all that `generate` does but for checking its arguments), a few tokens into an
+Both walk the engine itself (`Decoding`, all that `generate` does but for checking its arguments), a few tokens into an
 8-token run, so that drafts go as deep as they would in the middle of a text.
 """
 
@@ -26,12 +26,12 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-import selfspec.generator
+import selfspec.decoding
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy, parse_policy
 from selfspec.accept import accept_sampled
 from selfspec.config import Request
-from selfspec.generator import _Decoding
+from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler
 
@@ -159,7 +159,7 @@ def enumerated_law(model: LayerSkipModel, policy: Policy, num_tokens: int, top_k
     while script is not None:
         cache.roll_back(0)
         policy.reset()  # the same course must meet the same policy
-        decoding = _Decoding(model, cache, request, policy)
+        decoding = Decoding(model, cache, request, policy)
         oracle = Oracle(request.processors, request.generator)
         oracle.start(script)
         decoding.sampler = oracle
@@ -194,7 +194,7 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
-    original = selfspec.generator.Drafter.draft
+    original = selfspec.decoding.Drafter.draft
 
     def dropping(self, tokens, length, pending, **options):  # type: ignore[no-untyped-def]
         draft = original(self, tokens, length, pending, **options)
@@ -203,7 +203,7 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
             return replace(draft, tokens=draft.tokens[:-1], exit_hidden=draft.exit_hidden[: kept + 1], q=draft.q[:kept])
         return draft
 
-    monkeypatch.setattr(selfspec.generator.Drafter, "draft", dropping)
+    monkeypatch.setattr(selfspec.decoding.Drafter, "draft", dropping)
     law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
@@ -219,7 +219,7 @@ def count_runs(
     with torch.inference_mode():
         for _ in range(draws):
             cache.roll_back(0)
-            decoding = _Decoding(model, cache, request, policy)
+            decoding = Decoding(model, cache, request, policy)
             for _ in decoding.run():
                 if decoding.num_new >= num_tokens:  # what comes later cannot change these
                     break
@@ -283,7 +283,7 @@ def test_goodness_of_fit_sees_a_planted_bias(
 
     The first needs short drafts, so that bonus tokens fall among the first four.
     """
-    monkeypatch.setattr(selfspec.generator, "accept_sampled", fault)
+    monkeypatch.setattr(selfspec.decoding, "accept_sampled", fault)
     counts = count_runs(model, parse_policy(policy, num_layers=NUM_LAYERS), DRAWS // 5, 4, seed=1)
     assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
 

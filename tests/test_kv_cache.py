@@ -12,11 +12,11 @@ from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import selfspec.generator
+import selfspec.decoding
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy
+from selfspec.decoding import Decoding
 from selfspec.draft import Draft
-from selfspec.generator import _Decoding
 from selfspec.kv_cache import KVCache
 
 NUM_LAYERS = 3
@@ -128,14 +128,14 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
     llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
     model = from_transformers(llama, layout="plain")
     verified: list[tuple[Draft, int, Tensor]] = []
-    original = selfspec.generator.verify
+    original = selfspec.decoding.verify
 
     def spy(model: LayerSkipModel, draft: Draft, length: int, *rest: object) -> Tensor:
         logits = original(model, draft, length, *rest)  # type: ignore[arg-type]
         verified.append((draft, length, logits.clone()))
         return logits
 
-    monkeypatch.setattr(selfspec.generator, "verify", spy)
+    monkeypatch.setattr(selfspec.decoding, "verify", spy)
     rejected = 0
     for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
         policy = Policy(ScriptedExit([(1, 4), (3, 2), (None, 0), (2, 5)]), stopping)
@@ -144,7 +144,7 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
                 model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
             )
             cache = KVCache(model, len(prompt) + 30)
-            decoding = _Decoding(model, cache, request, policy)
+            decoding = Decoding(model, cache, request, policy)
             with torch.inference_mode():
                 for _, record in decoding.run():
                     text = decoding.tokens[0, : decoding.length].tolist()

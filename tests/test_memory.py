@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layerskip_models import from_transformers
 from policies import Policy, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.generator import _Decoding
+from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
 
 
@@ -50,7 +50,7 @@ def test_rounds_allocate_nothing_that_grows_with_the_context(policy: str, do_sam
     one_layer_keys = cache.num_bytes // model.num_layers // 2
     assert one_layer_keys == 8192 * 8 * 4
     request = request_for(model, prompt, seed=1, max_new_tokens=60, do_sample=do_sample, eos_token_id=[])
-    decoding = _Decoding(model, cache, request, chosen)
+    decoding = Decoding(model, cache, request, chosen)
     with torch.inference_mode():
         rounds = decoding.run()
         next(rounds)

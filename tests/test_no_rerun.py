@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy, RoundRecord
-from selfspec.generator import _Decoding
+from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
 
 NUM_LAYERS = 4
@@ -73,7 +73,7 @@ def test_no_layer_runs_twice(
     causes: Counter[str] = Counter()
     for seed, prompt in enumerate([[7], [3, 3, 9, 1, 20], [0, 1], [12] * 8]):
         request = request_for(model, prompt, seed=seed, max_new_tokens=40, do_sample=do_sample, eos_token_id=[11])
-        decoding = _Decoding(model, KVCache(model, len(prompt) + 40), request, policy)
+        decoding = Decoding(model, KVCache(model, len(prompt) + 40), request, policy)
         with torch.inference_mode():
             for _, record in decoding.run():
                 ran, heads = counting.take()
@@ -99,7 +99,7 @@ def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.Mon
     model = from_transformers(tiny_llama(num_layers=NUM_LAYERS), layout="plain")
     counting = CountingModel(model, monkeypatch)
     policy = Policy(ScriptedExit([(2, 5)]), StopBelow(1.1))
-    decoding = _Decoding(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
+    decoding = Decoding(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
     with torch.inference_mode():
         for _, record in decoding.run():
             ran, _ = counting.take()
