@@ -114,10 +114,9 @@ def packing_works(weight: Tensor) -> bool:
     return torch.allclose(packed.float(), F.linear(x, probe).float(), rtol=2e-2, atol=2e-2)
 
 
-def fastest_layout(weight: Tensor, *, shared: bool = False) -> Layout:
+def fastest_layout(weight: Tensor) -> Layout:
     """The layout that is fastest for weights shaped like this one, [out, in], summed over `_TIMED_ROWS`.
 
-    shared: the weight stays resident for another use (a tied embedding), so that a transposed copy would be a second one.
     Copies of the weight are rotated through, since one alone might stay in a cache that the whole model outgrows, and the
     layouts take turns, since a machine's speed drifts. Takes milliseconds for small matrices and a fraction of a second for
     large ones.
@@ -129,7 +128,7 @@ def fastest_layout(weight: Tensor, *, shared: bool = False) -> Layout:
     calls = max(len(copies), min(24, int(2e8 // num_bytes)), 2)
     inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in _TIMED_ROWS]
     linears = {layout: [kind(copy) for copy in copies] for layout, kind in LAYOUTS.items()}
-    if shared or weight.dtype != torch.float32:
+    if weight.dtype != torch.float32:
         del linears["transposed"]
     turns: dict[Layout, list[float]] = {layout: [] for layout in linears}
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from layerskip_models.linear import LAYOUTS, Layout, Linear, fastest_layout
+from layerskip_models.linear import LAYOUTS, Layout, Linear, PlainLinear, fastest_layout
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
 
@@ -181,9 +181,9 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     decoder = model.model
     layouts: dict[str, Layout] = {}
 
-    def linear(kind: str, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Linear:
+    def linear(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
         if kind not in layouts:  # layers are alike, so the first one's timing serves them all
-            layouts[kind] = layout or fastest_layout(weight, shared=shared)
+            layouts[kind] = layout or fastest_layout(weight)
         return LAYOUTS[layouts[kind]](weight, bias)
 
     def norm(weight: Tensor) -> RMSNorm:
@@ -191,14 +191,17 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
 
     layers = []
     for layer in decoder.layers:
-        projections = {kind: linear(kind, *parts) for kind, parts in _fuse_layer(layer, config).items()}
-        layers.append(
-            DecoderLayer(
-                input_norm=norm(layer.input_layernorm.weight),
-                post_attention_norm=norm(layer.post_attention_layernorm.weight),
-                **projections,
-            )
-        )
+        norms = {
+            "qkv": norm(layer.input_layernorm.weight),
+            "gate_up": norm(layer.post_attention_layernorm.weight),
+        }
+        fused = _fuse_layer(layer, config)
+        for kind, before in norms.items():
+            factors = before.fold()
+            if factors is not None:
+                fused[kind][0].mul_(factors)
+        projections = {kind: linear(kind, *parts) for kind, parts in fused.items()}
+        layers.append(DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections))
         if release:
             _release(layer)
 
@@ -208,7 +211,9 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     if not release:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
-    head = linear("head", head_weight, None, shared=tied)
+    head = linear("head", head_weight, None)
+    if tied and isinstance(head, PlainLinear):
+        embedding = head.weight  # of a transposed head a view: one copy serves both
     result = LayerSkipModel(
         config,
         embedding=embedding,

@@ -7,7 +7,7 @@ a hidden state is [rows, hidden], its rows consecutive positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,14 +22,16 @@ from layerskip_models.norm import RMSNorm
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
+LayerWindow = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A layer's keys and values to be written, [rows, num_kv_heads, head_dim] each; and with them all its keys,
+[num_kv_heads, head_dim, end], and values, [num_kv_heads, end, head_dim]."""
+
+
 class LayerCache(Protocol):
     """What `run_layers` needs of a KV cache."""
 
-    def window(
-        self, start: int, stop: int, position: int, end: int
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """For layers [start, stop): rows position .. end-1, [rows, 2 * num_kv_heads, head_dim], to be written, keys first;
-        keys and values of all positions before `end`, [num_kv_heads, end, head_dim]."""
+    def window(self, start: int, stop: int, position: int, end: int) -> Iterator[LayerWindow]:
+        """For layers [start, stop): where rows position .. end-1 are written, and all positions before `end`."""
         ...
 
 
@@ -100,6 +102,13 @@ class LayerSkipModel:
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
+        # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
+        self._scale = torch.tensor(self.head_dim**-0.5, dtype=self.dtype, device=self.device)
+
+    @property
+    def transposed_keys(self) -> bool:
+        """Whether the KV cache shall keep keys [head_dim, positions]: products with few queries then take half the time."""
+        return self._unfused
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -122,8 +131,8 @@ class LayerSkipModel:
         return F.embedding(tokens, self._embedding)
 
     def embed_one(self, token: int) -> Tensor:
-        """The embedding of one token as [1, hidden]: a view of the table, no copy."""
-        return self._embedding[token : token + 1]
+        """The embedding of one token as [1, hidden]."""
+        return self._embedding[token : token + 1].contiguous()  # a copy only where the embedding is kept transposed
 
     def run_layers(
         self,
@@ -147,20 +156,21 @@ class LayerSkipModel:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = self._rotary[position:end]
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
-        few = self._unfused and rows <= _FEW_ROWS and rows * heads <= kv_heads * dim
+        few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend
         mask = None
         if rows > 1 and few:
             mask = torch.full((rows, rows), -torch.inf, dtype=self.dtype, device=self.device).triu_(1).unsqueeze(1)
         elif rows > 1 and position > 0:
             mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
-        windows = zip(*cache.window(start, stop, position, end))
-        for index, (written, keys, values) in enumerate(windows, start=start):
+        windows = cache.window(start, stop, position, end)
+        for index, (new_keys, new_values, keys, values) in enumerate(windows, start=start):
             layer = self._layers[index]
             qkv = layer.qkv(layer.input_norm(hidden)).view(rows, heads + 2 * kv_heads, dim)
             self._rotate(qkv, heads + kv_heads, rotary)
-            query, new = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
-            written.copy_(new)
+            query, key, value = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
+            new_keys.copy_(key)
+            new_values.copy_(value)
             hidden = layer.output.add_to(hidden, attend(query, keys, values, mask))
             gate, up = layer.gate_up(layer.post_attention_norm(hidden)).view(rows, 2, -1).unbind(1)
             hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
@@ -171,17 +181,17 @@ class LayerSkipModel:
     def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of a few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.
 
-        query: [rows, heads, head_dim], may be overwritten. keys, values: [kv_heads, end, head_dim]. mask: added to the last
-        `rows` positions, [rows, 1, rows]; None for one row. Returns [rows, heads * head_dim].
+        query: [rows, heads, head_dim], is overwritten. keys: [kv_heads, head_dim, end]. values: [kv_heads, end, head_dim].
+        mask: added to the last `rows` positions, [rows, 1, rows]; None for one row. Returns [rows, heads * head_dim].
         """
         rows, heads, dim = query.shape
-        kv_heads, end = keys.shape[0], keys.shape[1]
+        kv_heads, end = keys.shape[0], keys.shape[2]
         group = heads // kv_heads
         if rows == 1 or kv_heads == 1:  # the query heads of a group see the same keys: they are rows of one product
             queries = query.reshape(kv_heads, rows * group, dim)
         else:
             queries = query.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, rows * group, dim)
-        scores = torch.bmm(queries.mul_(dim**-0.5), keys.mT)  # [kv_heads, rows * group, end]
+        scores = torch.bmm(queries.mul_(self._scale), keys)  # [kv_heads, rows * group, end]
         if mask is not None:
             scores.view(kv_heads, rows, group, end)[..., end - rows :].add_(mask)
         attended = torch.bmm(scores.softmax(dim=-1), values)  # [kv_heads, rows * group, head_dim]
@@ -193,7 +203,9 @@ class LayerSkipModel:
         """Attention of any number of rows, fused. mask: [rows, end], None for one row or rows from position 0 on."""
         rows, heads, dim = query.shape
         kv_heads = keys.shape[0]
-        keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+        keys, values = keys.mT.unsqueeze(0), values.unsqueeze(0)
+        if self.transposed_keys:
+            keys = keys.contiguous()  # the fused kernel takes no others, and what it does instead is slow
         if rows == 1:
             grouped = query.view(1, kv_heads, heads // kv_heads, dim)
             return F.scaled_dot_product_attention(grouped, keys, values).view(1, heads * dim)

@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.model import LayerWindow
 
 
 class KVCache:
     """Keys and values of every layer for up to `max_length` positions.
 
-    rows[l]: [max_length, 2 * num_kv_heads, head_dim], keys first. `LayerSkipModel.run_layers` asks for a `window`: where to
-    write its rows, and the same memory as attention reads it.
+    keys: [layers, num_kv_heads, head_dim, max_length], as attention multiplies queries by them; in memory the last two are
+    the other way round unless `model.transposed_keys`. values: [layers, num_kv_heads, max_length, head_dim].
     `length` says how many rows are valid in *all* layers; rows at or behind it are leftovers (of rejected drafts, say)
     that the next rows at those positions overwrite.
     """
 
     def __init__(self, model: LayerSkipModel, max_length: int) -> None:
         model.prepare(max_length)
-        shape = (model.num_layers, max_length, 2 * model.num_kv_heads, model.head_dim)
-        self._storage = torch.empty(shape, dtype=model.dtype, device=model.device)
-        by_head = self._storage.transpose(1, 2)
-        self.rows: list[Tensor] = list(self._storage.unbind(0))
-        self._keys = by_head[:, : model.num_kv_heads]  # [layers, kv_heads, max_length, head_dim]
-        self._values = by_head[:, model.num_kv_heads :]
+        shape = (model.num_layers, model.num_kv_heads, max_length, model.head_dim)
+        self.values = torch.empty(shape, dtype=model.dtype, device=model.device)
+        if model.transposed_keys:
+            shape = (*shape[:2], model.head_dim, max_length)
+            self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+        else:
+            self.keys = torch.empty_like(self.values).mT
         self.max_length = max_length
         self.length = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated, whatever the length."""
-        return self._storage.numel() * self._storage.element_size()
+        return 2 * self.values.numel() * self.values.element_size()
 
-    def window(
-        self, start: int, stop: int, position: int, end: int
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def window(self, start: int, stop: int, position: int, end: int) -> Iterator[LayerWindow]:
         """Of layers [start, stop): the rows position .. end-1 to write, and keys and values of the positions before `end`.
 
-        Views: [end - position, 2 * num_kv_heads, head_dim] and twice [num_kv_heads, end, head_dim], a tuple over layers each.
-        One call for all layers, since a slice costs as much as a small kernel.
+        Per layer four views: new keys and new values, [end - position, num_kv_heads, head_dim]; keys
+        [num_kv_heads, head_dim, end] and values [num_kv_heads, end, head_dim]. Made for all layers at once, since a slice
+        costs as much as a small kernel.
         """
-        return (
-            self._storage[start:stop, position:end].unbind(0),
-            self._keys[start:stop, :, :end].unbind(0),
-            self._values[start:stop, :, :end].unbind(0),
-        )
+        keys, values = self.keys[start:stop, :, :, :end], self.values[start:stop, :, :end]
+        new_keys = keys[..., position:].permute(0, 3, 1, 2)
+        new_values = values[:, :, position:].transpose(1, 2)
+        return zip(new_keys.unbind(0), new_values.unbind(0), keys.unbind(0), values.unbind(0))
 
     def roll_back(self, length: int) -> None:
         """Declare rows 0 .. length-1 valid in every layer. Copies nothing.

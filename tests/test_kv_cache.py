@@ -31,9 +31,13 @@ def fresh_rows(model: LayerSkipModel, tokens: list[int]) -> KVCache:
     return cache
 
 
+def rows_of(cache: KVCache, length: int) -> Tensor:
+    """Keys and values of the first positions: [2, layers, kv_heads, length, head_dim]."""
+    return torch.stack([cache.keys.mT[:, :, :length], cache.values[:, :, :length]])
+
+
 def assert_same_rows(cache: KVCache, expected: KVCache, length: int) -> None:
-    for got, wanted in zip(cache.rows, expected.rows, strict=True):
-        torch.testing.assert_close(got[:length], wanted[:length], rtol=0, atol=1e-10)
+    torch.testing.assert_close(rows_of(cache, length), rows_of(expected, length), rtol=0, atol=1e-10)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -98,21 +102,28 @@ def test_roll_back_refuses_what_it_cannot_hold(length: int) -> None:
 
 def test_roll_back_moves_nothing() -> None:
     cache = fresh_rows(LAYERS, [1, 2, 3])
-    before = [rows.clone() for rows in cache.rows]
+    before = rows_of(cache, 3).clone()
     cache.roll_back(1)
-    assert all(torch.equal(rows, old) for rows, old in zip(cache.rows, before))
+    assert torch.equal(rows_of(cache, 3), before)
 
 
-def test_a_window_is_the_cache_itself() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_window_is_the_cache_itself(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LayerSkipModel, "transposed_keys", transposed)
     cache = fresh_rows(LAYERS, [1, 2, 3, 4])
-    written, keys, values = cache.window(1, 3, 2, 4)
-    assert [len(part) for part in (written, keys, values)] == [2, 2, 2]
-    assert torch.equal(written[0], cache.rows[1][2:4])
-    heads = keys[0].shape[0]
-    assert torch.equal(keys[1].transpose(0, 1), cache.rows[2][:4, :heads])
-    assert torch.equal(values[1].transpose(0, 1), cache.rows[2][:4, heads:])
-    written[0].zero_()
-    assert not keys[0][:, 2:].any()
+    assert cache.keys.is_contiguous() is transposed
+    windows = list(cache.window(1, 3, 2, 4))
+    assert len(windows) == 2
+    for layer, (new_keys, new_values, keys, values) in zip((1, 2), windows):
+        assert torch.equal(new_keys, cache.keys[layer].permute(2, 0, 1)[2:4])
+        assert torch.equal(new_values, cache.values[layer].transpose(0, 1)[2:4])
+        assert torch.equal(keys, cache.keys[layer])
+        assert torch.equal(values, cache.values[layer])
+        new_keys.zero_()
+        new_values.zero_()
+        assert not keys[..., 2:].any()
+        assert not values[:, 2:].any()
+        assert keys[..., :2].all()
 
 
 def test_size_in_bytes() -> None:
