@@ -159,7 +159,7 @@ def transformers_early_exit(model: LlamaForCausalLM, exit_layer: int, num_specul
     return TransformersEngine(
         model,
         f"transformers:early-exit:{exit_layer}-{num_speculations}",
-        f"transformers early exit {exit_layer}, {num_speculations} drafts",
+        f"transformers early exit {exit_layer}-{num_speculations}",
         arguments={"assistant_early_exit": exit_layer},
         settings={
             "num_assistant_tokens": num_speculations,
@@ -174,6 +174,6 @@ def transformers_early_exit_default(model: LlamaForCausalLM, exit_layer: int) ->
     return TransformersEngine(
         model,
         f"transformers:early-exit:{exit_layer}-default",
-        f"transformers early exit {exit_layer}, its defaults",
+        f"transformers early exit {exit_layer}, defaults",
         arguments={"assistant_early_exit": exit_layer},
     )

@@ -33,7 +33,8 @@ class EngineSummary:
 
     tokens_per_second: with prefill, macro. total_tokens_per_second: all tokens over the sum of the median times.
     decode_tokens_per_second: tokens after the first over the time after the first.
-    The last four are means over prompts of the engine's counts (rounds do not include the prefill of selfspec).
+    The others are means over prompts of the engine's counts (rounds do not include the prefill of selfspec); draft and verify
+    passes per prompt.
     """
 
     engine: str
@@ -46,6 +47,8 @@ class EngineSummary:
     accepted_per_round: float | None
     tokens_per_round: float | None
     etpl: float | None
+    draft_passes: float | None
+    verify_passes: float | None
     num_mismatches: int
     num_near_ties: int
 
@@ -113,6 +116,8 @@ class Samples:
             accepted_per_round=count("accepted_per_round") if count("num_drafted") else None,
             tokens_per_round=count("tokens_per_round"),
             etpl=count("etpl"),
+            draft_passes=count("num_drafted"),
+            verify_passes=count("rounds"),
             num_mismatches=len(differences),
             num_near_ties=sum(line["near_tie"] for line in differences),
         )

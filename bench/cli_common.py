@@ -1,0 +1,139 @@
+"""What the commands of `selfspec-bench` share: options' types, the record's description of a run, progress, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
+from bench.engines import Engine
+from bench.peers import (
+    transformers_early_exit,
+    transformers_early_exit_default,
+    transformers_generate,
+    transformers_static,
+)
+from bench.provenance import weights_digest
+from bench.record import Line
+from bench.report import headline, tables
+from layerskip_models import DEMO_PATH
+from layerskip_models.loading import load_config, resolve_device, resolve_dtype
+
+_errors = Console(stderr=True)
+
+ModelOption = Annotated[str | None, typer.Option(help="LayerSkip checkpoint: folder or hub name; default: the demo.")]
+PromptsOption = Annotated[
+    Path | None, typer.Option(help='Prompts, .jsonl[.gz] with "id", "task", "prompt"; default: the shipped ones.')
+]
+NumSamplesOption = Annotated[int, typer.Option(min=1, help="Prompts to measure, the tasks taking turns.")]
+PromptTokensOption = Annotated[int, typer.Option(min=1, help="Longer prompts keep their last so many tokens.")]
+NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
+WarmupsOption = Annotated[int, typer.Option(min=0, help="Runs of each engine before, not counted.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16 or float64.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+OutputOption = Annotated[Path | None, typer.Option(help="Write the record, JSON lines, to this file.")]
+
+
+def configuration(
+    checkpoint: str, prompts: Sequence[EncodedPrompt], max_new_tokens: int, repeats: int, warmups: int
+) -> dict[str, Any]:
+    """What a record says about any run. A local checkpoint is named by its folder alone."""
+    is_folder = Path(checkpoint).is_dir()
+    return {
+        "model": "the demo model"
+        if checkpoint == str(DEMO_PATH)
+        else Path(checkpoint).resolve().name
+        if is_folder
+        else checkpoint,
+        "weights_digest": weights_digest(Path(checkpoint)) if is_folder else None,
+        "prompts": [prompt.id for prompt in prompts],
+        "prompts_digest": digest(prompts),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "warmups": warmups,
+        "eos": "off",
+        "do_sample": False,
+    }
+
+
+def encoded(
+    path: Path | None, num_samples: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
+) -> list[EncodedPrompt]:
+    """Prompts of a file, or the shipped ones, the tasks taking turns."""
+    return encode_prompts(select_prompts(load_prompts(path), num_samples), tokenizer, prompt_tokens)
+
+
+def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
+    """transformers' own model, for engines that share its weights."""
+    target = resolve_device(device)
+    config = load_config(checkpoint)
+    network = LlamaForCausalLM.from_pretrained(
+        checkpoint,
+        config=config,
+        dtype=resolve_dtype(dtype, target, getattr(config, "dtype", None)),
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    return network.to(target).eval()
+
+
+def transformers_engines(network: LlamaForCausalLM, exit_layer: int, num_speculations: int) -> list[Engine]:
+    """`generate` in its cache modes, and `assistant_early_exit` at a fixed setting and at its defaults."""
+    static = [transformers_static(network)] if network.device.type == "cuda" else []
+    return [
+        transformers_generate(network),
+        *static,
+        transformers_early_exit(network, exit_layer, num_speculations),
+        transformers_early_exit_default(network, exit_layer),
+    ]
+
+
+@contextmanager
+def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr with the time left; yields what moves it by one. Silent where stderr is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    shown = visible and _errors.is_terminal
+    with Progress(*columns, console=_errors, disable=not shown, transient=True) as bar:
+        task = bar.add_task("measuring", total=total)
+
+        def advance(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
+        yield advance
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> None:
+    """The record's tables and its headline, on standard output."""
+    console = Console()
+    records: list[Line] = [dict(line) for line in lines]
+    for table in tables(records):
+        console.print(table.rich())
+    console.print(headline(records), markup=False, highlight=False)
+
+
+def exit_if_outputs_differ(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Name every difference that is no near-tie, and end with status 1 if there is one."""
+    faults = [line for line in lines if line["kind"] == "output" and line["near_tie"] is False]
+    for line in faults:
+        typer.echo(
+            f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
+            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart",
+            err=True,
+        )
+    if faults:
+        raise typer.Exit(1)

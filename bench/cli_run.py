@@ -1,0 +1,156 @@
+"""`selfspec-bench run`: policies and engines over kinds of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.cli_common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PromptTokensOption,
+    RepeatsOption,
+    WarmupsOption,
+    configuration,
+    exit_if_outputs_differ,
+    load_network,
+    progress,
+    show,
+    transformers_engines,
+)
+from bench.datasets import Prompt, encode_prompts, load_prompts
+from bench.engines import Engine, SelfSpecEngine
+from bench.provenance import provenance
+from bench.record import RecordWriter, read_parts
+from bench.runner import BEST_FIXED, BEST_FIXED_LABEL, Run, RunSettings, resumable
+from bench.workers import Workers
+from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
+from layerskip_models.loading import resolve_device
+from policies import LayerCost, parse_policy
+from selfspec import SelfSpecGenerator
+from selfspec.cli_common import one_line_errors
+from selfspec.defaults import fixed_setting
+
+DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
+
+
+def run(
+    model: ModelOption = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
+    ] = None,
+    baseline: Annotated[
+        list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="File of prompts, .jsonl[.gz]; repeatable. Default: the shipped ones.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Kind of prompts to take; repeatable. Default: all.")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 2,
+    prompt_tokens: PromptTokensOption = 320,
+    max_new_tokens: NewTokensOption = 128,
+    repeats: RepeatsOption = 3,
+    warmups: WarmupsOption = 1,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure transformers' own generate and early exit beside it.")
+    ] = True,
+    grid: Annotated[
+        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best of each kind.")
+    ] = True,
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure each engine's peak memory.")] = True,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    output: OutputOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
+) -> None:
+    """Policies and engines over kinds of prompts: speed, rounds, memory, all beside plain decoding in the same run; greedy.
+
+    Under `accelerate launch` the prompts are shared out. Ends with status 1 if an output differs by more than a near-tie.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        if resume and output is None:
+            raise ValueError("--resume needs --output, the record that was being written")
+        workers = Workers(resolve_device(device))
+        chosen = choose_prompts(prompts or [], task or [], num_samples)
+        samples = encode_prompts(chosen, load_tokenizer(checkpoint), prompt_tokens)
+        on = str(workers.device)
+        network = load_network(checkpoint, dtype, on) if peers else None
+        generator = SelfSpecGenerator(
+            load_model(checkpoint, dtype=dtype, device=on) if network is None else from_transformers(network)
+        )
+        num_layers = generator.model.num_layers
+        names = ["ar", *(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
+        for name in names:  # mistakes are told before anything is measured
+            parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
+        settings = RunSettings(
+            max_new_tokens=max_new_tokens, repeats=repeats, warmups=warmups, grid=grid, memory=memory
+        )
+        engines: list[Engine] = [SelfSpecEngine(generator, name) for name in dict.fromkeys(names)]
+        if network is not None:
+            engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers))
+        labels = {engine.name: engine.label for engine in engines}
+        description: dict[str, Any] = {
+            "kind": "run",
+            "command": "run",
+            "configuration": {
+                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+                "prompt_tokens": prompt_tokens,
+                "num_layers": num_layers,
+                "grid": grid,
+            },
+            "engines": {**labels, **({BEST_FIXED: BEST_FIXED_LABEL} if grid else {})},
+            "provenance": {**provenance(generator.model.device, generator.model.dtype), "processes": workers.count},
+        }
+        before = workers.from_main(read_parts(output) if resume and output is not None else [])
+        previous = resumable(before, description)
+        workers.wait()  # nobody overwrites a part before it was read
+    begin = (previous or [description]) if workers.is_main else []
+    with RecordWriter(output, worker=workers.index, previous=begin) as record:
+        measuring = Run(generator, engines, samples, settings, record, workers)
+        cost = measuring.costs()
+        measuring.limits()
+        total = Run.num_steps(len(workers.share(samples)), len(engines), settings)
+        with progress(total, visible=workers.is_main) as advance:
+            measuring.advance = advance
+            measuring.replay(cost)
+            measuring.measure()
+        measuring.memory()
+        lines = measuring.finish()
+    if workers.is_main:
+        show(lines)
+        exit_if_outputs_differ(lines)
+
+
+def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
+    """The first `num_samples` prompts of every task, of all files or the shipped ones, task by task.
+
+    Raises ValueError for a task that is not there, or when two files share an id.
+    """
+    found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
+    if len({prompt.id for prompt in found}) < len(found):
+        raise ValueError("prompts of different files must have different ids")
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in found:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    missing = [name for name in tasks if name not in by_task]
+    if missing:
+        raise ValueError(f"no prompts of task {', '.join(missing)}; there are {', '.join(by_task)}")
+    return [prompt for name in (tasks or by_task) for prompt in by_task[name][:num_samples]]
+
+
+def baseline_policies(exit_layers: Sequence[int]) -> list[str]:
+    """The stopping policies that others have published, with a spread of their parameters, at some exit layers."""
+    names = []
+    for layer in exit_layers:
+        names += [f"fs:{layer}-4", *(f"dv:{layer},start={start}" for start in (0.2, 0.4, 0.6, 0.8))]
+        names += [f"svip:{layer},threshold={bound}" for bound in (0.6, 1.0, 1.4)]
+        names += [f"adaedl:{layer},start={start}" for start in (0.2, 0.4)]
+        names += [f"spide:{layer},tau={tau}" for tau in (0.3, 0.5, 0.7)]
+    return names

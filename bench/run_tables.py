@@ -1,0 +1,195 @@
+"""The tables of a run over tasks and of a comparison with transformers: speed, rounds, phases, tasks, eTPL, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.bandwidth import WeightBytes
+from bench.grid import (
+    ALL,
+    LAYERS,
+    fixed_from_other_half,
+    fixed_in_hindsight,
+    grid_lines,
+    pooled,
+    with_setting,
+)
+from bench.record import Line
+from bench.runner import BEST_FIXED
+from bench.summary import PHASES, Samples, Spread
+from bench.table import UNKNOWN, Table, number, outputs_text, spread_text, times
+
+PLAIN = "selfspec:ar"
+TRANSFORMERS = "transformers:generate"
+
+
+def run_tables(lines: Sequence[Line]) -> list[Table]:
+    """All that the record has lines for."""
+    samples = Samples(lines)
+    made = [_speed_table(lines, samples), _round_table(lines, samples), _phase_table(samples)]
+    if PLAIN in samples.engines:
+        made.append(_speedup_by_task(samples))
+    made.append(_speed_by_task(samples))
+    grid = grid_lines(lines)
+    if grid:
+        made.append(_etpl_table(lines, samples, grid))
+    return [*made, *_bar_table(lines)]
+
+
+def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
+    """A column that no engine has a figure for is left out."""
+    memory = {line["engine"]: line["peak_bytes"] for line in lines if line["kind"] == "memory"}
+    summaries = {name: samples.summary(name) for name in samples.engines}
+
+    def over(baseline: str) -> Callable[[str], str]:
+        return lambda name: times(samples.speedup(name, baseline)) if baseline in samples.engines else UNKNOWN
+
+    columns: dict[str, Callable[[str], str]] = {
+        "tokens/s": lambda name: spread_text(summaries[name].tokens_per_second),
+        "× plain": over(PLAIN),
+        "× transformers": over(TRANSFORMERS),
+        "pooled tokens/s": lambda name: number(summaries[name].total_tokens_per_second, "{:.1f}"),
+        "decode tokens/s": lambda name: number(summaries[name].decode_tokens_per_second, "{:.1f}"),
+        "TTFT, ms": lambda name: number(summaries[name].time_to_first_token, "{:.0f}", 1000),
+        "of bandwidth": lambda name: number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
+        "memory, MiB": lambda name: number(memory.get(name), "{:.1f}", 1 / 2**20),
+        "over plain's": lambda name: (
+            number(memory[name] - memory[PLAIN], "{:+.1f}", 1 / 2**20) if {name, PLAIN} <= memory.keys() else UNKNOWN
+        ),
+    }
+    cells = {title: [figure(name) for name in samples.engines] for title, figure in columns.items()}
+    known = {title: column for title, column in cells.items() if set(column) != {UNKNOWN}}
+    return Table(
+        name="speed",
+        title=f"Speed on {lines[0]['configuration']['model']}, greedy; plain is selfspec's autoregressive mode",
+        columns=("engine", *known),
+        rows=tuple(
+            (summaries[name].label, *(column[row] for column in known.values()))
+            for row, name in enumerate(samples.engines)
+        ),
+    )
+
+
+def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> float | None:
+    """Bytes per second that an engine's rounds read, over the device's bandwidth; None for what was not measured."""
+    limits = next((line for line in lines if line["kind"] == "limits"), None)
+    runs = [line for line in samples.samples if line["engine"] == engine]
+    if limits is None or not all(line["stats"] for line in runs):
+        return None
+    weights = WeightBytes(layer=limits["layer_bytes"], head=limits["head_bytes"], kv=limits["kv_bytes"])
+    moved = sum(weights.moved(line["stats"]) for line in runs)
+    return float(moved / sum(line["decode_seconds"] for line in runs) / limits["bytes_per_second"])
+
+
+def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
+    rows = []
+    for name in samples.engines:
+        row = samples.summary(name)
+        rows.append(
+            (
+                row.label,
+                number(row.acceptance_rate, "{:.3f}"),
+                number(row.accepted_per_round, "{:.2f}"),
+                number(row.tokens_per_round, "{:.2f}"),
+                number(row.etpl, "{:.4f}"),
+                number(row.draft_passes, "{:.1f}"),
+                number(row.verify_passes, "{:.1f}"),
+                outputs_text(row.num_mismatches, row.num_near_ties),
+            )
+        )
+    first = samples.outputs[0]["reference"]
+    return Table(
+        name="rounds",
+        title=f"Rounds, means over prompts, and outputs against {samples.labels[first]}'s",
+        columns=(
+            "engine",
+            "acceptance rate",
+            "accepted/round",
+            "tokens/round",
+            "eTPL",
+            "draft passes",
+            "verify passes",
+            "outputs",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _phase_table(samples: Samples) -> Table:
+    shares = {name: samples.phase_shares(name) for name in samples.engines}
+    rows = tuple(
+        (samples.labels[name], *(f"{100 * share:.1f} %" for share in by_phase.values()))
+        for name, by_phase in shares.items()
+        if by_phase is not None
+    )
+    return Table(name="phases", title="Share of time per phase, all runs", columns=("engine", *PHASES), rows=rows)
+
+
+def _speed_by_task(samples: Samples) -> Table:
+    return _by_task("tasks", "tokens/s by task", samples, lambda name, tasks: f"{samples.speed(name, tasks).value:.1f}")
+
+
+def _speedup_by_task(samples: Samples) -> Table:
+    return _by_task(
+        "speedups",
+        "Speed-up over plain decoding by task, prefill included",
+        samples,
+        lambda name, tasks: f"{samples.speedup(name, PLAIN, tasks).value:.2f}",
+    )
+
+
+def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Sequence[str] | None], str]) -> Table:
+    tasks = list(dict.fromkeys(samples.tasks.values()))
+    return Table(
+        name=name,
+        title=title,
+        columns=("engine", *tasks, ALL),
+        rows=tuple(
+            (samples.labels[engine], *(cell(engine, [task]) for task in tasks), cell(engine, None))
+            for engine in samples.engines
+        ),
+    )
+
+
+def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -> Table:
+    """Policies and the fixed settings of the whole grid, in eTPL over plain decoding's."""
+    hindsight = fixed_in_hindsight(grid, LAYERS)
+    one = hindsight[ALL]
+    yardsticks: dict[str, Mapping[str, float]] = {
+        "*best fixed per kind, in hindsight*": with_setting(grid, hindsight),
+        "best fixed per kind, chosen on the other half": fixed_from_other_half(grid),
+        f"*best one fixed in hindsight, `{one}`*": with_setting(grid, {ALL: one}),
+    }
+    policies: dict[str, Mapping[str, float]] = {}
+    for engine in samples.engines:
+        runs = [line for line in samples.samples if line["engine"] == engine and line["repeat"] == 0]
+        if engine != BEST_FIXED and all(line["stats"] for line in runs):
+            counts = ((line["task"], line["num_new_tokens"] - 1, line["stats"]["loaded_layers"]) for line in runs)
+            policies[f"`{engine.removeprefix('selfspec:')}`"] = pooled(counts)
+    policies = dict(sorted(policies.items(), key=lambda item: -item[1][ALL]))
+    tasks = [*dict.fromkeys(line["task"] for line in grid), ALL]
+    layers = lines[0]["configuration"]["num_layers"]
+    return Table(
+        name="etpl",
+        title="eTPL over plain decoding's (1/L), all prompts of a kind together; in italics what needs hindsight",
+        columns=("policy", *tasks),
+        rows=tuple(
+            (name, *(number(values.get(task), "{:.3f}", layers) for task in tasks))
+            for name, values in {**yardsticks, **policies}.items()
+        ),
+    )
+
+
+def _bar_table(lines: Sequence[Line]) -> list[Table]:
+    labels = lines[0]["engines"]
+    rows = tuple(
+        (
+            f"{labels[line['engine']]} over {labels[line['baseline']]}",
+            times(Spread(value=line["speedup"], low=line["low"], high=line["high"])),
+            f"{line['at_least']:.1f}×",
+            "met" if line["met"] else "not met",
+        )
+        for line in lines
+        if line["kind"] == "bar"
+    )
+    return [Table(name="bars", title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []

@@ -1,0 +1,94 @@
+"""A table for people: Markdown, terminal; and how its numbers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table as RichTable
+
+from bench.summary import Spread
+
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Text cells. heat: per row and column a number in [0, 1] that colours the cell in a terminal, or None."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    heat: tuple[tuple[float | None, ...], ...] | None = None
+
+    def markdown(self) -> str:
+        """The table in Markdown, the first column left, the others right."""
+        rule = " | ".join([":--", *["--:"] * (len(self.columns) - 1)])
+        lines = [" | ".join(self.columns), rule, *(" | ".join(row) for row in self.rows)]
+        return "\n".join([f"**{self.title}**", "", *(f"| {line} |" for line in lines)])
+
+    def rich(self) -> RichTable:
+        """The table for a terminal."""
+        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        for number, row in enumerate(self.rows):
+            heat = self.heat[number] if self.heat is not None else (None,) * len(row)
+            table.add_row(*(_coloured(text, value) for text, value in zip(row, heat)))
+        return table
+
+
+def _coloured(text: str, heat: float | None) -> str:
+    """Text on a background from dark blue (0) over green to yellow (1)."""
+    if heat is None:
+        return text.replace("**", "")
+    red, green, blue = int(40 + 200 * heat**2), int(60 + 150 * heat), int(120 * (1 - heat) + 20)
+    ink = "black" if heat > 0.55 else "white"
+    bold = "bold " if text.startswith("**") else ""
+    return f"[{bold}{ink} on rgb({red},{green},{blue})]{text.strip('*')}[/]"
+
+
+def number(value: float | None, pattern: str, factor: float = 1) -> str:
+    """value * factor in a pattern such as "{:.2f}"; a dash for None."""
+    return UNKNOWN if value is None else pattern.format(value * factor)
+
+
+def spread_text(spread: Spread) -> str:
+    """Value (lowest to highest repeat)."""
+    return f"{spread.value:.1f} ({spread.low:.1f}–{spread.high:.1f})"
+
+
+def times(spread: Spread) -> str:
+    """A ratio, and in brackets the lowest and highest repeat."""
+    return f"{spread.value:.2f}× ({spread.low:.2f}–{spread.high:.2f})"
+
+
+def outputs_text(mismatches: int, near_ties: int) -> str:
+    """How outputs compare with the reference's."""
+    if not mismatches:
+        return "equal"
+    faults = mismatches - near_ties
+    found = [f"near-ties: {near_ties}"] if near_ties else []
+    return ", ".join([*found, *([f"DIFFERENT: {faults}"] if faults else [])])
+
+
+def heat_table(
+    name: str,
+    title: str,
+    layers: Sequence[int],
+    lengths: Sequence[int],
+    texts: Mapping[tuple[int, int], str],
+    values: Mapping[tuple[int, int], float],
+) -> Table:
+    """A grid over exit layer and length, coloured from its lowest to its highest value."""
+    low, high = min(values.values()), max(values.values())
+    span = (high - low) or 1.0
+    return Table(
+        name=name,
+        title=title,
+        columns=("E", *map(str, lengths)),
+        rows=tuple((str(layer), *(texts[layer, length] for length in lengths)) for layer in layers),
+        heat=tuple((None, *((values[layer, length] - low) / span for length in lengths)) for layer in layers),
+    )

@@ -1,0 +1,247 @@
+"""`selfspec-bench run`: the whole record, resumed and shared out exactly; memory and bandwidth."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from tiny_llama import tiny_llama, tiny_tokenizer
+from typer.testing import CliRunner
+
+import bench.runner
+from bench.bandwidth import WeightBytes, measure_bandwidth
+from bench.cli import app
+from bench.cli_run import baseline_policies
+from bench.memory import peak_bytes
+from bench.record import Line, RecordWriter, read_parts, read_record
+from bench.runner import BEST_FIXED
+from layerskip_models import from_transformers
+from policies import MeasuredCost, parse_policy
+from selfspec import SelfSpecGenerator
+
+SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0", "--no-peers"]
+POLICIES = ["--policy", "auto", "--policy", "del"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-checkpoint")
+    tiny_llama(seed=3).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def run(checkpoint: Path, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["run", "--model", str(checkpoint), *SMALL, *map(str, arguments)])
+
+
+def counts(lines: list[Line]) -> list[Any]:
+    """All of a record that does not depend on the clock. Costs are the clock's: cells keep tokens and layers."""
+    found: list[Any] = []
+    for line in lines:
+        if line["kind"] == "sample":
+            clock = [name for name in line["stats"] if "second" in name or name == "time_to_first_token"]
+            stats = {name: value for name, value in line["stats"].items() if name not in clock}
+            found.append((line["engine"], line["prompt"], line["repeat"], line["output"], stats))
+        elif line["kind"] == "output":
+            found.append((line["engine"], *(line[name] for name in ("prompt", "tokens", "first_difference"))))
+        elif line["kind"] == "grid":
+            cells = {name: cell[:2] for name, cell in line["cells"].items()}
+            found.append((line["prompt"], cells, line["agreement"]))
+        elif line["kind"] not in ("run", "costs", "limits", "fixed", "memory"):
+            found.append(line)
+    return found
+
+
+def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    arguments = ["--peers", "--policy", "auto:cost=layers", "--baseline", 1, "--num-samples", 2, "--output", record]
+    result = run(checkpoint, *arguments)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    engines = list(lines[0]["engines"])
+    assert engines[:2] == ["selfspec:ar", "selfspec:auto:cost=layers"]
+    assert {"selfspec:spide:1,tau=0.7", "transformers:generate", BEST_FIXED} <= set(engines)
+    samples = [line for line in lines if line["kind"] == "sample"]
+    assert len(samples) == len(engines) * 8 * 2
+    assert len({line["task"] for line in samples}) == 4
+    fixed = next(line for line in lines if line["kind"] == "fixed")["by_task"]
+    for line in samples:
+        if line["engine"] == BEST_FIXED:
+            assert line["stats"]["policy"] == fixed[line["task"]]
+    outputs = [line for line in lines if line["kind"] == "output"]
+    assert all(line["first_difference"] is None and line["reference"] == "selfspec:ar" for line in outputs)
+    memory = {line["engine"]: line["peak_bytes"] for line in lines if line["kind"] == "memory"}
+    assert set(memory) == set(engines) - {BEST_FIXED}
+    assert all(size > 0 for size in memory.values())
+    assert not list(tmp_path.glob("*.part*"))
+    page = CliRunner().invoke(app, ["report", str(record)]).output
+    plain = next(line for line in page.splitlines() if line.startswith("| `ar` |"))
+    assert set(plain.split("|")[2:-1]) == {" 1.000 "}
+    for title in ("of bandwidth", "× transformers", "chosen on the other half", "memory, MiB", "draft passes"):
+        assert title in page
+    assert str(tmp_path) not in json.dumps(lines)
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """The process dies when it writes the number-th line of a kind, in the middle of it."""
+    original = RecordWriter.write
+    left = [number]
+
+    def write(self: RecordWriter, line: dict[str, Any]) -> None:
+        if line["kind"] == kind:
+            left[0] -= 1
+            if left[0] == 0:
+                assert self._stream is not None
+                self._stream.write('{"kind": "' + kind)
+                self._stream.flush()
+                raise KeyboardInterrupt
+        original(self, line)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("costs", 1), ("grid", 3), ("sample", 1), ("sample", 19), ("done", 2), ("memory", 2)]
+)
+def test_killed_anywhere_and_resumed_it_is_the_same(
+    kind: str, number: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[Line]
+) -> None:
+    record = tmp_path / "run.jsonl"
+    arguments = [*POLICIES, "--num-samples", 1, "--output", record]
+    with monkeypatch.context() as patch:
+        kill_after(patch, kind, number)
+        assert run(checkpoint, *arguments).exit_code != 0
+    assert not record.exists()
+    done = sum(line["kind"] == "done" for line in read_parts(record))
+    runs: list[object] = []
+    original = SelfSpecGenerator.generate
+
+    def counted(self: SelfSpecGenerator, *args: Any, **options: Any) -> Any:
+        runs.append(options.get("policy"))
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(SelfSpecGenerator, "generate", counted)
+    result = run(checkpoint, *arguments, "--resume")
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    assert counts(lines) == counts(whole)
+    assert runs.count("del") == 2 * (4 - done) + 1  # the repeats of what was left, and its memory
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.fixture
+def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Line]:
+    """The run that was not killed."""
+    record = tmp_path_factory.mktemp("whole") / "run.jsonl"
+    assert run(checkpoint, *POLICIES, "--num-samples", 1, "--output", record).exit_code == 0
+    return read_record(record)
+
+
+@pytest.fixture(autouse=True)
+def _seconds_that_every_run_measures_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
+    monkeypatch.setattr(bench.runner, "measured_cost", lambda model: cost)
+
+
+def test_a_resumed_run_keeps_the_first_ones_costs(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reckons with seconds decides as before the run was killed, though the machine may measure others by now."""
+    record = tmp_path / "run.jsonl"
+    arguments = [*POLICIES, "--num-samples", 1, "--output", record]
+    with monkeypatch.context() as patch:
+        kill_after(patch, "memory", 1)  # all was measured
+        run(checkpoint, *arguments)
+    before = read_parts(record)
+    monkeypatch.delattr(bench.runner, "measured_cost")  # whoever measured again would fail
+    assert run(checkpoint, *arguments, "--resume").exit_code == 0
+    costs = [[line for line in lines if line["kind"] == "costs"] for lines in (before, read_record(record))]
+    assert len(costs[0]) == 1
+    assert costs[0] == costs[1]
+
+
+def test_another_run_cannot_be_resumed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "run.jsonl"
+    with monkeypatch.context() as patch:
+        kill_after(patch, "done", 1)
+        run(checkpoint, *POLICIES, "--num-samples", 1, "--output", record)
+    before = read_parts(record)
+    result = run(checkpoint, "--policy", "del", "--num-samples", 1, "--repeats", 3, "--output", record, "--resume")
+    assert result.exit_code == 2
+    assert "cannot resume: the run that broke off had another repeats" in result.stderr
+    assert read_parts(record) == before  # nothing is lost
+
+
+def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) -> None:
+    """Real processes, started as `accelerate launch` starts its own; policies that do not reckon with measured seconds."""
+    arguments = ["--policy", "auto:cost=layers", "--policy", "del", "--num-samples", "2", "--no-memory"]
+    records = [tmp_path / f"{count}.jsonl" for count in (1, 2)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for start, record in zip(([], launch), records):
+        command = [sys.executable, *start, "-m", "bench", "run", "--model", str(checkpoint), *SMALL]
+        result = subprocess.run(
+            [*command, *arguments, "--output", str(record)], capture_output=True, text=True, check=False, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("Speed-up over plain decoding") == 1
+    one, two = map(read_record, records)
+    assert two[0]["provenance"]["processes"] == 2
+    differing = {a[0] for a, b in zip(counts(one), counts(two), strict=True) if a != b}
+    assert differing <= {BEST_FIXED}  # each run measured its costs
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs --output"),
+        (["--task", "poetry"], "no prompts of task poetry; there are code, english"),
+        (["--policy", "dell"], "unknown policy"),
+        (["--baseline", "9"], "exit_layer must be in [1, 3]"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: str, checkpoint: Path) -> None:
+    result = run(checkpoint, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_baselines_are_policies() -> None:
+    names = baseline_policies([1, 3])
+    assert len(set(names)) == len(names)
+    for name in names:
+        parse_policy(name, num_layers=4)
+
+
+def test_peak_memory_counts_what_is_alive() -> None:
+    megabyte = 1 << 18  # floats
+
+    def call() -> None:
+        first = torch.zeros(megabyte)
+        second = first + 1
+        del first
+        third = second + 1
+        del second, third
+
+    assert 2 << 20 <= peak_bytes(torch.device("cpu"), call) < (2 << 20) + 10_000
+
+
+def test_bytes_that_rounds_move() -> None:
+    model = from_transformers(tiny_llama(num_layers=3, seed=1), layout="plain")
+    weights = WeightBytes.of(model)
+    layer = model._layers[0]
+    matrices = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    assert weights.layer == 4 * (sum(matrix.weight.numel() for matrix in matrices) + 2 * model.hidden_size)  # type: ignore[attr-defined]
+    stats = {"num_prompt_tokens": 6, "num_new_tokens": 8, "loaded_layers": 5, "rounds": 2, "num_drafted": 3}
+    assert weights.moved(stats) == 5 * (weights.layer + 10 * weights.kv) + 5 * weights.head
+
+
+def test_bandwidth_is_a_speed() -> None:
+    assert 1e8 < measure_bandwidth(torch.device("cpu")) < 1e13
