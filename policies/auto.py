@@ -15,6 +15,7 @@ length and the layer, and DEL's TPL is the special case in which confidence says
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,13 +42,16 @@ from policies.base import (
 from policies.cost import CostModel, LayerCost
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
-PROMPT_ROWS = 32
-LEARN_EVERY = 4
-LEARN_FIRST = 8
+# Shadow tokens of 8 layers cost as much as two layers a row. These three together take half the time that 32, 4 and 8 did, at
+# the same eTPL (docs/benchmarks.md).
+PROMPT_ROWS = 8
+LEARN_EVERY = 8
+LEARN_FIRST = 4
 _PRIOR_COUNT = 2.0  # what the bin's midpoint is worth in the average over layers, in observations
 _POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
-_NEWS = 1.15  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
+_NEWS = 1.4  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
+_POINTS: list[float] = _GRID.tolist()
 
 
 class DraftValues:
@@ -85,12 +89,13 @@ class DraftValues:
             mean *= mean[..., :1] > 0
             ahead[depth] = mean[..., 0]
             table = mean.reshape(-1, 2)
-        self._ahead = ahead
+        self._start = ahead[0, :, -1]
+        self._ahead: list[list[list[float]]] = ahead.tolist()  # single numbers of an array cost ten times as much
         self._drafts = table.reshape(layers, size, 2)[..., 1]
 
     def start(self) -> NDArray[np.float64]:
         """Value of drafting at the start of a round, [layers]."""
-        return self._ahead[0, :, -1]
+        return self._start
 
     def accepted(self) -> NDArray[np.float64]:
         """Expected number of accepted drafts of a round that follows these values, [layers]."""
@@ -100,11 +105,18 @@ class DraftValues:
         """Value of going on after `depth` drafts that are all accepted with chance `reliability`."""
         if depth >= len(self._ahead):
             return 0.0
-        return float(np.interp(reliability, _GRID, self._ahead[depth, layer_index]))
+        values = self._ahead[depth][layer_index]
+        above = bisect_left(_POINTS, reliability, 1, len(_POINTS) - 1)
+        low, high = _POINTS[above - 1], _POINTS[above]
+        return values[above - 1] + (reliability - low) / (high - low) * (values[above] - values[above - 1])
 
 
 class AutoLearner:
-    """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow."""
+    """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow.
+
+    best_layer: the exit layer whose round is worth most, None if a plain step is worth as much. layer_acceptance: by exit
+    layer, over all confidences. Both follow from the last solution.
+    """
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
         self.layers = layers
@@ -117,6 +129,7 @@ class AutoLearner:
         self._look = np.array([cost.look(layer) for layer in layers])
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
+        self._step_list: list[list[float]] = self._steps.tolist()
         self.reset()
 
     def reset(self) -> None:
@@ -159,7 +172,8 @@ class AutoLearner:
         self.acceptance = (accepted + _POOLED_COUNT * pooled) / (seen + _POOLED_COUNT)
         counts = self.frequency + (self.frequency.sum(axis=0) + 1 / NUM_BINS) / max(self.frequency.sum(), 1.0)
         frequency = counts / counts.sum(axis=1, keepdims=True)
-        self.layer_acceptance = (frequency * self.acceptance).sum(axis=1)
+        self._chances: list[list[float]] = self.acceptance.tolist()
+        self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
         plain = self.cost.autoregressive()
         for _ in range(passes):
             self.rate = self._next_rate
@@ -171,17 +185,14 @@ class AutoLearner:
             tokens = 1 + float(self.values.accepted()[best])
             cost = (tokens - float(self._rounds[best])) / self.rate
             self._next_rate = max(tokens / cost, 1 / plain)
-
-    def best_layer(self) -> int | None:
-        """The exit layer whose round is worth most, None if a plain step is worth as much."""
-        index = int(self._rounds.argmax())
-        plain = 1 - self.rate * self.cost.autoregressive()
-        return self.layers[index] if self.values.start()[index] > 0 and self._rounds[index] > plain else None
+        best = int(self._rounds.argmax())
+        pays = self.values.start()[best] > 0 and self._rounds[best] > 1 - self.rate * plain
+        self.best_layer = self.layers[best] if pays else None
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
         """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
         index = self._index[layer]
-        step = self.rate * self._steps[index, depth]
+        step = self.rate * self._step_list[index][depth]
         return reliability + self.values.after(index, depth + 1, reliability) - step
 
     def going_on(self, layer: int, depth: int, reliability: float) -> float:
@@ -190,11 +201,11 @@ class AutoLearner:
 
     def needed(self, layer: int) -> float:
         """rate * cost of a first draft: the acceptance at which it pays for itself."""
-        return float(self.rate * self._steps[self._index[layer], 0])
+        return self.rate * self._step_list[self._index[layer]][0]
 
     def chance(self, layer: int, confidence: float) -> float:
         """Estimated acceptance of a token of this confidence at this layer."""
-        return float(self.acceptance[self._index[layer], confidence_bin(confidence)])
+        return self._chances[self._index[layer]][confidence_bin(confidence)]
 
     def state(self) -> dict[str, Any]:
         """Tables, frequencies and rate, for JSON."""
@@ -248,12 +259,11 @@ class AutoExit(Unlearning):
 
     def plan(self, context: RoundContext) -> Plan:
         """The best layer and the cap, or a plain step."""
-        layer = self.learner.best_layer()
-        acceptance = dict(zip(self.learner.layers, self.learner.layer_acceptance.tolist()))
+        layer = self.learner.best_layer
         return Plan(
             exit_layer=layer,
             max_speculations=0 if layer is None else self.learner.max_speculations,
-            acceptance=acceptance,
+            acceptance=self.learner.layer_acceptance,
         )
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:

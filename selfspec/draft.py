@@ -89,11 +89,12 @@ class Drafter:
             self._hidden[num_rows] = hidden[0]
             num_rows += 1
             logits = model.logits(hidden)
-            row = DraftRow(num_drafted=len(drafts), exit_layer=exit_layer)
             if looks:
-                row = _look(row, logits, hidden, needs)
+                row = _look(len(drafts), exit_layer, logits, hidden, needs)
                 if row.confidence is not None:
                     seen.append(row.confidence)
+            else:
+                row = DraftRow(num_drafted=len(drafts), exit_layer=exit_layer)
             if stopping is not None and stopping.stop_before_draw(row):
                 stop_cause = "before_draw"
                 break
@@ -126,14 +127,14 @@ class Drafter:
         return sampler.draw(q, f"draft position {length + index}")
 
 
-def _look(row: DraftRow, logits: Tensor, hidden: Tensor, needs: Needs) -> DraftRow:
+def _look(num_drafted: int, exit_layer: int, logits: Tensor, hidden: Tensor, needs: Needs) -> DraftRow:
     """The row with what the policy asked to see."""
     confidence = float(confidences(logits)[0]) if needs.confidence else None
     if confidence is not None and confidence != confidence:
-        raise non_finite(f"exit layer {row.exit_layer}")
+        raise non_finite(f"exit layer {exit_layer}")
     return DraftRow(
-        num_drafted=row.num_drafted,
-        exit_layer=row.exit_layer,
+        num_drafted=num_drafted,
+        exit_layer=exit_layer,
         confidence=confidence,
         entropy=float(entropies(logits)[0]) if needs.entropy else None,
         exit_hidden=hidden[0] if needs.exit_hidden else None,

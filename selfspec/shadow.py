@@ -7,6 +7,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from policies import ShadowTokens
+from selfspec.sampling import confidences
 
 
 class ShadowRecorder:
@@ -41,16 +42,14 @@ class ShadowRecorder:
         """
         hidden = self._hidden[:, :num_rows].reshape(-1, self._model.hidden_size)
         logits = self._model.logits(hidden)
-        best = logits.max(dim=-1)
-        tokens = best.indices.view(len(self.layers), num_rows)
-        confidences = (best.values - logits.logsumexp(dim=-1)).exp_()  # no softmax of all layers is kept
+        tokens = logits.argmax(dim=-1).view(len(self.layers), num_rows)
         probabilities = None
         if p is not None:
             probabilities = p.unsqueeze(0).expand(len(self.layers), -1, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return ShadowTokens(
             layers=self.layers,
             tokens=tokens,
-            confidences=confidences.view(len(self.layers), num_rows),
+            confidences=confidences(logits).view(len(self.layers), num_rows),
             target_tokens=target_tokens,
             target_probabilities=probabilities,
         )
