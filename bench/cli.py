@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from transformers.utils import logging
 
 from bench.cli_common import (
@@ -24,11 +25,15 @@ from bench.cli_common import (
     encoded,
     exit_if_outputs_differ,
     load_network,
+    num_layers_of,
+    open_model,
+    open_tokenizer,
     progress,
     show,
     transformers_engines,
 )
 from bench.cli_run import run
+from bench.compare import compare_records
 from bench.engines import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
 from bench.provenance import provenance
@@ -45,8 +50,7 @@ from bench.sweep import (
     trace_prompts,
     write_setting,
 )
-from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
-from layerskip_models.loading import load_config
+from layerskip_models import DEMO_PATH, from_transformers
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost
@@ -82,10 +86,10 @@ def peers(
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
-        config = load_config(checkpoint)
-        policy_name = policy or fixed_policy(checkpoint, config.num_hidden_layers)
-        exit_layer, num_speculations = _fixed_setting(policy_name, config.num_hidden_layers)
-        samples = encoded(prompts, num_samples, load_tokenizer(checkpoint), prompt_tokens)
+        num_layers = num_layers_of(checkpoint)
+        policy_name = policy or fixed_policy(checkpoint, num_layers)
+        exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
+        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         network = load_network(checkpoint, dtype, device)
         generator = SelfSpecGenerator(from_transformers(network))
     # The first engine is the one whose outputs are compared with.
@@ -102,7 +106,7 @@ def peers(
         "configuration": {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
             "policy": policy_name,
-            "num_layers": config.num_hidden_layers,
+            "num_layers": num_layers,
             "attention": network.config._attn_implementation,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
         },
@@ -165,14 +169,13 @@ def sweep(
         checkpoint = str(model or DEMO_PATH)
         if write and not Path(checkpoint).is_dir():
             raise ValueError(f"--write needs a local checkpoint folder, got {checkpoint!r}: download it first")
-        config = load_config(checkpoint)
-        last = config.num_hidden_layers - 1
+        last = num_layers_of(checkpoint) - 1
         layers = parse_range(exit_layers or f"1-{max(1, (last + 1) // 2)}", "--exit-layers")
         if layers[-1] > last:
             raise ValueError(f"--exit-layers must be in [1, {last}] for this {last + 1}-layer model, got {layers[-1]}")
         lengths = parse_range(num_speculations, "--num-speculations")
-        samples = encoded(prompts, num_samples, load_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(load_model(checkpoint, dtype=dtype, device=device))
+        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
+        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
     network = generator.model
     num_timed = min(num_timed, len(layers) * len(lengths))
     description: dict[str, Any] = {
@@ -228,24 +231,47 @@ def sweep(
 
 @app.command()
 def report(
-    records: Annotated[list[Path], typer.Argument(help="Records that peers or sweep wrote.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Markdown file; default: print.")] = None,
+    records: Annotated[list[Path], typer.Argument(help="Records that run, sweep or peers wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write: .html (one record) or Markdown; default: print."),
+    ] = None,
     into: Annotated[
         list[Path] | None,
         typer.Option(help="Fill a document's <!-- report:NAME --> places; NAME: a record's file name, no ending."),
     ] = None,
 ) -> None:
-    """Turn records into Markdown tables."""
+    """Turn records into one HTML page with pictures, or into Markdown tables."""
     with one_line_errors():
         loaded = {path.stem: read_record(path) for path in records}
+        if output is not None and output.suffix.lower() in (".html", ".htm"):
+            if len(loaded) != 1:
+                raise ValueError(f"an HTML page shows one record, got {len(loaded)}")
+            from bench.page import page  # matplotlib takes a second to load
+
+            output.write_text(page(next(iter(loaded.values()))), encoding="utf-8")
+        elif output is not None or not into:
+            text = "\n".join(markdown(lines) for lines in loaded.values())
+            if output is None:
+                typer.echo(text, nl=False)
+            else:
+                output.write_text(text, encoding="utf-8")
         for document in into or []:
-            text = document.read_text(encoding="utf-8")
-            document.write_text(fill_markers(text, loaded), encoding="utf-8")
-        page = "\n".join(markdown(lines) for lines in loaded.values())
-        if output is not None:
-            output.write_text(page, encoding="utf-8")
-        elif not into:
-            typer.echo(page, nl=False)
+            written = document.read_text(encoding="utf-8")
+            document.write_text(fill_markers(written, loaded), encoding="utf-8")
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A record.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
+) -> None:
+    """Two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
+    with one_line_errors():
+        notes, table = compare_records(read_record(before), read_record(after))
+    for note in notes:
+        typer.echo(note)
+    Console().print(table.rich())
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,12 +24,18 @@ from bench.peers import (
 from bench.provenance import weights_digest
 from bench.record import Line
 from bench.report import headline, tables
-from layerskip_models import DEMO_PATH
+from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.loading import load_config, resolve_device, resolve_dtype
+from layerskip_models.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 
 _errors = Console(stderr=True)
 
-ModelOption = Annotated[str | None, typer.Option(help="LayerSkip checkpoint: folder or hub name; default: the demo.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help='LayerSkip checkpoint: folder, hub name, or "synthetic:SHAPE", random weights of that shape; default: the demo.'
+    ),
+]
 PromptsOption = Annotated[
     Path | None, typer.Option(help='Prompts, .jsonl[.gz] with "id", "task", "prompt"; default: the shipped ones.')
 ]
@@ -48,11 +55,7 @@ def configuration(
     """What a record says about any run. A local checkpoint is named by its folder alone."""
     is_folder = Path(checkpoint).is_dir()
     return {
-        "model": "the demo model"
-        if checkpoint == str(DEMO_PATH)
-        else Path(checkpoint).resolve().name
-        if is_folder
-        else checkpoint,
+        "model": _described(checkpoint),
         "weights_digest": weights_digest(Path(checkpoint)) if is_folder else None,
         "prompts": [prompt.id for prompt in prompts],
         "prompts_digest": digest(prompts),
@@ -64,6 +67,14 @@ def configuration(
     }
 
 
+def _described(checkpoint: str) -> str:
+    if is_synthetic(checkpoint):
+        return f"synthetic weights ({checkpoint.removeprefix(PREFIX)})"
+    if checkpoint == str(DEMO_PATH):
+        return "the demo model"
+    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint
+
+
 def encoded(
     path: Path | None, num_samples: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
 ) -> list[EncodedPrompt]:
@@ -71,9 +82,36 @@ def encoded(
     return encode_prompts(select_prompts(load_prompts(path), num_samples), tokenizer, prompt_tokens)
 
 
+def is_synthetic(checkpoint: str) -> bool:
+    """Whether a name stands for a shape with random weights."""
+    return checkpoint.startswith(PREFIX)
+
+
+def num_layers_of(checkpoint: str) -> int:
+    """How many layers a checkpoint has, without loading its weights. Raises as loading does."""
+    if is_synthetic(checkpoint):
+        return int(SHAPES[parse_synthetic(checkpoint)[0]]["num_hidden_layers"])
+    return int(load_config(checkpoint).num_hidden_layers)
+
+
+def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer; synthetic weights know no words, and take the demo's for their prompts."""
+    return load_tokenizer(str(DEMO_PATH) if is_synthetic(checkpoint) else checkpoint)
+
+
+def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
+    """The model alone: nothing of it is in memory twice."""
+    if is_synthetic(checkpoint):
+        return from_transformers(load_network(checkpoint, dtype, device), release=True)
+    return load_model(checkpoint, dtype=dtype, device=device)
+
+
 def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
     """transformers' own model, for engines that share its weights."""
     target = resolve_device(device)
+    if is_synthetic(checkpoint):
+        shape, recipe = parse_synthetic(checkpoint)
+        return synthetic_llama(shape, recipe, dtype=resolve_dtype(dtype, target, torch.bfloat16), device=target)
     config = load_config(checkpoint)
     network = LlamaForCausalLM.from_pretrained(
         checkpoint,

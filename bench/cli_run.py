@@ -20,6 +20,8 @@ from bench.cli_common import (
     configuration,
     exit_if_outputs_differ,
     load_network,
+    open_model,
+    open_tokenizer,
     progress,
     show,
     transformers_engines,
@@ -30,7 +32,7 @@ from bench.provenance import provenance
 from bench.record import RecordWriter, read_parts
 from bench.runner import BEST_FIXED, BEST_FIXED_LABEL, Run, RunSettings, resumable
 from bench.workers import Workers
-from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
+from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.loading import resolve_device
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
@@ -79,11 +81,11 @@ def run(
             raise ValueError("--resume needs --output, the record that was being written")
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
-        samples = encode_prompts(chosen, load_tokenizer(checkpoint), prompt_tokens)
+        samples = encode_prompts(chosen, open_tokenizer(checkpoint), prompt_tokens)
         on = str(workers.device)
         network = load_network(checkpoint, dtype, on) if peers else None
         generator = SelfSpecGenerator(
-            load_model(checkpoint, dtype=dtype, device=on) if network is None else from_transformers(network)
+            open_model(checkpoint, dtype, on) if network is None else from_transformers(network)
         )
         num_layers = generator.model.num_layers
         names = ["ar", *(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
@@ -149,7 +151,7 @@ def baseline_policies(exit_layers: Sequence[int]) -> list[str]:
     """The stopping policies that others have published, with a spread of their parameters, at some exit layers."""
     names = []
     for layer in exit_layers:
-        names += [f"fs:{layer}-4", *(f"dv:{layer},start={start}" for start in (0.2, 0.4, 0.6, 0.8))]
+        names += [f"fs:{layer}-4", *(f"dv:{layer},start={start}" for start in (0.2, 0.4, 0.8))]
         names += [f"svip:{layer},threshold={bound}" for bound in (0.6, 1.0, 1.4)]
         names += [f"adaedl:{layer},start={start}" for start in (0.2, 0.4)]
         names += [f"spide:{layer},tau={tau}" for tau in (0.3, 0.5, 0.7)]

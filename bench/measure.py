@@ -13,11 +13,7 @@ from torch import Tensor
 
 from bench.datasets import EncodedPrompt
 from bench.engines import Engine, Generation
-from selfspec.compare import first_difference
-
-NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}
-"""Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
-different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
+from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

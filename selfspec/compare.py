@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
+import torch
+
 from selfspec.generator import GenerationResult
 from selfspec.stats import GenerationStats
+
+NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}
+"""Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
+different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
 
 
 class Generate(Protocol):

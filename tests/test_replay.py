@@ -5,7 +5,9 @@ import torch
 from scipy.stats import spearmanr
 from tiny_llama import pool_model
 
+from layerskip_models import DEMO_PATH, load_demo, load_tokenizer
 from policies import LayerCost, MeasuredCost, Needs, Policy, parse_policy
+from selfspec import SelfSpecGenerator
 from selfspec.replay import (
     AgreementTrace,
     Replay,
@@ -96,16 +98,26 @@ def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
     assert real.stats.etpl == pytest.approx(best.tokens_per_cost)
 
 
-def test_a_trace_with_gaps_ranks_the_settings():
-    _, generator = pool_model(11, torch.float64)
+@pytest.mark.parametrize("which", ["tiny", "demo"])
+def test_a_trace_with_gaps_ranks_the_settings(which):
+    if which == "tiny":
+        _, generator = pool_model(11, torch.float64)
+        prompts = [[seed, 3, 7, 1] for seed in range(6)]
+    else:
+        generator = SelfSpecGenerator(load_demo())
+        tokenizer = load_tokenizer(DEMO_PATH)
+        texts = ("def add(a, b):", "Question: A box holds 12 eggs. How many do", "It was a dark night, and the king")
+        prompts = [tokenizer(text)["input_ids"] for text in texts]
     num_layers = generator.model.num_layers
     layers = tuple(range(1, num_layers))
     full, thin = [], []
-    for seed in range(6):
+    for prompt in prompts:
         policy = Policy(TraceEveryLayer(num_layers), name="trace")
         gaps = Policy(TraceEveryLayer(num_layers, learn_every=3), name="trace")
         for into, watched in ((full, policy), (thin, gaps)):
-            result = generator.generate([seed, 3, 7, 1], policy=watched, max_new_tokens=60, eos_token_id=[], trace=True)
+            result = generator.generate(
+                prompt, policy=watched, max_new_tokens=60, do_sample=False, eos_token_id=[], trace=True
+            )
             into.append(agreement_trace(result, num_layers))
     assert all(trace.coverage < 0.4 and not trace.is_complete for trace in thin)
     with pytest.raises(ValueError, match="does not cover"):

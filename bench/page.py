@@ -1,0 +1,64 @@
+"""A record as one self-contained HTML page: headline, pictures, tables, where the numbers come from."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from bench.figures import figures, svg
+from bench.record import Line
+from bench.report import headline, machine_sentence, tables
+from bench.table import Table
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 0 auto; }
+body { padding: 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.lead { font-size: 1.05rem; } .fine { color: #555; font-size: .85rem; overflow-wrap: anywhere; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; max-width: 40rem; display: block; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th { border-bottom: 2px solid #888; } th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
+  background: #fff; white-space: normal; min-width: 8rem; } tr:hover td { background: #f4f8fb; }
+""".strip()
+
+
+def page(lines: Sequence[Line]) -> str:
+    """The page's text; it refers to nothing outside itself."""
+    title = f"selfspec-bench {lines[0]['command']}: {lines[0]['configuration']['model']}"
+    parts = [f"<h1>{html.escape(title)}</h1>", f'<p class="lead">{_inline(headline(lines))}</p>']
+    for name, figure in figures(lines).items():
+        drawn = f'<figure role="img" aria-label="{html.escape(name)}">{svg(figure)}</figure>'
+        parts.append(f"<h2>{html.escape(name)}</h2>\n{drawn}")
+    parts += [_table(table) for table in tables(lines)]
+    parts.append(f'<h2>Where the numbers come from</h2>\n<p class="fine">{_inline(machine_sentence(lines))}</p>')
+    body = "\n".join(parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{_inline(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "\n".join(row(cells, "td") for cells in table.rows)
+    head = row(table.columns, "th")
+    return (
+        f'<h2>{_inline(table.title)}</h2>\n<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n'
+        "</table></div>"
+    )
+
+
+def _inline(text: str) -> str:
+    """The little Markdown that tables and sentences use: `code`, *italics*, **bold**."""
+    escaped = html.escape(text)
+    for mark, tag in (("**", "strong"), ("*", "em"), ("`", "code")):
+        pieces = escaped.split(mark)
+        if len(pieces) % 2:  # paired
+            escaped = "".join(
+                piece if number % 2 == 0 else f"<{tag}>{piece}</{tag}>" for number, piece in enumerate(pieces)
+            )
+    return escaped

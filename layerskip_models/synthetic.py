@@ -1,0 +1,234 @@
+"""Models of real shapes with random weights whose early layers agree with the last one about as often as asked for.
+
+They cost what the real ones cost, at an acceptance that one chooses, without a download. They say nothing of text quality,
+and whatever is measured with them is to be called "synthetic weights".
+
+The recipe: seeded normal weights, no end-of-text token. Queries and keys are wide enough for attention to be peaked, so that
+the next token depends on the context and greedy text does not loop; the head is sharp enough for probabilities as a language
+model has them. Then each layer's two output matrices are scaled, in order, on random tokens, so that what the layer adds
+has a chosen size relative to what it adds to: large in the first layers, small and falling behind them. The smaller the
+later updates, the more often an early exit's argmax is already the last layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from layerskip_models.layerskip_recipe import run_layer
+from layerskip_models.loading import resolve_device
+
+PREFIX = "synthetic:"
+"""In front of a shape's name where a checkpoint's is expected."""
+_CALIBRATION_TOKENS = 256
+_QUERY_KEY_GAIN = 3**0.5  # attention logits of standard deviation 3
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, context: int, **more: Any
+) -> Mapping[str, Any]:
+    return MappingProxyType(
+        {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": inner,
+            "vocab_size": vocab,
+            "max_position_embeddings": context,
+            **more,
+        }
+    )
+
+
+_CODE_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "small": _shape(384, 12, 6, 6, 1024, 4096, 32768),
+        "medium": _shape(1024, 24, 16, 8, 2816, 32000, 32768),
+        "llama3.2-1B": _shape(
+            2048, 16, 32, 8, 8192, 128256, 131072, head_dim=64, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE
+        ),
+        "llama2-7B": _shape(4096, 32, 32, 32, 11008, 32000, 4096),
+        "codellama-7B": _shape(4096, 32, 32, 32, 11008, 32016, 16384, rope_parameters=_CODE_ROPE),
+        "llama3-8B": _shape(
+            4096, 32, 32, 8, 14336, 128256, 8192, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+        ),
+        "llama2-13B": _shape(5120, 40, 40, 40, 13824, 32000, 4096),
+        "codellama-34B": _shape(8192, 48, 64, 8, 22016, 32000, 16384, rope_parameters=_CODE_ROPE),
+        "llama2-70B": _shape(8192, 80, 64, 8, 28672, 32000, 4096),
+    }
+)
+"""Of Meta's seven LayerSkip checkpoints, and two that a laptop runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How large what each layer adds is, relative to the stream that it adds to (root mean squares).
+
+    The first `wide` layers add `first` (None: 0.7, and 3 where the head is the embedding, since the current token would else
+    be its own most likely successor); layer l behind them eps * decay^(l - wide). sharpness: what the head is multiplied by.
+    seed: of all weights. A smaller eps or decay makes early exits agree more often.
+    Raises ValueError for numbers that are not positive, and for wide < 0.
+    """
+
+    eps: float = 0.1
+    decay: float = 0.8
+    wide: int = 2
+    first: float | None = None
+    sharpness: float = 6.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("eps", "decay", "first", "sharpness"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.wide < 0:
+            raise ValueError(f"wide must be at least 0, got {self.wide}")
+
+    def update(self, layer: int, tied: bool = False) -> float:
+        """Relative size of what layer 0, 1, .. adds. tied: the head is the embedding."""
+        first = (3.0 if tied else 0.7) if self.first is None else self.first
+        return first if layer < self.wide else self.eps * self.decay ** (layer - self.wide)
+
+
+def parse_synthetic(name: str) -> tuple[str, Recipe]:
+    """("medium", recipe) of "synthetic:medium" or "synthetic:medium,eps=0.2,decay=0.7,wide=2,seed=1".
+
+    Raises ValueError that lists what is possible.
+    """
+    shape, *options = name.removeprefix(PREFIX).split(",")
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: there are {', '.join(SHAPES)}")
+    kinds = {"eps": float, "decay": float, "wide": int, "first": float, "sharpness": float, "seed": int}
+    values: dict[str, Any] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        if key not in kinds:
+            raise ValueError(f"{name!r}: {key!r} is no option of a synthetic model: there are {', '.join(kinds)}")
+        try:
+            values[key] = kinds[key](value)
+        except ValueError:
+            raise ValueError(f"{name!r}: {key} must be a number, got {value!r}") from None
+    return shape, Recipe(**values)
+
+
+def synthetic_llama(
+    shape: str | LlamaConfig,
+    recipe: Recipe | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "auto",
+) -> LlamaForCausalLM:
+    """A transformers model with such weights, made on the device in the dtype; its name says that it is synthetic.
+
+    shape: a name out of `SHAPES`, or a configuration of one's own. The same arguments give the same weights on the same kind
+    of device. `from_transformers(model, release=True)` turns it into a `LayerSkipModel` without a second copy.
+    Raises ValueError for an unknown shape.
+    """
+    recipe = recipe or Recipe()
+    target = resolve_device(device)
+    if isinstance(shape, str):
+        if shape not in SHAPES:
+            raise ValueError(f"unknown shape {shape!r}: there are {', '.join(SHAPES)}")
+        config = LlamaConfig(**{name: dict(v) if isinstance(v, dict) else v for name, v in SHAPES[shape].items()})
+        config.name_or_path = f"{PREFIX}{shape}"
+    else:
+        config = shape
+    config.eos_token_id = config.bos_token_id = config.pad_token_id = None
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    model = model.to_empty(device=target).eval()
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(target)
+    model.tie_weights()
+    model.generation_config = GenerationConfig(eos_token_id=None)
+    generator = torch.Generator(target).manual_seed(recipe.seed)
+    with torch.no_grad():
+        _fill(model, recipe, generator)
+        _scale(model, recipe, generator)
+    return model
+
+
+def _fill(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
+    """Normal weights; norms 1; biases, where there are any, 0."""
+    hidden = model.config.hidden_size
+    tied = model.config.tie_word_embeddings
+    # A tied head is the embedding: it keeps the head's scale, which the first norm takes out of the stream.
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        elif "embed_tokens" in name:
+            parameter.normal_(0.0, recipe.sharpness * hidden**-0.5 if tied else 1.0, generator=generator)
+        elif "q_proj" in name or "k_proj" in name:
+            parameter.normal_(0.0, _QUERY_KEY_GAIN * hidden**-0.5, generator=generator)
+        else:
+            gain = recipe.sharpness if "lm_head" in name else 1.0
+            parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5, generator=generator)
+
+
+def _scale(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
+    """Scale every layer's output matrices, in order, on random tokens.
+
+    Attention's and the MLP's updates are uncorrelated with the stream, so each gets the size that was asked for.
+    """
+    count = min(_CALIBRATION_TOKENS, model.config.max_position_embeddings)
+    device = model.lm_head.weight.device
+    tokens = torch.randint(model.config.vocab_size, (1, count), generator=generator, device=device)
+    hidden = model.model.embed_tokens(tokens)
+    positions = torch.arange(count, device=device)[None]
+    rotary = model.model.rotary_emb(hidden, positions)
+    for index, layer in enumerate(model.model.layers):
+        size = recipe.update(index, model.config.tie_word_embeddings)
+        added: dict[nn.Module, Tensor] = {}
+
+        def keep(module: nn.Module, inputs: Any, output: Tensor, into: dict[nn.Module, Tensor] = added) -> None:
+            into[module] = output
+
+        attention, mlp = layer.self_attn.o_proj, layer.mlp.down_proj
+        hooks = [matrix.register_forward_hook(keep) for matrix in (attention, mlp)]
+        run_layer(layer, hidden, positions, rotary)
+        attention.weight.mul_(size * _rms(hidden) / _rms(added[attention]))
+        run_layer(layer, hidden, positions, rotary)
+        mlp.weight.mul_(size * _rms(hidden + added[attention]) / _rms(added[mlp]))
+        for hook in hooks:
+            hook.remove()
+        hidden = run_layer(layer, hidden, positions, rotary)
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.float().square().mean().sqrt()
+
+
+def agreement_curve(model: LlamaForCausalLM, *, num_tokens: int = 256, seed: int = 1) -> list[float]:
+    """What was achieved: per exit layer 1 .. L, the share of positions of a random text where its argmax is the last layer's.
+
+    The model's own greedy text agrees a little otherwise; `selfspec inspect` and every benchmark measure that.
+    """
+    device = model.lm_head.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        tokens = torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator, device=device)
+        hidden = model.model.embed_tokens(tokens)
+        positions = torch.arange(num_tokens, device=device)[None]
+        rotary = model.model.rotary_emb(hidden, positions)
+        choices = []
+        for layer in model.model.layers:
+            assert isinstance(layer, LlamaDecoderLayer)
+            hidden = run_layer(layer, hidden, positions, rotary)
+            choices.append(model.lm_head(model.model.norm(hidden)).argmax(dim=-1))
+    return [float((choice == choices[-1]).float().mean()) for choice in choices]

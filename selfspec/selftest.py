@@ -1,0 +1,292 @@
+"""`selfspec verify`: does this engine, with this checkpoint, on this machine, give what the model itself gives?
+
+transformers' own forward pass is the judge. It is asked first, for everything that will be compared; then its weights are
+handed to the engine, so that a large model is not in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from layerskip_models import LayerSkipModel, from_transformers
+from policies import Policy, parse_policy
+from selfspec.calibrate import measured_cost
+from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
+from selfspec.config import GenerationHost, Request, make_request
+from selfspec.decoding import Decoding
+from selfspec.kv_cache import KVCache
+
+LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
+"""Largest difference of a logit (of size 10, say) that sums in another order may make."""
+_CACHE_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""Likewise of a cached key or value, relative to their root mean square."""
+_TOP_K = 3  # tokens that sampling may draw from, so that all courses can be enumerated
+_STEPS = 3  # sampled tokens: _TOP_K ** _STEPS courses
+_SUSPICIOUS = 1e-6  # a fit this bad happens by chance once in a million runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was verified. detail: what was measured, or what is wrong."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What transformers says about some prompts.
+
+    prompts: int64 [n]. texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text.
+    sampled: probability of each course of sampled tokens after the first prompt, at temperature 1 with top-k.
+    """
+
+    prompts: tuple[Tensor, ...]
+    texts: tuple[list[int], ...]
+    logits: tuple[Tensor, ...]
+    sampled: dict[tuple[int, ...], float]
+
+
+def every_policy(num_layers: int) -> list[str]:
+    """A name for each way to decide, at an exit layer that the model has."""
+    if num_layers < 2:
+        return ["ar"]
+    exit_layer = max(num_layers // 4, 1)
+    alone = [f"{name}:{exit_layer}" for name in ("dv", "svip", "adaedl", "spide")]
+    return [
+        "ar", f"ls:{exit_layer}-4", f"ls:{num_layers - 1}-2", "del", "del:on_stop=keep", "del:length=tpl", "auto",
+        "auto:cost=layers", f"fs:{exit_layer}-4", *alone, "del+spide", "del+dv", f"ls:{exit_layer}-8+del",
+    ]  # fmt: skip
+
+
+def ask_reference(
+    llama: LlamaForCausalLM,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    advance: Callable[[str], None] = lambda label: None,
+) -> Reference:
+    """Greedy texts, their logits and the law of sampling, all by transformers; advance: told prompts + 1 times."""
+    texts, every_logits = [], []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = prompt.tolist()
+            cache = None
+            fed = ids
+            text: list[int] = []
+            rows = []
+            for _ in range(max_new_tokens):
+                output = llama(torch.tensor([fed], device=llama.device), past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                rows.append(output.logits[0, -1].float())
+                fed = [int(rows[-1].argmax())]
+                text += fed
+            texts.append(text)
+            every_logits.append(torch.stack(rows))
+            advance("asking transformers")
+        sampled = _courses(llama, prompts[0].tolist())
+        advance("asking transformers")
+    return Reference(prompts=tuple(prompts), texts=tuple(texts), logits=tuple(every_logits), sampled=sampled)
+
+
+def _courses(llama: LlamaForCausalLM, ids: list[int]) -> dict[tuple[int, ...], float]:
+    """Probability of every course of the next tokens, each drawn from the `_TOP_K` likeliest."""
+    courses: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(_STEPS):
+        longer = {}
+        for course, probability in courses.items():
+            logits = llama(torch.tensor([[*ids, *course]], device=llama.device), use_cache=False).logits[0, -1].double()
+            top = logits.topk(min(_TOP_K, logits.numel()))
+            for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist()):
+                longer[(*course, token)] = probability * share
+        courses = longer
+    return courses
+
+
+def verify_engine(
+    llama: LlamaForCausalLM,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int = 48,
+    draws: int = 400,
+    policies: Sequence[str] | None = None,
+    advance: Callable[[str], None] = lambda label: None,
+) -> Iterator[Check]:
+    """Yield one check after the other; takes the model's weights over, which it cannot be used without afterwards.
+
+    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: told `num_steps` times.
+    """
+    reference = ask_reference(llama, prompts, max_new_tokens, advance)
+    model = from_transformers(llama, release=True)
+    names = list(policies or every_policy(model.num_layers))
+    yield check_logits(model, reference)
+    yield check_single_row(model, reference)
+    advance("logits")
+    for name in names:
+        yield check_greedy(model, reference, name)
+        advance(name)
+    if draws:
+        for name in sampled_policies(model.num_layers):
+            yield check_sampling(model, reference, name, draws, advance)
+
+
+def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int | None = None) -> int:
+    """How many times `verify_engine` calls `advance`."""
+    policies = len(every_policy(num_layers)) if num_policies is None else num_policies
+    return num_prompts + 2 + policies + draws * len(sampled_policies(num_layers))
+
+
+def sampled_policies(num_layers: int) -> list[str]:
+    """Whose draws are counted: one that keeps every draft, one that stops by what it sees."""
+    return ["ar"] if num_layers < 2 else [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
+
+
+def check_logits(model: LayerSkipModel, reference: Reference) -> Check:
+    """The engine's own forward pass over prompts and texts against transformers' logits."""
+    worst = 0.0
+    with torch.inference_mode():
+        for prompt, text, wanted in zip(reference.prompts, reference.texts, reference.logits):
+            got = _rows_of(model, [*prompt.tolist(), *text[:-1]])[1][-len(text) :]
+            worst = max(worst, float((got - wanted.to(got.device)).abs().max()))
+    allowed = LOGIT_TOLERANCES[model.dtype]
+    return Check(
+        name="logits equal transformers'",
+        passed=worst <= allowed,  # NaN is not
+        detail=f"largest difference {worst:.2g}, allowed {allowed:g}",
+    )
+
+
+def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
+    """Norm and head on one row alone, as drafting uses them, against the same row among others, as verifying does."""
+    with torch.inference_mode():
+        hidden, together = _rows_of(model, reference.prompts[0].tolist())
+        alone = torch.cat([model.logits(hidden[row : row + 1]) for row in range(len(hidden))])
+        worst = float((alone - together).abs().max())
+        gaps = together.topk(2).values.diff().abs()[:, 0]
+        flipped = int(((alone.argmax(-1) != together.argmax(-1)) & (gaps > NEAR_TIE_LOGIT_GAPS[model.dtype])).sum())
+    allowed = LOGIT_TOLERANCES[model.dtype]
+    return Check(
+        name="head on a single row",
+        passed=worst <= allowed and flipped == 0,
+        detail=f"largest difference {worst:.2g}, allowed {allowed:g}; other choices: {flipped} of {len(hidden)}",
+    )
+
+
+def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Check:
+    """Every text equals the reference's but for near-ties, and the KV cache afterwards a fresh pass over the text."""
+    near_ties = rejected = 0
+    worst = 0.0
+    for prompt, text, logits in zip(reference.prompts, reference.texts, reference.logits):
+        chosen = parse_policy(policy, num_layers=model.num_layers, measure=lambda: measured_cost(model))
+        decoding = _decode(model, prompt, chosen, max_new_tokens=len(text), do_sample=False)
+        new = decoding.tokens[0, prompt.numel() : decoding.length].tolist()
+        rejected += decoding.stats.num_drafted - decoding.stats.num_accepted
+        position = first_difference(text, new)
+        if position is not None:
+            gap = float(logits[position].topk(2).values.diff().abs()) if position < len(text) else float("inf")
+            if not gap <= NEAR_TIE_LOGIT_GAPS[model.dtype]:
+                detail = f"differs at new token {position}, where the top two logits are {gap:.3g} apart"
+                return Check(name=f"greedy, {policy}", passed=False, detail=detail)
+            near_ties += 1
+        worst = max(worst, _cache_error(model, decoding))
+    allowed = _CACHE_TOLERANCES[model.dtype]
+    return Check(
+        name=f"greedy, {policy}",
+        passed=worst <= allowed,
+        detail=f"{len(reference.texts)} texts equal, of which {near_ties} up to a near-tie; {rejected} drafts rejected; "
+        f"KV cache differs by {worst:.2g}, allowed {allowed:g}",
+    )
+
+
+def check_sampling(
+    model: LayerSkipModel,
+    reference: Reference,
+    policy: str,
+    draws: int,
+    advance: Callable[[str], None] = lambda label: None,
+) -> Check:
+    """Drawn courses against their exact probabilities, by Pearson's chi-squared over courses expected five times or more."""
+    chosen = parse_policy(policy, num_layers=model.num_layers)
+    counts = dict.fromkeys(reference.sampled, 0)
+    outside = 0
+    for seed in range(draws):
+        chosen.reset()
+        decoding = _decode(
+            model, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
+        )
+        course = tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())
+        if course in counts:
+            counts[course] += 1
+        else:
+            outside += 1
+        advance(f"sampling, {policy}")
+    cells = [(counts[course], draws * share) for course, share in reference.sampled.items()]
+    large = [cell for cell in cells if cell[1] >= 5]
+    rest = (draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large))
+    if rest[1] >= 5:
+        large.append(rest)
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
+    freedom = len(large) - 1
+    chance = _chi_squared_tail(statistic, freedom) if freedom > 0 else 1.0
+    # In half precision a third and a fourth token may nearly tie; few draws may then fall outside.
+    stray = outside > (0 if model.dtype in (torch.float32, torch.float64) else draws // 20)
+    return Check(
+        name=f"sampling, {policy}",
+        passed=chance > _SUSPICIOUS and not stray,
+        detail=f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
+        f"{1 / max(chance, 1e-300):.3g}; outside the top {_TOP_K}: {outside}",
+    )
+
+
+def _chi_squared_tail(statistic: float, freedom: int) -> float:
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Last hidden states and logits of a whole text, [n, hidden] and [n, vocab]."""
+    cache = KVCache(model, len(ids))
+    tokens = torch.tensor(ids, device=model.device)
+    hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
+    return hidden, model.logits(hidden)
+
+
+def _cache_error(model: LayerSkipModel, decoding: Decoding) -> float:
+    """Largest difference between the rows that decoding left and those of one pass, over their root mean square."""
+    length = decoding.cache.length
+    with torch.inference_mode():
+        fresh = KVCache(model, length)
+        model.run_layers(model.embed(decoding.tokens[0, :length]), 0, model.num_layers, fresh, 0)
+        worst = 0.0
+        cache = decoding.cache
+        for got, wanted in ((cache.keys[..., :length], fresh.keys), (cache.values[:, :, :length], fresh.values)):
+            size = wanted.float().square().mean().sqrt()
+            worst = max(worst, float((got - wanted).abs().max() / size))
+    return worst
+
+
+def _decode(
+    model: LayerSkipModel, prompt: Tensor, policy: Policy, *, seed: int | None = None, **options: object
+) -> Decoding:
+    """A whole call, its cache and its state kept."""
+    request: Request = make_request(
+        host=GenerationHost(model.config, model.generation_config, model.device),
+        prompt=prompt,
+        tokenizer=None,
+        generation_config=None,
+        options={"eos_token_id": [], "temperature": 1.0, "top_p": 1.0, **options},
+        seed=seed,
+        generator=None,
+        logits_processor=None,
+        stopping_criteria=None,
+    )
+    decoding = Decoding(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
+    with torch.inference_mode():
+        for _ in decoding.run():
+            pass
+    return decoding

@@ -1,0 +1,117 @@
+"""A record as an HTML page, and two records compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.compare import compare_records
+from bench.figures import figures
+from bench.page import page
+from bench.record import Line, read_record
+
+DATA = Path(__file__).parent.parent / "docs" / "data"
+VOID = {"meta", "br", "path", "use"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed without having been opened, and collects what the page asks others for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("name", ["run", "sweep", "peers"])
+def test_a_page_stands_alone(name: str, tmp_path: Path) -> None:
+    record = DATA / f"{name}.jsonl"
+    target = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["report", str(record), "-o", str(target)])
+    assert result.exit_code == 0, result.output
+    text = target.read_text(encoding="utf-8")
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert all(reference.startswith("#") for reference in parser.references)
+    assert "@import" not in text
+    for engine in read_record(record)[0]["engines"].values():
+        assert engine in text
+    assert text.count("<svg") == len(figures(read_record(record)))
+    assert "width=device-width" in text
+
+
+def test_what_a_run_shows() -> None:
+    lines = read_record(DATA / "run.jsonl")
+    assert list(figures(lines)) == [
+        "Speed-up over plain decoding",
+        "Where the time goes",
+        "Agreement of early layers with the last",
+        "Exit layers",
+        "Drafts per round",
+    ]
+    assert page(lines) == page(lines)  # nothing random or dated
+
+
+def test_marks_and_markup() -> None:
+    lines: list[Line] = json.loads(json.dumps(read_record(DATA / "peers.jsonl")))
+    lines[0]["configuration"]["model"] = "<b>&"
+    text = page(lines)
+    assert "&lt;b&gt;&amp;" in text
+    assert "<b>" not in text
+    assert re.search(r"<code>ls:\d+-\d+</code>", text)
+
+
+def test_one_page_one_record(tmp_path: Path) -> None:
+    records = [str(DATA / "run.jsonl"), str(DATA / "peers.jsonl")]
+    result = CliRunner().invoke(app, ["report", *records, "-o", str(tmp_path / "both.html")])
+    assert result.exit_code == 2
+    assert "one record" in result.stderr
+
+
+def test_compare_says_what_changed(tmp_path: Path) -> None:
+    before = read_record(DATA / "peers.jsonl")
+    after: list[Line] = json.loads(json.dumps(before))
+    after[0]["provenance"]["threads"] = 64
+    for line in after:
+        if line["kind"] == "sample" and line["engine"] == "selfspec:ar":
+            line["seconds"] /= 2
+        if line["kind"] == "output" and line["engine"] == "transformers:generate":
+            line["tokens"] = [*line["tokens"][:-1], 1]
+    notes, table = compare_records(before, after)
+    assert notes == [f"threads: {before[0]['provenance']['threads']} -> 64"]
+    rows = {row[0]: row for row in table.rows}
+    assert rows["selfspec, autoregressive"][3] == "2.00×"
+    assert rows["selfspec, autoregressive"][-1] == "equal"
+    changed = rows["transformers generate"]
+    assert changed[3] == "1.00×"
+    assert changed[-1] == "4 of 4 differ"
+    paths = []
+    for name, lines in (("a", before), ("b", after)):
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    result = CliRunner().invoke(app, ["compare", *map(str, paths)])
+    assert result.exit_code == 0
+    assert "threads:" in result.output
+    assert "2.00×" in result.output
+    other: list[Line] = [{**before[0], "engines": {"x": "x"}}]
+    with pytest.raises(ValueError, match="no engine in common"):
+        compare_records(before, other)
