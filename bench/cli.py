@@ -33,6 +33,7 @@ from bench.cli_common import (
     transformers_engines,
 )
 from bench.cli_run import run
+from bench.cli_shapes import shapes
 from bench.compare import compare_records
 from bench.engines import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
@@ -64,6 +65,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(run)
+app.command()(shapes)
 
 
 @app.command()

@@ -28,6 +28,7 @@ from bench.cli_common import (
 )
 from bench.datasets import Prompt, encode_prompts, load_prompts
 from bench.engines import Engine, SelfSpecEngine
+from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
 from bench.record import RecordWriter, read_parts
 from bench.runner import BEST_FIXED, BEST_FIXED_LABEL, Run, RunSettings, resumable
@@ -53,7 +54,12 @@ def run(
     prompts: Annotated[
         list[Path] | None, typer.Option(help="File of prompts, .jsonl[.gz]; repeatable. Default: the shipped ones.")
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Kind of prompts to take; repeatable. Default: all.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kind of prompts to take, or a task of the papers from the hub; repeatable. Default: all kinds."
+        ),
+    ] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 2,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
@@ -131,9 +137,10 @@ def run(
 
 
 def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
-    """The first `num_samples` prompts of every task, of all files or the shipped ones, task by task.
+    """The first `num_samples` prompts of every task, of all files or the shipped ones, task by task; a task that they lack
+    comes from the hub.
 
-    Raises ValueError for a task that is not there, or when two files share an id.
+    Raises ValueError for a task that is nowhere, or when two files share an id.
     """
     found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
     if len({prompt.id for prompt in found}) < len(found):
@@ -141,10 +148,15 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
     by_task: dict[str, list[Prompt]] = {}
     for prompt in found:
         by_task.setdefault(prompt.task, []).append(prompt)
-    missing = [name for name in tasks if name not in by_task]
+    missing = [name for name in tasks if name not in by_task and name not in HUB_TASKS]
     if missing:
-        raise ValueError(f"no prompts of task {', '.join(missing)}; there are {', '.join(by_task)}")
-    return [prompt for name in (tasks or by_task) for prompt in by_task[name][:num_samples]]
+        raise ValueError(
+            f"no prompts of task {', '.join(missing)}; there are {', '.join(by_task)}; and on the hub {', '.join(HUB_TASKS)}"
+        )
+    chosen: list[Prompt] = []
+    for name in tasks or by_task:
+        chosen += by_task[name][:num_samples] if name in by_task else load_hub_task(name, num_samples)
+    return chosen
 
 
 def baseline_policies(exit_layers: Sequence[int]) -> list[str]:

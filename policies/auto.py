@@ -42,14 +42,12 @@ from policies.base import (
 from policies.cost import CostModel, LayerCost
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
-# Shadow tokens of 8 layers cost as much as two layers a row. These three together take half the time that 32, 4 and 8 did, at
-# the same eTPL (docs/benchmarks.md).
-PROMPT_ROWS = 8
+PROMPT_ROWS = 16
 LEARN_EVERY = 8
-LEARN_FIRST = 4
+LEARN_FIRST = 8
 _PRIOR_COUNT = 2.0  # what the bin's midpoint is worth in the average over layers, in observations
 _POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
-_NEWS = 1.4  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
+_NEWS = 1.3  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
 

@@ -18,7 +18,7 @@ from transformers import StoppingCriteriaList
 from layerskip_models.training import train_command
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
 from selfspec.calibrate import measured_cost
-from selfspec.cli_analysis import inspect_command, trace_command
+from selfspec.cli_analysis import inspect_command, trace_command, verify_command
 from selfspec.cli_common import (
     POLICY_HELP,
     DeviceOption,
@@ -45,6 +45,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("trace")(trace_command)
 app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
 
 WARM_UP_TOKENS = 16
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")

@@ -1,4 +1,4 @@
-"""`selfspec trace` and `selfspec inspect`: look into a run, look into a checkpoint."""
+"""`selfspec trace`, `inspect` and `verify`: look into a run, into a checkpoint, into the engine itself."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from policies import LayerCost, parse_policy
 from selfspec.cli_common import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
     ModelOption,
     load_generator,
+    load_reference,
     notes_console,
     one_line_errors,
 )
 from selfspec.inspection import inspect_model, inspection_lines
-from selfspec.prompts import EXAMPLE_PROMPT, read_prompt
+from selfspec.prompts import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.report import write_trace
+from selfspec.selftest import num_steps, verify_engine
 from selfspec.trace_plot import plot_trace, trace_lines
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -88,3 +91,48 @@ def inspect_command(
                 advance=lambda label: progress.update(task, advance=1, description=label),
             )
     typer.echo("\n".join(inspection_lines(inspection)))
+
+
+def verify_command(
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder; without it, the demo model.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="UTF-8 file with a prompt; repeatable. Without one: two examples.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy to verify; repeatable. Default: one of each.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=4, help="Tokens of each greedy continuation.")] = 48,
+    draws: Annotated[int, typer.Option(min=0, help="Samples to compare with exact probabilities; 0: none.")] = 400,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Check on this machine that the engine gives what the model itself gives, with transformers as the judge.
+
+    Ends with status 1 if anything fails.
+    """
+    notes = notes_console(quiet=False)
+    with one_line_errors():
+        texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
+        llama, prompts = load_reference(model, texts, dtype, device, notes)
+        num_layers = llama.config.num_hidden_layers
+        for name in policy or []:
+            parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
+        total = num_steps(num_layers, len(prompts), draws, len(policy) if policy else None)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        failed = 0
+        with Progress(*columns, console=notes, transient=True) as progress:
+            task = progress.add_task("verifying", total=total)
+            for check in verify_engine(
+                llama,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                draws=draws,
+                policies=policy,
+                advance=lambda label: progress.update(task, advance=1, description=label),
+            ):
+                failed += not check.passed
+                typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
+    if failed:
+        typer.echo(f"NOT verified: {failed} of the checks failed; do not trust this engine with this model here")
+        raise typer.Exit(1)
+    typer.echo("verified: here, with this model, the engine gives what the model itself gives")

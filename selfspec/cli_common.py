@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, NoReturn
 
@@ -13,7 +13,8 @@ from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from safetensors import SafetensorError
 
-from layerskip_models import DEMO_PATH
+from layerskip_models import DEMO_PATH, load_tokenizer
+from layerskip_models.loading import load_config, resolve_device, resolve_dtype
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 
 MODEL_PANEL = "Model"
@@ -48,6 +49,27 @@ def load_generator(model: str | None, dtype: str, device: str, notes: Console) -
         raise
     except (OSError, SafetensorError) as error:
         raise OSError(f"cannot load {name}: {error}") from error
+
+
+def load_reference(
+    model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
+) -> tuple[transformers.LlamaForCausalLM, list[torch.Tensor]]:
+    """The checkpoint as transformers loads it, and prompts as its token ids, int64 [n] each. Errors as `load_generator`'s."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    name = str(DEMO_PATH) if model is None else model
+    config = load_config(name)
+    target = resolve_device(device)
+    chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
+    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+        tokenizer = load_tokenizer(name)
+        llama = transformers.LlamaForCausalLM.from_pretrained(
+            name, config=config, dtype=chosen, use_safetensors=True, trust_remote_code=False
+        )
+    prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
+    if any(prompt.numel() == 0 for prompt in prompts):
+        raise ValueError("a prompt has no tokens: give one with text")
+    return llama.to(target).eval(), prompts
 
 
 @contextmanager

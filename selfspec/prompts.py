@@ -12,6 +12,8 @@ EXAMPLE_PROMPT = (
     "Translate German to English: Das Wetter ist heute sehr gut.\nEnglish:"
 )
 """What is continued when nothing else is given."""
+CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
+"""A second one, of another kind."""
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

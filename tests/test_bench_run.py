@@ -14,7 +14,9 @@ from click.testing import Result
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
+import bench.cli_common
 import bench.runner
+import layerskip_models.synthetic
 from bench.bandwidth import WeightBytes, measure_bandwidth
 from bench.cli import app
 from bench.cli_run import baseline_policies
@@ -245,3 +247,31 @@ def test_bytes_that_rounds_move() -> None:
 
 def test_bandwidth_is_a_speed() -> None:
     assert 1e8 < measure_bandwidth(torch.device("cpu")) < 1e13
+
+
+def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny |= {"intermediate_size": 96, "vocab_size": 4096, "max_position_embeddings": 128}
+    monkeypatch.setattr(layerskip_models.synthetic, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(bench.cli_common, "SHAPES", {"tiny": tiny})
+    folder = tmp_path / "out"
+    arguments = [
+        "--shape",
+        "tiny,eps=0.05",
+        "--policy",
+        "auto:cost=layers",
+        "--output-dir",
+        str(folder),
+        "--repeats",
+        "1",
+    ]
+    result = CliRunner().invoke(app, ["shapes", *arguments, "--prompt-tokens", "8", "--max-new-tokens", "8"])
+    assert result.exit_code == 0, result.output
+    lines = read_record(folder / "tiny.jsonl")
+    assert lines[0]["configuration"]["model"] == "synthetic weights (tiny,eps=0.05)"
+    assert {"selfspec:ar", "selfspec:auto:cost=layers", "transformers:generate"} <= set(lines[0]["engines"])
+    page = (folder / "tiny.html").read_text(encoding="utf-8")
+    assert "Synthetic weights (tiny,eps=0.05) on" in page
+    unknown = CliRunner().invoke(app, ["shapes", "--shape", "huge", "--output-dir", str(folder)])
+    assert unknown.exit_code == 2
+    assert "unknown shape 'huge'" in unknown.stderr
