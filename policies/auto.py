@@ -72,7 +72,6 @@ class DraftValues:
         low = np.clip(np.searchsorted(_GRID, reached, side="right") - 1, 0, size - 2)
         share = ((reached - _GRID[low]) / (_GRID[low + 1] - _GRID[low]))[..., None]
         low += size * np.arange(layers)[:, None, None]
-        weights = frequency[:, None, :]  # a mean over bins as a product
         # Two numbers at every point: what going on is worth, and how many drafts it is expected to have accepted.
         table = np.zeros((layers * size, 2))
         ahead = np.zeros((depths + 1, layers, size))
@@ -82,7 +81,8 @@ class DraftValues:
             later += reached[..., None]
             later[..., 0] -= step_cost[:, depth, None, None]
             later *= later[..., :1] > 0  # a draft that is not worth its cost is not kept
-            mean = (weights @ later.reshape(layers, frequency.shape[1], -1)).reshape(layers, size, 2)
+            # Not a matrix product: its library's threads would spin on for milliseconds, on the cores that decode.
+            mean = np.einsum("lb,lbgk->lgk", frequency, later)
             mean[..., 0] -= look_cost[:, None]
             mean *= mean[..., :1] > 0
             ahead[depth] = mean[..., 0]

@@ -53,8 +53,9 @@ def test_a_task_runs_through_the_engine(policy: str, generator: SelfSpecGenerato
 
 
 def test_what_it_does_not_do(generator: SelfSpecGenerator) -> None:
-    from bench.lm_eval_adapter import SelfSpecLM
     from lm_eval.api.instance import Instance
+
+    from bench.lm_eval_adapter import SelfSpecLM
 
     model = SelfSpecLM(generator, max_gen_toks=4)
     with pytest.raises(NotImplementedError, match="log-likelihoods"):
