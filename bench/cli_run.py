@@ -63,7 +63,7 @@ def run(
     num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 2,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
-    repeats: RepeatsOption = 3,
+    repeats: RepeatsOption = 2,
     warmups: WarmupsOption = 1,
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' own generate and early exit beside it.")

@@ -22,7 +22,7 @@ from selfspec import GenerationStats, SelfSpecGenerator
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"}
 
 
-class SelfSpecLM(LM):  # type: ignore[misc]
+class SelfSpecLM(LM):
     """An `LM` of the harness that generates with one policy, one text at a time.
 
     checkpoint: hub name, folder, or a SelfSpecGenerator with a tokenizer. max_gen_toks: new tokens where a task says nothing.

@@ -120,16 +120,16 @@ def test_phases_are_shares_of_all_time():
             stats = {f"{name}_seconds": seconds for name, seconds in phases.items()}
             line["stats"] = {**stats, "draft_seconds": drafting, "seconds": line["seconds"]}
     assert Samples(lines).phase_shares("selfspec:ar")["draft"] == 27 / 45
-    assert sections(lines)["phases"].endswith("| plain | 0 % | 60 % | 0 % | 0 % | 0 % | 0 % |")
+    assert sections(lines)["phases"].endswith("| plain | 0.0 % | 60.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % |")
 
 
 def test_mismatches_are_shown_near_ties_apart():
     lines = record()
     outputs = [line for line in lines if line["kind"] == "output" and line["engine"] == "selfspec:ar"]
     outputs[0].update(first_difference=4, reference_logit_gap=1e-5, near_tie=True)
-    assert "| plain | – | – | – | – | near-ties: 1 |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | – | – | near-ties: 1 |" in sections(lines)["rounds"]
     outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
-    assert "| plain | – | – | – | – | near-ties: 1, DIFFERENT: 1 |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 |" in sections(lines)["rounds"]
 
 
 def test_bars_are_met_or_not():
@@ -146,7 +146,8 @@ def test_bars_are_met_or_not():
 def test_markdown_holds_every_part_and_the_right_numbers():
     lines = record()
     page = markdown(lines)
-    assert "| drafting | 37.5 (30.0–75.0) | 5.00× (5.00–10.00) |" in page  # repeats: 37.5/7.5, 30/3, 75/11.25
+    # Repeats over transformers: 37.5/7.5, 30/3, 75/11.25.
+    assert "| drafting | 37.5 (30.0–75.0) | 2.50× (2.00–5.00) | 5.00× (5.00–10.00) |" in page
     assert "The demo model with `ls:1-2` on A CPU, 2 threads, float32, greedy, 2 prompts of about 10 tokens" in page
     assert "38 tokens/s" in page
     assert page.endswith("`selfspec-bench peers`\n")
