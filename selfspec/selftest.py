@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+import selfspec.decoding as rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy, parse_policy
 from selfspec.calibrate import measured_cost
@@ -27,6 +28,7 @@ _CACHE_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.
 """Likewise of a cached key or value, relative to their root mean square."""
 _TOP_K = 3  # tokens that sampling may draw from, so that all courses can be enumerated
 _STEPS = 3  # sampled tokens: _TOP_K ** _STEPS courses
+_LAW_ROWS = 16  # positions at which the acceptance rule is tried
 _SUSPICIOUS = 1e-6  # a fit this bad happens by chance once in a million runs
 
 
@@ -55,8 +57,6 @@ class Reference:
 
 def every_policy(num_layers: int) -> list[str]:
     """A name for each way to decide, at an exit layer that the model has."""
-    if num_layers < 2:
-        return ["ar"]
     exit_layer = max(num_layers // 4, 1)
     alone = [f"{name}:{exit_layer}" for name in ("dv", "svip", "adaedl", "spide")]
     return [
@@ -126,6 +126,7 @@ def verify_engine(
     names = list(policies or every_policy(model.num_layers))
     yield check_logits(model, reference)
     yield check_single_row(model, reference)
+    yield check_acceptance(model, reference)
     advance("logits")
     for name in names:
         yield check_greedy(model, reference, name)
@@ -143,7 +144,7 @@ def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int |
 
 def sampled_policies(num_layers: int) -> list[str]:
     """Whose draws are counted: one that keeps every draft, one that stops by what it sees."""
-    return ["ar"] if num_layers < 2 else [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
+    return [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
 
 
 def check_logits(model: LayerSkipModel, reference: Reference) -> Check:
@@ -174,6 +175,41 @@ def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
         name="head on a single row",
         passed=worst <= allowed and flipped == 0,
         detail=f"largest difference {worst:.2g}, allowed {allowed:g}; other choices: {flipped} of {len(hidden)}",
+    )
+
+
+def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
+    """The rule by which rounds accept drafts, on the model's own p and q: accepted below min(1, p/q), rejected above it, and
+    what a rejection leaves is p - q where that is positive."""
+    ids = torch.tensor([*reference.prompts[0].tolist(), *reference.texts[0]], device=model.device)[-_LAW_ROWS:]
+    exit_layer = max(model.num_layers // 4, 1)
+    faults, tried = 0, 0
+    with torch.inference_mode():
+        cache = KVCache(model, len(ids))
+        early = model.run_layers(model.embed(ids), 0, exit_layer, cache, 0)
+        q = model.logits(early).softmax(dim=-1)
+        p = model.logits(model.run_layers(early, exit_layer, model.num_layers, cache, 0)).softmax(dim=-1)
+        for row in range(len(ids)):
+            pair, draft_law = p[row].repeat(2, 1), q[row : row + 1]
+            left = (p[row] - q[row]).clamp(min=0).double()
+            for token in q[row].topk(min(4, model.vocab_size)).indices.tolist():
+                drafts = torch.tensor([token], device=model.device)
+                bound = float(p[row, token] / q[row, token])
+                for uniform in {min(bound * (1 - 1e-3), 1 - 1e-6), bound * (1 + 1e-3)}:
+                    if uniform >= 1:
+                        continue
+                    u = torch.tensor([uniform], device=model.device, dtype=p.dtype)
+                    accepted, weights = rounds.accept_sampled(pair, draft_law, drafts, u)
+                    right = bool(accepted) == (uniform < bound)
+                    if right and not accepted:
+                        off = weights.double() / weights.double().sum() - left / left.sum()
+                        right = float(off.abs().max()) < 1e-5
+                    faults += not right
+                    tried += 1
+    return Check(
+        name="acceptance rule",
+        passed=faults == 0,
+        detail=f"{faults} of {tried} decisions on the model's own p and q wrong",
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import spearmanr
 from tiny_llama import pool_model
 
-from layerskip_models import DEMO_PATH, load_demo, load_tokenizer
+from layerskip_models import load_demo
 from policies import LayerCost, MeasuredCost, Needs, Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.replay import (
@@ -104,8 +104,8 @@ def test_a_trace_with_gaps_ranks_the_settings(which):
         _, generator = pool_model(11, torch.float64)
         prompts = [[seed, 3, 7, 1] for seed in range(6)]
     else:
-        generator = SelfSpecGenerator(load_demo())
-        tokenizer = load_tokenizer(DEMO_PATH)
+        model, tokenizer = load_demo()
+        generator = SelfSpecGenerator(model)
         texts = ("def add(a, b):", "Question: A box holds 12 eggs. How many do", "It was a dark night, and the king")
         prompts = [tokenizer(text)["input_ids"] for text in texts]
     num_layers = generator.model.num_layers
