@@ -47,7 +47,8 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
         axes[3].scatter(*zip(*real), s=8, color="black", label="drafts")
     axes[3].set(ylabel="acceptance per layer\n(points: this round)", xlabel="round", ylim=(-0.02, 1.02))
     if estimated or real:
-        axes[3].legend(title="layer", loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="x-small")
+        handles, labels = axes[3].get_legend_handles_labels()  # of the figure, since it may be higher than its panel
+        figure.legend(handles, labels, title="layer", loc="outside right lower", fontsize="x-small")
     axes[3].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(f"policy {policy}: {len(records)} rounds")
     figure.savefig(path, dpi=120)
