@@ -25,7 +25,7 @@ from bench.provenance import weights_digest
 from bench.record import Line
 from bench.report import headline, tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
-from layerskip_models.loading import load_config, resolve_device, resolve_dtype
+from layerskip_models.loading import load_config, load_transformers, resolve_device, resolve_dtype
 from layerskip_models.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 
 _errors = Console(stderr=True)
@@ -110,19 +110,11 @@ def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
 
 def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
     """transformers' own model, for engines that share its weights."""
-    target = resolve_device(device)
     if is_synthetic(checkpoint):
         shape, recipe = parse_synthetic(checkpoint)
+        target = resolve_device(device)
         return synthetic_llama(shape, recipe, dtype=resolve_dtype(dtype, target, torch.bfloat16), device=target)
-    config = load_config(checkpoint)
-    network = LlamaForCausalLM.from_pretrained(
-        checkpoint,
-        config=config,
-        dtype=resolve_dtype(dtype, target, getattr(config, "dtype", None)),
-        use_safetensors=True,
-        trust_remote_code=False,
-    )
-    return network.to(target).eval()
+    return load_transformers(checkpoint, dtype=dtype, device=device)
 
 
 def transformers_engines(network: LlamaForCausalLM, exit_layer: int, num_speculations: int) -> list[Engine]:

@@ -26,7 +26,7 @@ from bench.cli_common import (
     show,
     transformers_engines,
 )
-from bench.datasets import Prompt, encode_prompts, load_prompts
+from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines import Engine, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
@@ -145,9 +145,7 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
     found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
     if len({prompt.id for prompt in found}) < len(found):
         raise ValueError("prompts of different files must have different ids")
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in found:
-        by_task.setdefault(prompt.task, []).append(prompt)
+    by_task = group_by_task(found)
     missing = [name for name in tasks if name not in by_task and name not in HUB_TASKS]
     if missing:
         raise ValueError(

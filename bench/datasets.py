@@ -85,12 +85,18 @@ def select_prompts(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be >= 1, got {num_samples}")
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    longest = max(len(group) for group in by_task.values())
-    turns = [group[turn] for turn in range(longest) for group in by_task.values() if turn < len(group)]
+    groups = group_by_task(prompts).values()
+    longest = max(len(group) for group in groups)
+    turns = [group[turn] for turn in range(longest) for group in groups if turn < len(group)]
     return turns[:num_samples]
+
+
+def group_by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Each task's prompts, tasks and prompts in the order in which they come."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.task, []).append(prompt)
+    return groups
 
 
 def encode_prompts(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -48,8 +49,6 @@ def figures(lines: Sequence[Line]) -> dict[str, Figure]:
 
 def svg(figure: Figure) -> str:
     """The figure as an <svg> element, its text as text, so that it scales and can be searched."""
-    from matplotlib import rc_context
-
     stream = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "selfspec", "font.family": "sans-serif"}):
         figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
@@ -141,7 +140,7 @@ def histograms(samples: Samples, engines: Sequence[str], counts: str, label: str
 
 
 def heat_map(lines: Sequence[Line]) -> Figure:
-    """A sweep's speed-ups over exit layer and length; framed what was measured, the rest predicted."""
+    """A sweep's speed-ups over exit layer and length; bold what was measured, the rest predicted."""
     cells = {(line["exit_layer"], line["num_speculations"]): line for line in lines if line["kind"] == "cell"}
     layers, lengths = (sorted({key[axis] for key in cells}) for axis in (0, 1))
     samples = Samples(lines)

@@ -63,6 +63,7 @@ class Run:
         self.advance: Callable[[str], None] = lambda label: None
         self._previous = workers.from_main(record.lines)
         self._mine = workers.share(prompts)
+        self._fixed: dict[str, str] = {}  # task -> its best fixed setting, from `replay`
 
     @staticmethod
     def num_steps(num_prompts: int, num_engines: int, settings: RunSettings) -> int:
@@ -109,16 +110,16 @@ class Run:
                 self._record.write(grid_line(prompt, trace, GRID_LENGTHS, cost))
             self.advance("tracing every layer")
         grid = {line["prompt"]: line for line in [*self._of_kind("grid"), *self._everyones("grid")]}
-        self.fixed = fixed_in_hindsight([grid[prompt.id] for prompt in self._prompts], SECONDS)
+        self._fixed = fixed_in_hindsight([grid[prompt.id] for prompt in self._prompts], SECONDS)
         if self._workers.is_main and not self._of_kind("fixed"):
-            self._record.write({"kind": "fixed", "by_task": self.fixed})
+            self._record.write({"kind": "fixed", "by_task": self._fixed})
 
     def measure(self) -> None:
         """Time all engines on this process's prompts."""
         settings = self._settings
         done = {line["prompt"] for line in self._of_kind("done")}
-        left = [(number, prompt) for number, prompt in enumerate(self._prompts) if prompt in self._mine]
-        left = [(number, prompt) for number, prompt in left if prompt.id not in done]
+        numbered = self._workers.share([*enumerate(self._prompts)])
+        left = [(number, prompt) for number, prompt in numbered if prompt.id not in done]
         if left:
             first = left[0][1]
             warm_up(
@@ -155,7 +156,7 @@ class Run:
 
     def finish(self) -> list[Line]:
         """All processes' lines, in one order whatever the number of processes; in the first one's record."""
-        lines = merged([*self._everyones()], [prompt.id for prompt in self._prompts])
+        lines = merged(self._everyones(), [prompt.id for prompt in self._prompts])
         if self._workers.is_main:
             self._record.rewrite(lines)
         return lines
@@ -163,7 +164,7 @@ class Run:
     def _engines_for(self, prompt: EncodedPrompt) -> list[Engine]:
         if not self._settings.grid:
             return self._engines
-        policy = self.fixed[prompt.task]
+        policy = self._fixed[prompt.task]
         return [*self._engines, SelfSpecEngine(self._generator, policy, name=BEST_FIXED, label=BEST_FIXED_LABEL)]
 
     def _of_kind(self, kind: str) -> list[Line]:

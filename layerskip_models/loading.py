@@ -106,11 +106,26 @@ def load_model(
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     Raises ValueError for another architecture, FileNotFoundError or OSError (transformers' own) when it cannot be found.
     """
+    model = load_transformers(
+        name_or_path, dtype=dtype, device=device, revision=revision, local_files_only=local_files_only
+    )
+    return from_transformers(model, layout=layout, release=True)
+
+
+def load_transformers(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> LlamaForCausalLM:
+    """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`."""
     name = str(name_or_path)
     target = resolve_device(device)
     config = load_config(name, revision=revision, local_files_only=local_files_only)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
-    model = LlamaForCausalLM.from_pretrained(
+    return LlamaForCausalLM.from_pretrained(
         name,
         config=config,
         dtype=chosen,
@@ -120,7 +135,6 @@ def load_model(
         use_safetensors=True,
         trust_remote_code=False,
     )
-    return from_transformers(model, layout=layout, release=True)
 
 
 def load_config(name: str, *, revision: str | None = None, local_files_only: bool = False) -> LlamaConfig:
@@ -276,6 +290,7 @@ __all__ = [
     "load_demo",
     "load_model",
     "load_tokenizer",
+    "load_transformers",
     "resolve_device",
     "resolve_dtype",
 ]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from policies import LayerCost, parse_policy
 from selfspec.cli_common import (
@@ -18,6 +17,7 @@ from selfspec.cli_common import (
     load_reference,
     notes_console,
     one_line_errors,
+    progress,
 )
 from selfspec.inspection import inspect_model, inspection_lines
 from selfspec.prompts import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
@@ -80,15 +80,9 @@ def inspect_command(
     with one_line_errors():
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
         generator = load_generator(model, dtype, device, notes)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=notes, transient=True) as progress:
-            task = progress.add_task("inspecting", total=2 * len(texts) + 2)
+        with progress(2 * len(texts) + 2, notes) as advance:
             inspection = inspect_model(
-                generator,
-                texts,
-                max_new_tokens=max_new_tokens,
-                repeats=repeats,
-                advance=lambda label: progress.update(task, advance=1, description=label),
+                generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance
             )
     typer.echo("\n".join(inspection_lines(inspection)))
 
@@ -118,17 +112,10 @@ def verify_command(
         for name in policy or []:
             parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         total = num_steps(num_layers, len(prompts), draws, len(policy) if policy else None)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         failed = 0
-        with Progress(*columns, console=notes, transient=True) as progress:
-            task = progress.add_task("verifying", total=total)
+        with progress(total, notes) as advance:
             for check in verify_engine(
-                llama,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                draws=draws,
-                policies=policy,
-                advance=lambda label: progress.update(task, advance=1, description=label),
+                llama, prompts, max_new_tokens=max_new_tokens, draws=draws, policies=policy, advance=advance
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, NoReturn
 
@@ -11,10 +11,11 @@ import transformers
 import typer
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 
 from layerskip_models import DEMO_PATH, load_tokenizer
-from layerskip_models.loading import load_config, resolve_device, resolve_dtype
+from layerskip_models.loading import load_transformers
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 
 MODEL_PANEL = "Model"
@@ -38,38 +39,46 @@ def notes_console(quiet: bool) -> Console:
 
 def load_generator(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpecGenerator:
     """The checkpoint, the demo if none is named, with its tokenizer."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # the status line says it, and goes away
-    hub_logging.set_verbosity_error()  # its retries
-    name = str(DEMO_PATH) if model is None else model
-    try:
-        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
-            return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot load {name}: {error}") from error
+    with _loading(model, notes) as name:
+        return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
 
 
 def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
 ) -> tuple[transformers.LlamaForCausalLM, list[torch.Tensor]]:
     """The checkpoint as transformers loads it, and prompts as its token ids, int64 [n] each. Errors as `load_generator`'s."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    name = str(DEMO_PATH) if model is None else model
-    config = load_config(name)
-    target = resolve_device(device)
-    chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
-    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
-        tokenizer = load_tokenizer(name)
-        llama = transformers.LlamaForCausalLM.from_pretrained(
-            name, config=config, dtype=chosen, use_safetensors=True, trust_remote_code=False
-        )
+    with _loading(model, notes) as name:
+        llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
+        tokenizer = load_tokenizer(name, local_files_only=model is None)
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
     if any(prompt.numel() == 0 for prompt in prompts):
         raise ValueError("a prompt has no tokens: give one with text")
-    return llama.to(target).eval(), prompts
+    return llama, prompts
+
+
+@contextmanager
+def _loading(model: str | None, notes: Console) -> Iterator[str]:
+    """A status line while a checkpoint is loaded, and one message for what keeps it from loading; yields its name."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # the status line says it, and goes away
+    hub_logging.set_verbosity_error()  # its retries
+    name = str(DEMO_PATH) if model is None else model
+    try:
+        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+            yield name
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot load {name}: {error}") from error
+
+
+@contextmanager
+def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
+    """A bar with the time left, gone when it is done; yields what moves it by one and says what was done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+        yield lambda label: bar.update(task, advance=1, description=label)
 
 
 @contextmanager

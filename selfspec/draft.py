@@ -80,7 +80,6 @@ class Drafter:
         seen: list[float] = []
         num_rows = 0
         stop_cause: StopCause = "cap"
-        looks = needs.confidence or needs.entropy or needs.exit_hidden
         token = pending
         while True:
             position = length - 1 + num_rows
@@ -89,12 +88,9 @@ class Drafter:
             self._hidden[num_rows] = hidden[0]
             num_rows += 1
             logits = model.logits(hidden)
-            if looks:
-                row = _look(len(drafts), exit_layer, logits, hidden, needs)
-                if row.confidence is not None:
-                    seen.append(row.confidence)
-            else:
-                row = DraftRow(num_drafted=len(drafts), exit_layer=exit_layer)
+            row = _look(len(drafts), exit_layer, logits, hidden, needs)
+            if row.confidence is not None:
+                seen.append(row.confidence)
             if stopping is not None and stopping.stop_before_draw(row):
                 stop_cause = "before_draw"
                 break

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class TraceEveryLayer(Unlearning):
         return Plan(exit_layer=None, max_speculations=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AgreementTrace:
     """A text and where each layer would have said the same.
 
@@ -58,7 +59,7 @@ class AgreementTrace:
         rows = list(self.agrees.values())
         return mean(float(value is not None) for value in rows[0]) or 0.0 if rows else 0.0
 
-    @property
+    @cached_property  # a grid asks for every cell
     def is_complete(self) -> bool:
         """Whether `replay` is exact: every position recorded, of a greedy run."""
         return (bool(self.agrees) or len(self.tokens) <= 1) and all(
@@ -150,11 +151,6 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     """
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
-    return _replay(trace, exit_layer, num_speculations)
-
-
-def _replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Replay:
-    """`replay` of a trace that is known to be complete."""
     agrees = trace.agrees.get(exit_layer, ())  # empty where no round was
     total = len(trace.tokens)
     committed = 1  # the token from prefill
@@ -190,14 +186,13 @@ def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int
     independently (DEL eq. 1).
     """
     settings = []
-    complete = trace.is_complete
     for exit_layer in trace.agrees:
         acceptance = trace.agreement(exit_layer)
         if acceptance is None:
             continue
         for length in lengths:
-            if complete:
-                rounds = _replay(trace, exit_layer, length)
+            if trace.is_complete:
+                rounds = replay(trace, exit_layer, length)
                 value = rounds.num_tokens / rounds.cost(cost)
             else:
                 value = tokens_per_cost(acceptance, exit_layer, length, cost)
