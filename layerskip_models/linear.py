@@ -1,16 +1,16 @@
 """The fastest linear for a weight's shape on this device, chosen by timing when the model is loaded.
 
-On a CPU three compete: a product with the plain weight, with one whose columns are contiguous, and oneDNN's with one that was
-packed into the blocked layout its kernels read. Which one wins depends on the processor, the shape and the number of rows
-(on one Xeon the plain kernels won for matrices under 5 MB and the packed one by up to 1.8 times for 4 rows and more above
-that; on one EPYC the packed one won everywhere, by 1.6 to 8 times), so it is measured, not assumed. The chosen layout
-replaces the plain weight: nothing is resident twice.
+On a CPU four compete: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
+packed into the blocked layout its kernels read, and FBGEMM's with one kept in float16, where that loses nothing. Which one
+wins depends on the processor, the shape and the number of rows (on one Xeon the plain kernels won for matrices under 5 MB and
+the packed one by up to 1.8 times for 4 rows and more above that; on one EPYC the packed one won everywhere, by 1.6 to 8
+times), so it is measured, not assumed. The chosen layout replaces the plain weight: nothing is resident twice.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, Protocol
 
@@ -18,8 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Layout = Literal["plain", "transposed", "packed"]
-"""How a weight is stored: row major as in the checkpoint, column major, or in oneDNN's blocked layout."""
+from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works
+
+Layout = Literal["plain", "transposed", "packed", "half", "int8"]
+"""How a weight is stored: row major as in the checkpoint, column major, in oneDNN's blocked layout, in float16 without loss,
+or in 8 bits, which changes the model and is therefore never chosen by timing."""
+COMPACT: frozenset[Layout] = frozenset({"half", "int8"})
+"""Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
 
 _PACK_ROWS = 8  # row count the packed layout is laid out for; 4 to 16 measured alike
 _TIMED_ROWS = (1, 5)  # a draft or autoregressive step, and a typical verification
@@ -27,11 +32,13 @@ _TIMED_BYTES = 64 << 20
 _TURNS = 7
 # Packing must win clearly: alone in a loop a packed kernel looks better than between a layer's other operations. With
 # 1.05 the demo's larger matrices were packed on a Xeon, and its autoregressive step took 6.6 ms instead of 4.3.
-_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5}
+_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5, "half": 1.0}
 
 
 class Linear(Protocol):
-    """y = x W^T + b over a few rows."""
+    """y = x W^T + b over a few rows. num_bytes: of the weight, as it is stored."""
+
+    num_bytes: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
@@ -48,6 +55,7 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self.num_bytes = weight.numel() * weight.element_size()
         self._transposed = weight.t()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -75,6 +83,7 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         self.bias = bias
+        self.num_bytes = weight.numel() * weight.element_size()
         self._run = torch.ops.mkldnn._linear_pointwise.default
         self._run_binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -87,10 +96,12 @@ class PackedLinear:
         return self._run_binary(x, residual, self.weight, self.bias, "add")
 
 
-LAYOUTS: dict[Layout, type[PlainLinear] | type[PackedLinear]] = {
+LAYOUTS: dict[Layout, Callable[[Tensor, Tensor | None], Linear]] = {
     "plain": PlainLinear,
     "transposed": TransposedLinear,
     "packed": PackedLinear,
+    "half": HalfLinear,
+    "int8": Int8Linear,
 }
 
 
@@ -114,6 +125,20 @@ def packing_works(weight: Tensor) -> bool:
     return torch.allclose(packed.float(), F.linear(x, probe).float(), rtol=2e-2, atol=2e-2)
 
 
+def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
+    """The layouts that give this weight's results here."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return ("plain",)
+    layouts: list[Layout] = ["plain"]
+    if weight.dtype == torch.float32:
+        layouts.append("transposed")
+    if packing_works(weight):
+        layouts.append("packed")
+    if half_works(weight.device, weight.dtype) and fits_half(weight):
+        layouts.append("half")
+    return tuple(layouts)
+
+
 def fastest_layout(weight: Tensor) -> Layout:
     """The layout that is fastest for weights shaped like this one, [out, in], summed over `_TIMED_ROWS`.
 
@@ -121,15 +146,14 @@ def fastest_layout(weight: Tensor) -> Layout:
     layouts take turns, since a machine's speed drifts. Takes milliseconds for small matrices and a fraction of a second for
     large ones.
     """
-    if not packing_works(weight):
-        return "plain"
+    candidates = possible_layouts(weight)
+    if len(candidates) == 1:
+        return candidates[0]
     num_bytes = weight.numel() * weight.element_size()
     copies = [weight.clone() for _ in range(min(8, max(1, _TIMED_BYTES // num_bytes)))]
     calls = max(len(copies), min(24, int(2e8 // num_bytes)), 2)
     inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in _TIMED_ROWS]
-    linears = {layout: [kind(copy) for copy in copies] for layout, kind in LAYOUTS.items()}
-    if weight.dtype != torch.float32:
-        del linears["transposed"]
+    linears = {layout: [LAYOUTS[layout](copy, None) for copy in copies] for layout in candidates}
     turns: dict[Layout, list[float]] = {layout: [] for layout in linears}
     with torch.inference_mode():
         for _ in range(_TURNS):

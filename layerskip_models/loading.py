@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from layerskip_models.linear import LAYOUTS, Layout, Linear, PlainLinear, fastest_layout
+from layerskip_models.compact_linear import fits_half
+from layerskip_models.linear import COMPACT, LAYOUTS, Layout, PlainLinear, fastest_layout
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
 
@@ -195,10 +196,14 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     decoder = model.model
     layouts: dict[str, Layout] = {}
 
-    def linear(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
+    def layout_of(kind: str, weight: Tensor) -> Layout:
+        if layout is not None:
+            return layout
         if kind not in layouts:  # layers are alike, so the first one's timing serves them all
-            layouts[kind] = layout or fastest_layout(weight)
-        return LAYOUTS[layouts[kind]](weight, bias)
+            layouts[kind] = fastest_layout(weight)
+        if layouts[kind] == "half" and not fits_half(weight):
+            return "plain"
+        return layouts[kind]
 
     def norm(weight: Tensor) -> RMSNorm:
         return RMSNorm(weight.detach().clone(), config.rms_norm_eps)
@@ -210,11 +215,12 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
             "gate_up": norm(layer.post_attention_layernorm.weight),
         }
         fused = _fuse_layer(layer, config)
+        chosen = {kind: layout_of(kind, weight) for kind, (weight, _) in fused.items()}
         for kind, before in norms.items():
-            factors = before.fold()
+            factors = None if chosen[kind] in COMPACT else before.fold()
             if factors is not None:
                 fused[kind][0].mul_(factors)
-        projections = {kind: linear(kind, *parts) for kind, parts in fused.items()}
+        projections = {kind: LAYOUTS[chosen[kind]](*parts) for kind, parts in fused.items()}
         layers.append(DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections))
         if release:
             _release(layer)
@@ -225,11 +231,15 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     if not release:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
-    head = linear("head", head_weight, None)
+    head_layout = layout_of("head", head_weight)
+    head = LAYOUTS[head_layout](head_weight, None)
     if tied and isinstance(head, PlainLinear):
         embedding = head.weight  # of a transposed head a view: one copy serves both
+    elif head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding):
+        embedding = embedding.bfloat16()
     result = LayerSkipModel(
         config,
+        dtype=decoder.norm.weight.dtype,
         embedding=embedding,
         layers=layers,
         final_norm=norm(decoder.norm.weight),

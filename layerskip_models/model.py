@@ -72,6 +72,7 @@ class LayerSkipModel:
         self,
         config: LlamaConfig,
         *,
+        dtype: torch.dtype,
         embedding: Tensor,
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
@@ -91,9 +92,9 @@ class LayerSkipModel:
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.dtype = embedding.dtype
+        self.dtype = dtype
         self.device = embedding.device
-        self._embedding = embedding  # [vocab, hidden]
+        self._embedding = embedding  # [vocab, hidden]; perhaps bfloat16 if that loses nothing
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
@@ -128,11 +129,12 @@ class LayerSkipModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
-        return F.embedding(tokens, self._embedding)
+        return F.embedding(tokens, self._embedding).to(self.dtype)
 
     def embed_one(self, token: int) -> Tensor:
         """The embedding of one token as [1, hidden]."""
-        return self._embedding[token : token + 1].contiguous()  # a copy only where the embedding is kept transposed
+        # A copy only where the embedding is kept transposed, or in fewer bits.
+        return self._embedding[token : token + 1].to(self.dtype).contiguous()
 
     def run_layers(
         self,

@@ -69,11 +69,11 @@ def calibrate(model: LayerSkipModel) -> MeasuredCost:
     with torch.inference_mode():
         # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
         model.run_layers(model.embed(tokens[0, :context]), 0, model.num_layers, cache, 0)
-        calls = [layers(rows) for rows in rows_timed] + [head(rows) for rows in rows_timed] + [draft]
+        # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
+        calls = [call(rows) for rows in rows_timed for call in (layers, head)] + [draft]
         seconds = _timed(calls, model.device)
-    count = len(rows_timed)
-    layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in seconds[:count]])
-    head_seconds = _every_row(rows_timed, seconds[count : 2 * count])
+    layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in seconds[:-1:2]])
+    head_seconds = _every_row(rows_timed, seconds[1:-1:2])
     step = seconds[-1] / _DRAFTS - layer_seconds[0] - head_seconds[0]
     return MeasuredCost(
         num_layers=model.num_layers,
