@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works
+from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
 
 Layout = Literal["plain", "transposed", "packed", "half", "int8"]
 """How a weight is stored: row major as in the checkpoint, column major, in oneDNN's blocked layout, in float16 without loss,
@@ -137,6 +137,19 @@ def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
     if half_works(weight.device, weight.dtype) and fits_half(weight):
         layouts.append("half")
     return tuple(layouts)
+
+
+def check_layout(layout: Layout, weight: Tensor) -> Layout:
+    """Return a layout asked for by name. Raises ValueError if this device or build has no kernels for it in this dtype."""
+    works = {"packed": packing_works(weight)}
+    if layout in COMPACT:
+        works = {kind: test(weight.device, weight.dtype) for kind, test in (("half", half_works), ("int8", int8_works))}
+    if not works.get(layout, True):
+        raise ValueError(
+            f"layout {layout!r} needs an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16; "
+            f"this is {weight.device.type} and {str(weight.dtype).removeprefix('torch.')}"
+        )
+    return layout
 
 
 def fastest_layout(weight: Tensor) -> Layout:

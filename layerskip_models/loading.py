@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from layerskip_models.compact_linear import fits_half
-from layerskip_models.linear import COMPACT, LAYOUTS, Layout, PlainLinear, fastest_layout
+from layerskip_models.linear import COMPACT, LAYOUTS, Layout, PlainLinear, check_layout, fastest_layout
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
 
@@ -195,6 +195,8 @@ def _check_weights(model: LlamaForCausalLM) -> None:
 def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None, release: bool) -> LayerSkipModel:
     decoder = model.model
     layouts: dict[str, Layout] = {}
+    if layout is not None:
+        check_layout(layout, model.lm_head.weight)
 
     def layout_of(kind: str, weight: Tensor) -> Layout:
         if layout is not None:

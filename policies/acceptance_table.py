@@ -66,7 +66,7 @@ class AcceptanceTable:
                     row[:] = [value * self._decay for value in row]
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round: its drafts, and the shadow tokens of all other layers if it has them.
+        """Learn from a round: its drafts, the row it stopped before, and the shadow tokens of all layers if it has them.
 
         Only drafts with a known fate count: the accepted ones and the first rejected one.
         """
@@ -75,6 +75,8 @@ class AcceptanceTable:
         if own is not None and own in self.seen and record.confidences is not None:
             for confidence, acceptance in zip(record.confidences, draft_acceptance(record)):
                 self.add(own, confidence, acceptance)
+            if record.dropped_acceptance is not None and record.shadow is None:  # else it is among the shadow tokens
+                self.add(own, record.confidences[-1], record.dropped_acceptance)
         if record.shadow is not None:
             self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
 

@@ -43,11 +43,12 @@ from policies.cost import CostModel, LayerCost
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
 PROMPT_ROWS = 16
+PROMPT_EVERY = 6
 LEARN_EVERY = 8
 LEARN_FIRST = 8
 _PRIOR_COUNT = 2.0  # what the bin's midpoint is worth in the average over layers, in observations
 _POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
-_NEWS = 1.3  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
+_NEWS = 1.3  # values are solved anew when so many times as many rows were observed: each solution costs a millisecond
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
 
@@ -134,6 +135,7 @@ class AutoLearner:
         """Back to the prior."""
         self.table.reset()
         self.frequency = np.zeros((len(self.layers), NUM_BINS))
+        self._rows = 0  # observed, of whatever layer
         self._next_rate = 1 / self.cost.autoregressive()
         self._solve(passes=3)
 
@@ -144,15 +146,18 @@ class AutoLearner:
         self._solve(passes=3)
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round: its drafts always, all layers when it has shadow tokens."""
+        """Learn from a round: what it drafted or dropped always, all layers when it has shadow tokens."""
         self.table.observe(record)
         if record.shadow is not None:
             self._count(record.shadow)
-            if self.frequency.sum() > _NEWS * self._solved_at:
-                self._solve(passes=1)
+        elif record.exit_layer is not None:
+            self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
+        if self._rows > _NEWS * self._solved_at:
+            self._solve(passes=1)
 
     def _count(self, shadow: ShadowTokens) -> None:
         # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
+        self._rows += shadow.confidences.shape[1]
         if self._decay < 1:
             self.frequency *= self._decay
         for layer, confidences in zip(shadow.layers, shadow.confidences.tolist()):
@@ -163,7 +168,7 @@ class AutoLearner:
 
     def _solve(self, passes: int) -> None:
         """Estimates, values and rate from the counts."""
-        self._solved_at = self.frequency.sum()
+        self._solved_at = self._rows
         seen = np.array([self.table.seen[layer] for layer in self.layers])
         accepted = np.array([self.table.accepted[layer] for layer in self.layers])
         pooled = (accepted.sum(axis=0) + _PRIOR_COUNT * np.asarray(MIDPOINTS)) / (seen.sum(axis=0) + _PRIOR_COUNT)
@@ -225,7 +230,8 @@ class AutoExit(Unlearning):
 
     layers: candidates; None for 1 .. L/2 (a deeper exit costs more than half a pass per draft and was never best).
     cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
-    learn_every, learn_first: shadow tokens in the first rounds of a call and every n-th after; its own drafts teach in every.
+    learn_every, learn_first: shadow tokens of the first rows of a call and of one in so many after; what it drafts or drops
+        teaches in every round.
     Deterministic: same records, same cost, same plans.
     """
 
@@ -251,6 +257,7 @@ class AutoExit(Unlearning):
             confidence=True,
             shadow_layers=candidates,
             prompt_rows=PROMPT_ROWS,
+            prompt_every=PROMPT_EVERY,
             learn_every=learn_every,
             learn_first=learn_first,
         )

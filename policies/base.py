@@ -32,8 +32,10 @@ class Needs:
     exit_hidden: the hidden state at the exit layer of every draft row.
     shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
-    learn_every, learn_first: shadow tokens are computed in the first `learn_first` rounds of a call and then in every
-        `learn_every`-th round.
+    prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
+    learn_every, learn_first: shadow tokens of about one row in `learn_every`, after those of the first `learn_first` rows of
+        a call. A round is learned from whole or not at all, so rows count, not rounds: a long round costs as much as many
+        short ones.
     """
 
     confidence: bool = False
@@ -41,12 +43,20 @@ class Needs:
     exit_hidden: bool = False
     shadow_layers: tuple[int, ...] = ()
     prompt_rows: int = 0
+    prompt_every: int = 0
     learn_every: int = 1
     learn_first: int = 0
 
-    def learns_in(self, round_index: int) -> bool:
-        """Whether the shadow tokens of a round, counted from 0, are asked for."""
-        return bool(self.shadow_layers) and (round_index < self.learn_first or round_index % self.learn_every == 0)
+    def learns(self, rows_learned: int, rows_seen: int) -> bool:
+        """Whether shadow tokens are asked for in the coming round, when so many of a call's rows have got them."""
+        if not self.shadow_layers:
+            return False
+        return rows_learned < self.learn_first or rows_learned * self.learn_every <= rows_seen
+
+    def prompt_rows_for(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
+        """How many of the prompt's last rows get shadow tokens."""
+        rows = min(self.prompt_rows, num_prompt_tokens) if self.shadow_layers else 0
+        return min(rows, max_new_tokens // self.prompt_every) if self.prompt_every else rows
 
     def __or__(self, other: Needs) -> Needs:
         """Everything that either of the two asks for."""
@@ -57,6 +67,7 @@ class Needs:
             exit_hidden=self.exit_hidden or other.exit_hidden,
             shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
+            prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
             learn_every=min(schedules, default=1),
             learn_first=max(self.learn_first, other.learn_first),
         )
@@ -132,6 +143,8 @@ class RoundRecord:
         round did not speculate.
     confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw).
     acceptance_probabilities: min(1, p/q) of each draft when sampling, else None.
+    dropped_acceptance: of the row that a policy stopped before: 1.0 if its argmax is the target's choice, else 0.0;
+        p(its argmax) when sampling; None if nothing was dropped, or a draft before it was rejected.
     shadow: for rows 0..m, if a policy asked.
     acceptance, threshold: what the exit policy estimated per layer, and what the stopping policy compared with, at the
         round's start; None where a policy has no such thing.
@@ -148,6 +161,7 @@ class RoundRecord:
     stop_cause: StopCause
     confidences: tuple[float, ...] | None = None
     acceptance_probabilities: tuple[float, ...] | None = None
+    dropped_acceptance: float | None = None
     shadow: ShadowTokens | None = None
     acceptance: Mapping[int, float] | None = None
     threshold: float | None = None

@@ -40,6 +40,7 @@ class Decoding:
         self.stats = StatsBuilder()
         self.prefill_seconds = 0.0
         self.recorder: ShadowRecorder | None = None
+        self.rows_learned = self.rows_seen = 0  # of rounds
 
     def run(self) -> Iterator[tuple[list[int], RoundRecord | None]]:
         """Yield (committed tokens, record) for the prefill (record None) and for every round, until the text ends."""
@@ -52,13 +53,14 @@ class Decoding:
         start = perf_counter()
         model, prompt = self.model, self.tokens[0, : self.length]
         recorder = None
-        if self.needs.shadow_layers and self.needs.prompt_rows:
-            recorder = ShadowRecorder(model, self.needs.shadow_layers, min(self.needs.prompt_rows, self.length))
+        learned = self.needs.prompt_rows_for(self.length, self.request.stops.max_new_tokens)
+        if learned:
+            recorder = ShadowRecorder(model, self.needs.shadow_layers, learned)
         hidden = prompt.new_empty(0)
         starts = list(range(0, self.length, _PREFILL_CHUNK))
-        if recorder is not None and starts[-1] > self.length - recorder.max_rows:
-            learned = self.length - recorder.max_rows  # from here on, all in the last pass
-            starts = [*(first for first in starts if first < learned), learned]
+        if recorder is not None and starts[-1] > self.length - learned:
+            first_learned = self.length - learned  # from here on, all in the last pass
+            starts = [*(first for first in starts if first < first_learned), first_learned]
         for first, last in zip(starts, [*starts[1:], self.length]):
             watch = recorder.capture_last if recorder is not None and last == self.length else None
             hidden = model.run_layers(model.embed(prompt[first:last]), 0, model.num_layers, self.cache, first, watch)
@@ -73,9 +75,8 @@ class Decoding:
         self._commit([token])
         self.prefill_seconds = perf_counter() - start
         if recorder is not None:
-            rows = min(recorder.max_rows, hidden.shape[0])
-            target = model.logits(hidden[-rows:]).argmax(dim=-1)
-            self.policy.observe_prompt(recorder.shadow_tokens(rows, target))
+            target = model.logits(hidden[-learned:]).argmax(dim=-1)
+            self.policy.observe_prompt(recorder.shadow_tokens(learned, target))
             self.stats.learn_seconds += perf_counter() - start - self.prefill_seconds
         return [token]
 
@@ -130,6 +131,9 @@ class Decoding:
                 self.sampler.draw(weights, f"position {self.length + accepted}"),
             ]
             probabilities = tuple(acceptance_probabilities(p, draft.q, drafts).tolist())
+        dropped = None
+        if draft.dropped_token is not None and accepted == num_drafts:
+            dropped = float(block[-1] == draft.dropped_token) if p is None else float(p[-1, draft.dropped_token])
         committed = self._commit(block)
         self.stats.accept_seconds += perf_counter() - verified
 
@@ -152,6 +156,7 @@ class Decoding:
             stop_cause=draft.stop_cause,
             confidences=draft.confidences,
             acceptance_probabilities=probabilities,
+            dropped_acceptance=dropped,
             shadow=shadow,
             acceptance=plan.acceptance,
             threshold=threshold,
@@ -200,13 +205,15 @@ class Decoding:
     def _finish(self, record: RoundRecord, committed: list[int], learning: float) -> tuple[list[int], RoundRecord]:
         """Count the round and let the policy learn from it."""
         self.stats.add(record)
+        self.rows_seen += record.num_accepted + 1
+        self.rows_learned += 0 if record.shadow is None else record.num_accepted + 1
         self.policy.observe(record)
         self.stats.learn_seconds += perf_counter() - learning
         return committed, record
 
     def _recorder_for(self, rows: int) -> ShadowRecorder | None:
         """The recorder of this round, if the policy learns in it, with room for `rows` rows."""
-        if not self.needs.learns_in(self.stats.rounds):
+        if not self.needs.learns(self.rows_learned, self.rows_seen):
             return None
         if self.recorder is None or self.recorder.max_rows < rows:
             self.recorder = ShadowRecorder(self.model, self.needs.shadow_layers, max(rows, 8))

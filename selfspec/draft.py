@@ -28,6 +28,7 @@ class Draft:
     num_rows: how many of these rows were run: k+1 if drafting stopped before a draw, else k (the last is then unset).
     q: float32 [k, vocab], the distributions the drafts were drawn from; None when greedy.
     confidences: of every row looked at, if the policy asked for them.
+    dropped_token: argmax of the row that a policy which asks for confidences stopped before.
     """
 
     tokens: list[int]
@@ -36,6 +37,7 @@ class Draft:
     q: Tensor | None
     confidences: tuple[float, ...] | None
     stop_cause: StopCause
+    dropped_token: int | None = None
 
 
 class Drafter:
@@ -80,6 +82,7 @@ class Drafter:
         seen: list[float] = []
         num_rows = 0
         stop_cause: StopCause = "cap"
+        dropped: int | None = None
         token = pending
         while True:
             position = length - 1 + num_rows
@@ -93,6 +96,7 @@ class Drafter:
                 seen.append(row.confidence)
             if stopping is not None and stopping.stop_before_draw(row):
                 stop_cause = "before_draw"
+                dropped = int(logits.argmax()) if needs.confidence else None
                 break
             token = self._pick(logits, tokens, length, len(drafts), sampler)
             tokens[0, length + len(drafts)] = token
@@ -112,6 +116,7 @@ class Drafter:
             q=self._q[: len(drafts)] if sampler.do_sample else None,
             confidences=tuple(seen) if needs.confidence else None,
             stop_cause=stop_cause,
+            dropped_token=dropped,
         )
 
     def _pick(self, logits: Tensor, tokens: Tensor, length: int, index: int, sampler: Sampler) -> int:

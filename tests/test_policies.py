@@ -155,10 +155,32 @@ def test_needs_are_joined() -> None:
     assert (left | Needs(learn_first=3)).learn_first == 3
 
 
+def rounds_learned(needs: Needs, rows: list[int]) -> list[int]:
+    """Indices of the rounds that are learned from, when they commit so many rows each."""
+    learned: list[int] = []
+    seen = 0
+    for index, count in enumerate(rows):
+        if needs.learns(sum(rows[i] for i in learned), seen):
+            learned.append(index)
+        seen += count
+    return learned
+
+
 def test_the_rounds_that_are_learned_from() -> None:
     needs = Needs(shadow_layers=(1,), learn_every=4, learn_first=3)
-    assert [index for index in range(13) if needs.learns_in(index)] == [0, 1, 2, 4, 8, 12]
-    assert not Needs(learn_every=1).learns_in(0)
+    assert rounds_learned(needs, [1] * 17) == [0, 1, 2, 12, 16]  # the first three, then one row in four of all
+    # Rounds of five: 5 rows of 0, then not before 20 were seen, then 10 of 40.
+    assert rounds_learned(needs, [5] * 10) == [0, 4, 8]
+    assert rounds_learned(Needs(shadow_layers=(1,)), [1, 5, 2, 1]) == [0, 1, 2, 3]
+    assert not Needs(learn_every=1).learns(0, 0)
+
+
+def test_prompt_rows_shrink_with_the_text_to_come() -> None:
+    needs = Needs(shadow_layers=(1,), prompt_rows=16, prompt_every=6)
+    assert [needs.prompt_rows_for(100, tokens) for tokens in (1, 12, 95, 96, 500)] == [0, 2, 15, 16, 16]
+    assert needs.prompt_rows_for(7, 500) == 7
+    assert Needs(shadow_layers=(1,), prompt_rows=32).prompt_rows_for(100, 1) == 32
+    assert Needs(prompt_rows=32).prompt_rows_for(100, 100) == 0
 
 
 def test_a_policy_asks_for_what_its_parts_ask_for() -> None:

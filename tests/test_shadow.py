@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from layerskip_models import from_transformers
-from policies import Needs, Policy, RoundRecord, ShadowTokens
+from policies import DraftRow, Needs, Policy, RoundRecord, ShadowTokens
+from policies.acceptance_table import shadow_acceptance
+from policies.base import NeverStop
 from selfspec import SelfSpecGenerator
 
 
@@ -87,14 +89,43 @@ def test_learning_changes_no_token(llama: LlamaForCausalLM) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_only_every_nth_round_learns(llama: LlamaForCausalLM) -> None:
+def test_about_one_row_in_n_is_learned_from(llama: LlamaForCausalLM) -> None:
     exit_policy = ScriptedExit([(2, 2)], Needs(shadow_layers=(1,), learn_every=3))
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
     engine.generate([5, 6], max_new_tokens=30, policy=Policy(exit_policy))
     assert exit_policy.prompts == []
-    learned = [record.shadow is not None for record in exit_policy.records]
-    assert learned == [index % 3 == 0 for index in range(len(learned))]
-    assert len(learned) > 6
+    learned = seen = 0
+    for record in exit_policy.records:
+        assert (record.shadow is not None) == (3 * learned <= seen)
+        seen += record.num_accepted + 1
+        learned += 0 if record.shadow is None else record.num_accepted + 1
+    assert 0 < learned < seen // 2
+
+
+def test_what_a_dropped_row_would_have_said(llama: LlamaForCausalLM) -> None:
+    """It teaches at no cost: right or wrong is known as soon as its row is verified."""
+
+    class DropThird(NeverStop):
+        needs = Needs(confidence=True)
+
+        def stop_before_draw(self, row: DraftRow) -> bool:
+            return row.num_drafted == 2
+
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+    for do_sample in (False, True):
+        exit_policy = ScriptedExit([(2, 9)], Needs(shadow_layers=(2,)))
+        policy = Policy(exit_policy, DropThird())
+        engine.generate([5, 6], max_new_tokens=60, policy=policy, do_sample=do_sample, top_k=4, seed=3)
+        known = []
+        for record in exit_policy.records:
+            assert (record.dropped_acceptance is not None) == (
+                record.stop_cause == "before_draw" and record.num_accepted == record.num_drafted
+            )
+            if record.dropped_acceptance is not None and record.shadow is not None:
+                known.append(record.dropped_acceptance)
+                assert record.dropped_acceptance == shadow_acceptance(record.shadow)[0][2]
+        assert len(known) > 3
+        assert len(set(known)) > 1
 
 
 @pytest.mark.parametrize("num_prompt", [1020, 1024, 1030, 2060])

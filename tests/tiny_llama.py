@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.compact_linear import half_works
 from layerskip_models.linear import Layout, packing_works
 from selfspec import SelfSpecGenerator
 from selfspec.config import GenerationHost, Request, make_request
@@ -118,6 +119,10 @@ def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSp
         seed=index,
     )
     layout: Layout = "packed" if index % 4 == 1 and packing_works(llama.lm_head.weight) else "plain"
+    if index % 4 == 3 and half_works(llama.device, dtype):
+        layout = "half"
+        for parameter in llama.parameters():
+            parameter.data = parameter.data.bfloat16().to(dtype)
     return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer())
 
 
