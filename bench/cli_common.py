@@ -44,7 +44,9 @@ PromptTokensOption = Annotated[int, typer.Option(min=1, help="Longer prompts kee
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
 WarmupsOption = Annotated[int, typer.Option(min=0, help="Runs of each engine before, not counted.")]
-DtypeOption = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16 or float64.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the record, JSON lines, to this file.")
@@ -104,6 +106,8 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
 def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
     """The model alone: nothing of it is in memory twice."""
     if is_synthetic(checkpoint):
+        if dtype == "int8":
+            return from_transformers(load_network(checkpoint, "float32", device), layout="int8", release=True)
         return from_transformers(load_network(checkpoint, dtype, device), release=True)
     return load_model(checkpoint, dtype=dtype, device=device)
 

@@ -60,6 +60,8 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     """The dtype to run in: "auto" is float32 on a CPU (exact, and fast there) and the checkpoint's own elsewhere."""
     if isinstance(dtype, torch.dtype):
         chosen = dtype
+    elif dtype == "int8":
+        raise ValueError("int8 weights are this engine's own, beside which transformers needs full ones: use float32")
     elif dtype == "auto":
         chosen = torch.float32 if device.type == "cpu" or checkpoint is None else checkpoint
     elif dtype in _DTYPES:
@@ -102,11 +104,14 @@ def load_model(
 ) -> LayerSkipModel:
     """Load a Llama-family checkpoint by hub name or local folder.
 
-    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype.
+    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype; "int8" on an x86 CPU: weights
+        and matrix inputs rounded to 8 bits, all else in float32 (another model, a little; `Int8Linear` says how).
     layout: of the weights; None times the possible ones and takes the fastest for each shape.
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     Raises ValueError for another architecture, FileNotFoundError or OSError (transformers' own) when it cannot be found.
     """
+    if dtype == "int8":
+        dtype, layout = torch.float32, "int8"
     model = load_transformers(
         name_or_path, dtype=dtype, device=device, revision=revision, local_files_only=local_files_only
     )

@@ -79,7 +79,8 @@ class Recipe:
 
     The first `wide` layers add `first` (None: 0.7, and 3 where the head is the embedding, since the current token would else
     be its own most likely successor); layer l behind them eps * decay^(l - wide). sharpness: what the head is multiplied by.
-    seed: of all weights. A smaller eps or decay makes early exits agree more often.
+    seed: of all weights. stored: the dtype that weights are rounded to, as published checkpoints were, whatever dtype the
+    model then has; "float32" rounds none. A smaller eps or decay makes early exits agree more often.
     Raises ValueError for numbers that are not positive, and for wide < 0.
     """
 
@@ -89,12 +90,15 @@ class Recipe:
     first: float | None = None
     sharpness: float = 6.0
     seed: int = 0
+    stored: str = "bfloat16"
 
     def __post_init__(self) -> None:
         for name in ("eps", "decay", "first", "sharpness"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
+        if self.stored not in ("bfloat16", "float32"):
+            raise ValueError(f"stored must be bfloat16 or float32, got {self.stored!r}")
         if self.wide < 0:
             raise ValueError(f"wide must be at least 0, got {self.wide}")
 
@@ -112,7 +116,7 @@ def parse_synthetic(name: str) -> tuple[str, Recipe]:
     shape, *options = name.removeprefix(PREFIX).split(",")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: there are {', '.join(SHAPES)}")
-    kinds = {"eps": float, "decay": float, "wide": int, "first": float, "sharpness": float, "seed": int}
+    kinds = {"eps": float, "decay": float, "wide": int, "first": float, "sharpness": float, "seed": int, "stored": str}
     values: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
@@ -159,6 +163,9 @@ def synthetic_llama(
     with torch.no_grad():
         _fill(model, recipe, generator)
         _scale(model, recipe, generator)
+        if recipe.stored == "bfloat16" and dtype in (torch.float32, torch.float64):
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
     return model
 
 

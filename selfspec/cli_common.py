@@ -23,7 +23,10 @@ ModelOption = Annotated[
     str | None, typer.Option(help="Hub name or folder; without it, the demo model.", rich_help_panel=MODEL_PANEL)
 ]
 DtypeOption = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16, float16 or float64.", rich_help_panel=MODEL_PANEL)
+    str,
+    typer.Option(
+        help="auto, float32, bfloat16, float16, float64, or int8 (weights, on a CPU).", rich_help_panel=MODEL_PANEL
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
 POLICY_HELP = (
