@@ -43,10 +43,11 @@ def headline(lines: Sequence[Line]) -> str:
         best = next(line for line in lines if line["kind"] == "best")
         spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
         replayed = next(line for line in lines if line["kind"] == "replay")
+        counted = "the replay" if replayed["replayed"] else "the first one"
         pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
         return (
             f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
-            f"The real runs had exactly the replayed rounds for {pairs} pairs of setting and prompt."
+            f"The timed runs had exactly the rounds of {counted} for {pairs} pairs of setting and prompt."
         )
     samples = Samples(lines)
     if lines[0]["command"] == "run":
