@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import uuid4
 
 import typer
 
@@ -123,9 +124,13 @@ def run(
         }
         before = workers.from_main(read_parts(output) if resume and output is not None else [])
         previous = resumable(before, description)
-        workers.wait()  # nobody overwrites a part before it was read
     begin = (previous or [description]) if workers.is_main else []
-    with RecordWriter(output, worker=workers.index, previous=begin) as record:
+    writer = RecordWriter(output, worker=workers.index, previous=begin, attempt=workers.from_main(uuid4().hex))
+    if not workers.is_main:
+        workers.wait()  # until the first process has written what all parts of before held
+    with writer as record:
+        if workers.is_main:
+            workers.wait()
         measuring = Run(generator, engines, samples, settings, record, workers)
         cost = measuring.costs()
         measuring.limits()
