@@ -31,6 +31,7 @@ from bench.cli_common import (
     show,
     transformers_engines,
 )
+from bench.cli_roofline import roofline
 from bench.cli_run import run
 from bench.cli_shapes import shapes
 from bench.cli_sweep import sweep
@@ -56,6 +57,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(shapes)
 app.command()(sweep)
+app.command()(roofline)
 
 
 @app.command()
