@@ -31,6 +31,7 @@ from bench.cli_common import (
     show,
     transformers_engines,
 )
+from bench.cli_context import context
 from bench.cli_roofline import roofline
 from bench.cli_run import run
 from bench.cli_shapes import shapes
@@ -58,6 +59,7 @@ app.command()(run)
 app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
+app.command()(context)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from bench.context_tables import context_headline, context_tables
 from bench.record import Line
 from bench.roofline_tables import roofline_headline, roofline_tables
 from bench.run_tables import run_tables
@@ -24,8 +25,12 @@ _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=na
 _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "sweep": sweep_tables,
     "roofline": roofline_tables,
+    "context": context_tables,
 }
-_HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {"roofline": roofline_headline}
+_HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
+    "roofline": roofline_headline,
+    "context": context_headline,
+}
 """Of the commands whose records are not of engines over prompts."""
 
 
