@@ -35,6 +35,7 @@ from bench.cli_context import context
 from bench.cli_roofline import roofline
 from bench.cli_run import run
 from bench.cli_shapes import shapes
+from bench.cli_startup import startup
 from bench.cli_sweep import sweep
 from bench.compare import compare_records
 from bench.engines import Engine, SelfSpecEngine
@@ -60,6 +61,7 @@ app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
+app.command()(startup)
 
 
 @app.command()

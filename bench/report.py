@@ -15,6 +15,7 @@ from bench.context_tables import context_headline, context_tables
 from bench.record import Line
 from bench.roofline_tables import roofline_headline, roofline_tables
 from bench.run_tables import run_tables
+from bench.startup import startup_headline, startup_tables
 from bench.summary import Samples, Spread
 from bench.sweep_tables import sweep_tables
 from bench.table import Table, times
@@ -26,10 +27,12 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "sweep": sweep_tables,
     "roofline": roofline_tables,
     "context": context_tables,
+    "startup": startup_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
     "context": context_headline,
+    "startup": startup_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 
