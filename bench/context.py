@@ -29,6 +29,7 @@ from selfspec.calibrate import synchronize
 
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""
+_CHUNK = 64
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
@@ -41,7 +42,10 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
 
 @contextmanager
 def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
-    """Within it, passes over rows below `length` do nothing: the cache must hold these rows from an earlier call."""
+    """Within it, passes over rows below `length` do nothing: the cache must hold these rows from an earlier call.
+
+    Prefill is in small chunks meanwhile, so that only the last few rows run again.
+    """
     original = model.run_layers
 
     def run_layers(
@@ -56,7 +60,7 @@ def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
             return hidden
         return original(hidden, start, stop, cache, position, capture)
 
-    with patch.object(model, "run_layers", run_layers):
+    with patch.object(model, "run_layers", run_layers), patch("selfspec.decoding._PREFILL_CHUNK", _CHUNK):
         yield
 
 

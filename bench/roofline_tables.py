@@ -19,7 +19,7 @@ def roofline_headline(lines: Sequence[Line]) -> str:
     plain = _of_policy(lines, "ar")
     return (
         f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads: memory gives "
-        f"{bandwidth / 1e9:.1f} GB/s (a large tensor summed) and a plain step must read {step['bytes'] / 1e6:.1f} MB, so at "
+        f"{bandwidth / 1e9:.1f} GB/s (one large tensor, read) and a plain step must read {step['bytes'] / 1e6:.1f} MB, so at "
         f"most {bandwidth / step['bytes']:.1f} tokens/s; it does {1 / step['seconds']:.1f} by itself "
         f"({_share(step['bytes'], step['seconds'], bandwidth)}) and {_speed(plain):.1f} within `generate` "
         f"({_share(_bytes(plain), _seconds(plain), bandwidth)})."

@@ -19,7 +19,7 @@ from selfspec import SelfSpecGenerator
 
 
 def test_a_kept_prefix_gives_the_same_text_without_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfspec.decoding._PREFILL_CHUNK", 8)
+    monkeypatch.setattr("bench.context._CHUNK", 8)
     generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
     prompt = long_prompt(tiny_tokenizer(), 30).ids
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": []}
