@@ -39,6 +39,14 @@ def context(
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' generate beside it, once per context.")
     ] = True,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory; one more prefill.")] = True,
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill/--no-prefill",
+            help="Read the prompt; else its keys and values are random: for the speed of decoding at a length that takes"
+            " minutes to read.",
+        ),
+    ] = True,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
@@ -49,6 +57,8 @@ def context(
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
+        if not prefill and (peers or memory):
+            raise ValueError("--no-prefill leaves nothing to compare or weigh: give --no-peers and --no-memory, too")
         wanted = parse_range(contexts, "--contexts")
         tokenizer = open_tokenizer(checkpoint)
         network = load_network(checkpoint, dtype, device) if peers else None
@@ -66,6 +76,7 @@ def context(
         "configuration": {
             **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
             "num_layers": skip.num_layers,
+            "prefill": prefill,
             "weight_bytes": skip.num_layers * weights.layer + weights.head + embedding,
         },
         "engines": {},
@@ -87,6 +98,7 @@ def context(
                     max_new_tokens=max_new_tokens,
                     repeats=repeats,
                     memory=memory,
+                    prefill=prefill,
                     cost=cost,
                     write=record.write,
                     advance=advance,

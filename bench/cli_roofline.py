@@ -72,7 +72,7 @@ def roofline(
             "num_layers": network.num_layers,
             "timed_context": timed,
         },
-        "engines": {f"selfspec:{policy}": f"selfspec, {policy}" for policy in policies},
+        "engines": {},
         "provenance": provenance(network.device, network.dtype),
     }
     with RecordWriter(output) as record:

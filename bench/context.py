@@ -7,7 +7,7 @@ the same cache, which the generator keeps between calls: all but the last rows o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +26,7 @@ from layerskip_models import LayerSkipModel
 from policies import CostModel
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
+from selfspec.kv_cache import KVCache
 
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""
@@ -71,12 +72,14 @@ def measure_context(
     max_new_tokens: int,
     repeats: int,
     memory: bool,
+    prefill: bool,
     cost: CostModel,
     write: Callable[[Line], None],
     advance: Callable[[str], None] = lambda label: None,
 ) -> None:
     """Prefill once, then plain decoding, the fixed setting that is best here by replay, and auto, in turn.
 
+    memory: measure it, which takes a prefill more. prefill: False leaves the prompt unread; its keys and values are random.
     Writes a "prefill" line, a "decode" line per policy and repeat, and a "memory" line.
     """
     context = prompt.ids.numel()
@@ -94,8 +97,10 @@ def measure_context(
         write({"kind": "memory", "context": context, "peak_bytes": peak, "kv_bytes": cache_bytes[0]})
         advance("memory")
     # Its cache has a row for every token of the runs that follow, which therefore take it over.
-    first = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
-    write({"kind": "prefill", "context": context, "time_to_first_token": first.stats.time_to_first_token})
+    with nullcontext() if prefill else _unread(model, context - 1):
+        first = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+    seconds = first.stats.time_to_first_token if prefill else None
+    write({"kind": "prefill", "context": context, "time_to_first_token": seconds})
     advance("prefill")
     with prefix_kept(model, context - 1):
         fixed = best_fixed(generator, prompt, max_new_tokens, cost)
@@ -110,6 +115,20 @@ def measure_context(
                 equal = tokens == first.new_tokens
                 write({**line, "repeat": repeat, "outputs_equal": equal, "role": _role(policy)})
                 advance(policy)
+
+
+@contextmanager
+def _unread(model: LayerSkipModel, length: int) -> Iterator[None]:
+    """Within it, a new cache is full of random keys and values, and rows below `length` are not run."""
+
+    def filled(model: LayerSkipModel, max_length: int) -> KVCache:
+        cache = KVCache(model, max_length)
+        for values in (cache.keys, cache.values):
+            values.normal_()
+        return cache
+
+    with prefix_kept(model, length), patch("selfspec.generator.KVCache", filled):
+        yield
 
 
 _GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": []}

@@ -35,10 +35,11 @@ def context_headline(lines: Sequence[Line]) -> str:
     contexts = _contexts(lines)
     device = where["cpu"] if where["device"] == "cpu" else where["device"]
     differing = sum(not line["outputs_equal"] for line in lines if line["kind"] == "decode")
+    unread = "" if configuration["prefill"] else " (keys and values random: the prompt was not read)"
     text = (
         f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads, greedy, "
-        f"{configuration['max_new_tokens']} new tokens behind {', '.join(map(str, contexts))}: runs whose text is not plain "
-        f"decoding's: {differing}."
+        f"{configuration['max_new_tokens']} new tokens behind {', '.join(map(str, contexts))}{unread}: runs whose text "
+        f"is not plain decoding's: {differing}."
     )
     if len(contexts) > 1:
         short, long = contexts[0], contexts[-1]
@@ -80,7 +81,7 @@ def _speed_table(lines: Sequence[Line]) -> Table:
                 UNKNOWN if theirs is None else f"{theirs['tokens'] / theirs['seconds']:.1f}",
                 f"{1000 * plain:.2f}",
                 f"{1000 * time_beside_reading(lines, context):.2f}",
-                f"{prefill['time_to_first_token']:.2f}",
+                number(prefill["time_to_first_token"], "{:.2f}"),
                 UNKNOWN if theirs is None else f"{theirs['time_to_first_token']:.2f}",
             )
         )

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.context_tables import ROLES, seconds_per_token
 from bench.grid import grid_lines, mean_agreement
 from bench.record import Line
 from bench.run_tables import PLAIN
@@ -35,6 +36,10 @@ def figures(lines: Sequence[Line]) -> dict[str, Figure]:
         if 1 <= len(sweep.axes) <= 2:
             drawn = sweep_line(sweep) if len(sweep.axes) == 1 else heat_map(sweep)
             made["Speed-up over plain decoding of every setting"] = drawn
+    if lines[0]["command"] == "roofline":
+        made["Share of the memory's bandwidth"] = roofline_bars(lines)
+    if lines[0]["command"] == "context":
+        made["Speed over the length of the context"] = context_curves(lines)
     samples = Samples(lines)
     if PLAIN in samples.engines:
         made["Speed-up over plain decoding"] = speedup_bars(samples)
@@ -186,6 +191,44 @@ def sweep_line(sweep: Sweep) -> Figure:
     axes.set_xticks(range(len(values)), values)
     axes.set_xlabel(name)
     axes.set_ylabel("× plain decoding")
+    axes.legend(frameon=False, fontsize=8)
+    _bare(axes)
+    return figure
+
+
+def roofline_bars(lines: Sequence[Line]) -> Figure:
+    """A bar per call: bytes that it must read per second, over the device's bandwidth."""
+    bandwidth = next(line["bytes_per_second"] for line in lines if line["kind"] == "limits")
+    shares = {
+        line["name"]: 100 * line["bytes"] / line["seconds"] / bandwidth for line in lines if line["kind"] == "call"
+    }
+    figure, axes = _bars(len(shares))
+    axes.barh(list(shares)[::-1], list(shares.values())[::-1], color=_OURS, height=0.7)
+    for row, share in enumerate(reversed(shares.values())):
+        axes.text(share, row, f"  {share:.0f}", va="center", fontsize=9)
+    axes.axvline(100, color=_REFERENCE, linewidth=0.8)
+    axes.set_xlim(0, 1.12 * max(100, *shares.values()))
+    axes.set_xlabel("% of bandwidth, timed alone", fontsize=9)
+    return figure
+
+
+def context_curves(lines: Sequence[Line]) -> Figure:
+    """tokens/s after the first token over the context, a line per way of decoding."""
+    figure = Figure(figsize=(_WIDTH, 2.8))
+    axes = figure.add_subplot()
+    contexts = list(dict.fromkeys(line["context"] for line in lines if line["kind"] == "prefill"))
+    for colour, role in zip(_COLOURS, ROLES):
+        speeds = [1 / seconds_per_token(lines, context, role) for context in contexts]
+        axes.plot(contexts, speeds, marker="o", color=colour, label=role)
+    theirs = [line for line in lines if line["kind"] == "transformers"]
+    if theirs:
+        speeds = [line["tokens"] / line["seconds"] for line in theirs]
+        axes.plot([line["context"] for line in theirs], speeds, marker="o", color=_PEERS, label="transformers")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [str(context) for context in contexts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("tokens/s")
     axes.legend(frameon=False, fontsize=8)
     _bare(axes)
     return figure

@@ -2,8 +2,8 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, speedups, tasks, etpl, bars; of a sweep etpl, speedup, agreement). `report:headline` is short for
-`report:peers:headline`.
+(speed, rounds, phases, speedups, tasks, etpl, bars; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
+phases; of contexts contexts, memory; of a start startup). `report:headline` is short for `report:peers:headline`.
 """
 
 from __future__ import annotations

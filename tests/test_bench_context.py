@@ -49,7 +49,7 @@ def lines(plain: dict[int, float]) -> list[Line]:
     made: list[Line] = [
         {
             "kind": "run",
-            "configuration": {"model": "m", "num_layers": 10, "max_new_tokens": 20},
+            "configuration": {"model": "m", "num_layers": 10, "max_new_tokens": 20, "prefill": True},
             "provenance": {"device": "cpu", "cpu": "A CPU", "dtype": "float32", "threads": 1},
         },
         {"kind": "limits", "bytes_per_second": 1000.0, "kv_bytes": 4},
@@ -104,6 +104,15 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     parts = sections(found)
     assert set(parts) == {"headline", "contexts", "memory", "machine"}
     assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]
+    unread = ["--no-prefill", "--no-peers", "--no-memory", "--output", str(record)]
+    result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
+    assert result.exit_code == 0, result.output
+    parts = sections(read_record(record))
+    assert set(parts) == {"headline", "contexts", "machine"}
+    assert "was not read): runs whose text is not plain decoding's: 0." in parts["headline"]
+    assert all(row.endswith("| – | – |") for row in parts["contexts"].splitlines()[4:])  # neither's first token
+    both = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--no-prefill"])
+    assert "give --no-peers and --no-memory, too" in both.stderr
     none = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--contexts", "64"])
     assert none.exit_code == 2
     assert "the model has 64 positions" in none.stderr
