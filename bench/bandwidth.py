@@ -7,7 +7,7 @@ can seem to: their weights do not come from memory at all.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -18,20 +18,25 @@ from layerskip_models import LayerSkipModel
 from selfspec.calibrate import synchronize
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30  # beyond any cache
-_SECONDS = 0.5
+_COLUMNS = 4096
+_SECONDS = 1.0
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second with which one large tensor is summed: the best turn of half a second's, of at least three."""
+    """Bytes per second at which one large tensor is read: the fastest turn of a second's, of at least three each of a sum and
+    a matrix-vector product. Which of the two reads faster depends on the machine."""
     size = _CPU_BYTES if device.type == "cpu" else _GPU_BYTES
-    data = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    matrix = torch.zeros(size // 4 // _COLUMNS, _COLUMNS, dtype=torch.float32, device=device)
+    vector = torch.zeros(_COLUMNS, dtype=torch.float32, device=device)
+    readers: tuple[Callable[[], object], ...] = (matrix.sum, lambda: torch.mv(matrix, vector))
     best, turns, started = float("inf"), 0, perf_counter()
     while turns < 3 or perf_counter() - started < _SECONDS:
-        synchronize(device)
-        start = perf_counter()
-        data.sum()
-        synchronize(device)
-        best = min(best, perf_counter() - start)
+        for read in readers:
+            synchronize(device)
+            start = perf_counter()
+            read()
+            synchronize(device)
+            best = min(best, perf_counter() - start)
         turns += 1
     return size / best
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,14 +26,17 @@ from bench.cli_common import (
     exit_if_outputs_differ,
     load_network,
     num_layers_of,
-    open_model,
     open_tokenizer,
     progress,
     show,
     transformers_engines,
 )
+from bench.cli_context import context
+from bench.cli_roofline import roofline
 from bench.cli_run import run
 from bench.cli_shapes import shapes
+from bench.cli_startup import startup
+from bench.cli_sweep import sweep
 from bench.compare import compare_records
 from bench.engines import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
@@ -41,20 +44,9 @@ from bench.provenance import provenance
 from bench.record import RecordWriter, read_record
 from bench.report import fill_markers, markdown
 from bench.summary import Bar, Samples, bar_line
-from bench.sweep import (
-    agreement_line,
-    best_line,
-    parse_range,
-    replay_grid,
-    replay_line,
-    sweep_engines,
-    trace_prompts,
-    write_setting,
-)
 from layerskip_models import DEMO_PATH, from_transformers
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import measured_cost
 from selfspec.cli_common import one_line_errors
 from selfspec.defaults import fixed_policy
 
@@ -66,6 +58,10 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(shapes)
+app.command()(sweep)
+app.command()(roofline)
+app.command()(context)
+app.command()(startup)
 
 
 @app.command()
@@ -144,91 +140,6 @@ def issue_bars(policy: str, engines: Sequence[Engine]) -> list[Bar]:
         Bar(engine=f"selfspec:{policy}", baseline="transformers:generate", at_least=2.7),
         *(Bar(engine=f"selfspec:{policy}", baseline=name, at_least=2.8) for name in early_exits),
     ]
-
-
-@app.command()
-def sweep(
-    model: ModelOption = None,
-    exit_layers: Annotated[str | None, typer.Option(help='As "1-8" or "2,4,6"; default: the first half.')] = None,
-    num_speculations: Annotated[str, typer.Option(help='Drafts a round, as "1-8" or "2,4,6".')] = "1-10",
-    prompts: PromptsOption = None,
-    num_samples: NumSamplesOption = 8,
-    prompt_tokens: PromptTokensOption = 320,
-    max_new_tokens: NewTokensOption = 128,
-    num_timed: Annotated[int, typer.Option(min=1, help="Cells to time for real, the best by prediction.")] = 6,
-    repeats: RepeatsOption = 5,
-    warmups: WarmupsOption = 2,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep the best beside the checkpoint's weights.")] = False,
-) -> None:
-    """Find the best exit layer and length: all by replay of traced runs, the promising ones timed; greedy.
-
-    Ends with status 1 if an output differs from autoregressive decoding by more than a near-tie.
-    """
-    with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
-        if write and not Path(checkpoint).is_dir():
-            raise ValueError(f"--write needs a local checkpoint folder, got {checkpoint!r}: download it first")
-        last = num_layers_of(checkpoint) - 1
-        layers = parse_range(exit_layers or f"1-{max(1, (last + 1) // 2)}", "--exit-layers")
-        if layers[-1] > last:
-            raise ValueError(f"--exit-layers must be in [1, {last}] for this {last + 1}-layer model, got {layers[-1]}")
-        lengths = parse_range(num_speculations, "--num-speculations")
-        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
-    network = generator.model
-    num_timed = min(num_timed, len(layers) * len(lengths))
-    description: dict[str, Any] = {
-        "kind": "run",
-        "command": "sweep",
-        "configuration": {
-            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
-            "exit_layers": layers,
-            "num_speculations": lengths,
-            "num_layers": network.num_layers,
-        },
-        "provenance": provenance(network.device, network.dtype),
-    }
-    total = len(samples) + num_runs(num_timed + 1, len(samples), repeats=repeats, warmups=warmups)
-    with RecordWriter(output) as record:
-        with progress(total) as advance:
-            traces = trace_prompts(generator, samples, max_new_tokens, advance)
-            cost = measured_cost(network)
-            cells = replay_grid(traces, layers, lengths, cost)
-            engines = sweep_engines(generator, cells[:num_timed])
-            record.write({**description, "engines": {engine.name: engine.label for engine in engines}})
-            record.write({"kind": "costs", **cost.as_dict()})
-            record.write(agreement_line(traces))
-            for cell in cells:
-                record.write(cell.as_line())
-            measure(
-                engines,
-                samples,
-                max_new_tokens=max_new_tokens,
-                repeats=repeats,
-                warmups=warmups,
-                dtype=network.dtype,
-                write=record.write,
-                advance=advance,
-            )
-        record.write(replay_line(record.lines, cells[:num_timed], samples))
-        best = best_line(record.lines, cells[:num_timed])
-        record.write(best)
-    show(record.lines)
-    if write:
-        path = write_setting(Path(checkpoint), best, description)
-        typer.echo(
-            f"{best['policy']} is now the best known fixed setting of this checkpoint ({path.name} beside its weights)"
-        )
-    if best["policy"].endswith(f"-{lengths[-1]}"):
-        typer.echo(
-            f"the best setting is at the edge of the grid: try --num-speculations up to {2 * lengths[-1]}", err=True
-        )
-    if best["speedup"] < 1:
-        typer.echo("no setting was faster than autoregressive decoding (num_speculations=0)", err=True)
-    exit_if_outputs_differ(record.lines)
 
 
 @app.command()

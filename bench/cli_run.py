@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from uuid import uuid4
 
 import typer
 
+from bench.braces import expand_all
 from bench.cli_common import (
     DeviceOption,
     DtypeOption,
@@ -46,7 +48,11 @@ DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+
 def run(
     model: ModelOption = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}.")
+        list[str] | None,
+        typer.Option(
+            help="Policy to run; repeatable; several values in braces, as in spide:3,tau={0.5,0.6}, are several policies. "
+            f"Default: {', '.join(DEFAULT_POLICIES)}."
+        ),
     ] = None,
     baseline: Annotated[
         list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
@@ -85,6 +91,7 @@ def run(
         checkpoint = str(model or DEMO_PATH)
         if resume and output is None:
             raise ValueError("--resume needs --output, the record that was being written")
+        names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         samples = encode_prompts(chosen, open_tokenizer(checkpoint), prompt_tokens)
@@ -94,7 +101,6 @@ def run(
             open_model(checkpoint, dtype, on) if network is None else from_transformers(network)
         )
         num_layers = generator.model.num_layers
-        names = ["ar", *(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
         for name in names:  # mistakes are told before anything is measured
             parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         settings = RunSettings(
@@ -118,9 +124,13 @@ def run(
         }
         before = workers.from_main(read_parts(output) if resume and output is not None else [])
         previous = resumable(before, description)
-        workers.wait()  # nobody overwrites a part before it was read
     begin = (previous or [description]) if workers.is_main else []
-    with RecordWriter(output, worker=workers.index, previous=begin) as record:
+    writer = RecordWriter(output, worker=workers.index, previous=begin, attempt=workers.from_main(uuid4().hex))
+    if not workers.is_main:
+        workers.wait()  # until the first process has written what all parts of before held
+    with writer as record:
+        if workers.is_main:
+            workers.wait()
         measuring = Run(generator, engines, samples, settings, record, workers)
         cost = measuring.costs()
         measuring.limits()

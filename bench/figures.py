@@ -15,10 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.context_tables import ROLES, seconds_per_token
 from bench.grid import grid_lines, mean_agreement
 from bench.record import Line
 from bench.run_tables import PLAIN
 from bench.summary import PHASES, Samples
+from bench.sweep_tables import Sweep
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _OURS, _PEERS, _REFERENCE = _COLOURS[0], _COLOURS[7], "#000000"
@@ -30,7 +32,14 @@ def figures(lines: Sequence[Line]) -> dict[str, Figure]:
     """Title -> figure, for all that the record has lines for."""
     made: dict[str, Figure] = {}
     if lines[0]["command"] == "sweep":
-        made["Speed-up over plain decoding of every setting"] = heat_map(lines)
+        sweep = Sweep.of(lines)
+        if 1 <= len(sweep.axes) <= 2:
+            drawn = sweep_line(sweep) if len(sweep.axes) == 1 else heat_map(sweep)
+            made["Speed-up over plain decoding of every setting"] = drawn
+    if lines[0]["command"] == "roofline":
+        made["Share of the memory's bandwidth"] = roofline_bars(lines)
+    if lines[0]["command"] == "context":
+        made["Speed over the length of the context"] = context_curves(lines)
     samples = Samples(lines)
     if PLAIN in samples.engines:
         made["Speed-up over plain decoding"] = speedup_bars(samples)
@@ -139,28 +148,89 @@ def histograms(samples: Samples, engines: Sequence[str], counts: str, label: str
     return figure
 
 
-def heat_map(lines: Sequence[Line]) -> Figure:
-    """A sweep's speed-ups over exit layer and length; bold what was measured, the rest predicted."""
-    cells = {(line["exit_layer"], line["num_speculations"]): line for line in lines if line["kind"] == "cell"}
-    layers, lengths = (sorted({key[axis] for key in cells}) for axis in (0, 1))
-    samples = Samples(lines)
-    values = np.zeros((len(layers), len(lengths)))
-    figure = Figure(figsize=(_WIDTH, 0.42 * len(layers) + 1.1))
+def heat_map(sweep: Sweep) -> Figure:
+    """A sweep's speed-ups over two axes; bold what was measured, the rest predicted."""
+    (down, rows), (across, columns) = sweep.axes.items()
+    values = np.array([[sweep.speedup((row, column)) for column in columns] for row in rows])
+    figure = Figure(figsize=(_WIDTH, 0.42 * len(rows) + 1.1))
     axes = figure.add_subplot()
-    for row, layer in enumerate(layers):
-        for column, length in enumerate(lengths):
-            line = cells[layer, length]
-            engine = f"selfspec:{line['policy']}"
-            measured = engine in samples.engines
-            values[row, column] = samples.speedup(engine, PLAIN).value if measured else line["predicted_speedup"]
-            weight = "bold" if measured else "normal"
+    for row, first in enumerate(rows):
+        for column, second in enumerate(columns):
+            weight = "bold" if (first, second) in sweep.measured else "normal"
             axes.text(column, row, f"{values[row, column]:.2f}", ha="center", va="center", fontsize=8, weight=weight)
     image = axes.imshow(values, cmap="YlGn", aspect="auto")
-    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
-    axes.set_xlabel("drafts a round (bold: measured, the rest predicted)")
-    axes.set_ylabel("exit layer")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(f"{across} (bold: measured, the rest predicted)")
+    axes.set_ylabel(down)
     figure.colorbar(image, ax=axes)
+    return figure
+
+
+def sweep_line(sweep: Sweep) -> Figure:
+    """A sweep's speed-ups over one axis: predicted as a line, measured as points with the lowest and highest repeat."""
+    ((name, values),) = sweep.axes.items()
+    figure = Figure(figsize=(_WIDTH, 2.8))
+    axes = figure.add_subplot()
+    predicted = [sweep.cells[(value,)]["predicted_speedup"] for value in values]
+    axes.plot(range(len(values)), predicted, color=_PEERS, marker=".", label="predicted")
+    timed = [(place, sweep.measured[(value,)]) for place, value in enumerate(values) if (value,) in sweep.measured]
+    spreads = [spread for _, spread in timed]
+    axes.errorbar(
+        [place for place, _ in timed],
+        [spread.value for spread in spreads],
+        yerr=np.array([[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in spreads]).T,
+        fmt="o",
+        color=_OURS,
+        ecolor="#444444",
+        capsize=2,
+        linewidth=1,
+        label="measured",
+    )
+    axes.axhline(1, color=_REFERENCE, linewidth=0.8)
+    axes.set_xticks(range(len(values)), values)
+    axes.set_xlabel(name)
+    axes.set_ylabel("× plain decoding")
+    axes.legend(frameon=False, fontsize=8)
+    _bare(axes)
+    return figure
+
+
+def roofline_bars(lines: Sequence[Line]) -> Figure:
+    """A bar per call: bytes that it must read per second, over the device's bandwidth."""
+    bandwidth = next(line["bytes_per_second"] for line in lines if line["kind"] == "limits")
+    shares = {
+        line["name"]: 100 * line["bytes"] / line["seconds"] / bandwidth for line in lines if line["kind"] == "call"
+    }
+    figure, axes = _bars(len(shares))
+    axes.barh(list(shares)[::-1], list(shares.values())[::-1], color=_OURS, height=0.7)
+    for row, share in enumerate(reversed(shares.values())):
+        axes.text(share, row, f"  {share:.0f}", va="center", fontsize=9)
+    axes.axvline(100, color=_REFERENCE, linewidth=0.8)
+    axes.set_xlim(0, 1.12 * max(100, *shares.values()))
+    axes.set_xlabel("% of bandwidth, timed alone", fontsize=9)
+    return figure
+
+
+def context_curves(lines: Sequence[Line]) -> Figure:
+    """tokens/s after the first token over the context, a line per way of decoding."""
+    figure = Figure(figsize=(_WIDTH, 2.8))
+    axes = figure.add_subplot()
+    contexts = list(dict.fromkeys(line["context"] for line in lines if line["kind"] == "prefill"))
+    for colour, role in zip(_COLOURS, ROLES):
+        speeds = [1 / seconds_per_token(lines, context, role) for context in contexts]
+        axes.plot(contexts, speeds, marker="o", color=colour, label=role)
+    theirs = [line for line in lines if line["kind"] == "transformers"]
+    if theirs:
+        speeds = [line["tokens"] / line["seconds"] for line in theirs]
+        axes.plot([line["context"] for line in theirs], speeds, marker="o", color=_PEERS, label="transformers")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [str(context) for context in contexts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("tokens/s")
+    axes.legend(frameon=False, fontsize=8)
+    _bare(axes)
     return figure
 
 

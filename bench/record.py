@@ -20,19 +20,29 @@ class RecordWriter:
 
     Used with `with`: lines go to PATH.part, which becomes PATH when the block ends without an error, so that a run that
     broke off never replaces a complete record, and can be resumed. Of several processes that share a run, each writes a part
-    of its own (PATH.part, PATH.part1, ..); the first one's becomes the record, so it is given everything before it ends.
+    of its own (PATH.part, PATH.part1, ..); the first one's becomes the record, so it is given everything by `complete` before
+    it ends. The first process must enter the block before the others do: then, whenever they are killed, its part and those
+    of the same attempt hold each line once.
 
-    worker: number of this process. previous: lines of an earlier part to begin with.
+    worker: number of this process. previous: lines of an earlier part to begin with. attempt: what tells the parts of this
+    run from those that an earlier one left; the same in all its processes, needed where there are several or to resume.
     """
 
-    def __init__(self, path: Path | None, *, worker: int = 0, previous: Sequence[Line] = ()) -> None:
+    def __init__(
+        self, path: Path | None, *, worker: int = 0, previous: Sequence[Line] = (), attempt: str | None = None
+    ) -> None:
         self.lines: list[Line] = [dict(line) for line in previous]
         self._path = path
         self._worker = worker
+        self._attempt = attempt
         self._stream: TextIO | None = None
 
     def __enter__(self) -> RecordWriter:
-        self.rewrite(self.lines)
+        self._rewrite(self.lines, self._attempt)
+        if self._path is not None and self._worker == 0:
+            for part in _parts(self._path):
+                if part != self._part:
+                    part.unlink()  # left by an earlier run: what was wanted of it is in `previous`
         return self
 
     def __exit__(
@@ -50,8 +60,11 @@ class RecordWriter:
         assert self._path is not None
         return self._path.with_name(f"{self._path.name}.part{self._worker or ''}")
 
-    def rewrite(self, lines: Sequence[Line]) -> None:
-        """Begin anew with these lines."""
+    def complete(self, lines: Sequence[Line]) -> None:
+        """All lines of the record, in place of those written so far."""
+        self._rewrite(lines, None)
+
+    def _rewrite(self, lines: Sequence[Line], attempt: str | None) -> None:
         self.lines = []
         if self._path is not None:
             if self._stream is not None:
@@ -59,6 +72,8 @@ class RecordWriter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh = self._path.with_name(f"{self._part.name}.new")
             self._stream = fresh.open("w", encoding="utf-8")
+            if attempt is not None:
+                self._stream.write(json.dumps({"kind": "part", "attempt": attempt}) + "\n")
             for line in lines:
                 self.write(line)
             fresh.replace(self._part)  # at once: a kill in between loses nothing
@@ -74,15 +89,41 @@ class RecordWriter:
 
 
 def read_parts(path: Path) -> list[Line]:
-    """The lines of all parts that a run to this path left when it broke off; a last line that is not whole is dropped."""
+    """The lines of all parts that the last run to this path left when it broke off; a last line that is not whole is dropped.
+
+    What an earlier run left is not taken: the first process's part says which attempt was the last.
+    """
     lines: list[Line] = []
-    for part in sorted(path.parent.glob(f"{path.name}.part*")):
-        if not part.name.endswith(".new"):
-            for text in part.read_text(encoding="utf-8").splitlines():
-                try:
-                    lines.append(json.loads(text))
-                except json.JSONDecodeError:
-                    break
+    last: str | None = None
+    for number, part in enumerate(_parts(path)):
+        found = _whole_lines(part)
+        attempt = found.pop(0)["attempt"] if found and found[0]["kind"] == "part" else None
+        if number == 0:
+            last = attempt
+            if part.name != f"{path.name}.part":
+                return []
+        if number == 0 or (attempt is not None and attempt == last):
+            lines += found
+    return lines
+
+
+def _parts(path: Path) -> list[Path]:
+    """The parts beside a record, by number."""
+    beside = path.parent.glob(f"{path.name}.part*") if path.parent.is_dir() else ()
+    numbers = {part: part.name.removeprefix(f"{path.name}.part") for part in beside}
+    return sorted(
+        (part for part, number in numbers.items() if number.isdecimal() or not number),
+        key=lambda part: int(numbers[part] or 0),
+    )
+
+
+def _whole_lines(part: Path) -> list[Line]:
+    lines: list[Line] = []
+    for text in part.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
     return lines
 
 

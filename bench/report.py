@@ -2,17 +2,20 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, speedups, tasks, etpl, bars; of a sweep etpl, speedup, agreement). `report:headline` is short for
-`report:peers:headline`.
+(speed, rounds, phases, speedups, tasks, etpl, bars; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
+phases; of contexts contexts, memory; of a start startup). `report:headline` is short for `report:peers:headline`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from bench.context_tables import context_headline, context_tables
 from bench.record import Line
+from bench.roofline_tables import roofline_headline, roofline_tables
 from bench.run_tables import run_tables
+from bench.startup import startup_headline, startup_tables
 from bench.summary import Samples, Spread
 from bench.sweep_tables import sweep_tables
 from bench.table import Table, times
@@ -20,9 +23,23 @@ from bench.table import Table, times
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
 
+_TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
+    "sweep": sweep_tables,
+    "roofline": roofline_tables,
+    "context": context_tables,
+    "startup": startup_tables,
+}
+_HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
+    "roofline": roofline_headline,
+    "context": context_headline,
+    "startup": startup_headline,
+}
+"""Of the commands whose records are not of engines over prompts."""
+
+
 def tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record."""
-    return sweep_tables(lines) if lines[0]["command"] == "sweep" else run_tables(lines)
+    return _TABLES.get(lines[0]["command"], run_tables)(lines)
 
 
 def markdown(lines: Sequence[Line]) -> str:
@@ -38,15 +55,18 @@ def sections(lines: Sequence[Line]) -> dict[str, str]:
 
 def headline(lines: Sequence[Line]) -> str:
     """What came out, in a sentence or two."""
+    if lines[0]["command"] in _HEADLINES:
+        return _HEADLINES[lines[0]["command"]](lines)
     model = lines[0]["configuration"]["model"]
     if lines[0]["command"] == "sweep":
         best = next(line for line in lines if line["kind"] == "best")
         spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
         replayed = next(line for line in lines if line["kind"] == "replay")
+        counted = "the replay" if replayed["replayed"] else "the first one"
         pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
         return (
             f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
-            f"The real runs had exactly the replayed rounds for {pairs} pairs of setting and prompt."
+            f"The timed runs had exactly the rounds of {counted} for {pairs} pairs of setting and prompt."
         )
     samples = Samples(lines)
     if lines[0]["command"] == "run":
@@ -76,9 +96,14 @@ def machine_sentence(lines: Sequence[Line]) -> str:
         f"{where['dtype']}; Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}; "
         f"{where['os']}; commit {where['commit']}; weights {configuration['weights_digest']}, "
         f"prompts {configuration['prompts_digest']}; load average before the run {where['load_average']}; {where['time']}. "
-        f"Medians of {configuration['repeats']} repeats, engines alternated; in brackets the lowest and highest repeat. "
+        f"{_repeats(lines)}"
         f"`{where['command']}`"
     )
+
+
+def _repeats(lines: Sequence[Line]) -> str:
+    spread = "" if lines[0]["command"] in _HEADLINES else "; in brackets the lowest and highest repeat"
+    return f"Medians of {lines[0]['configuration']['repeats']} repeats, engines alternated{spread}. "
 
 
 def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:

@@ -158,7 +158,7 @@ class Run:
         """All processes' lines, in one order whatever the number of processes; in the first one's record."""
         lines = merged(self._everyones(), [prompt.id for prompt in self._prompts])
         if self._workers.is_main:
-            self._record.rewrite(lines)
+            self._record.complete(lines)
         return lines
 
     def _engines_for(self, prompt: EncodedPrompt) -> list[Engine]:

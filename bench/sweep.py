@@ -1,55 +1,78 @@
-"""The grid over exit layer and speculation length: every cell by replay, the most promising ones for real."""
+"""A grid of policies: fixed settings by replay, others by one run each, the most promising ones timed for real."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.braces import GridPolicy
 from bench.datasets import EncodedPrompt
 from bench.engines import SelfSpecEngine
 from bench.record import Line
 from bench.summary import Samples
 from layerskip_models.checkpoints import write_text
-from policies import CostModel
+from policies import CostModel, RoundRecord
 from selfspec import SelfSpecGenerator
 from selfspec.defaults import SETTINGS_FILE
-from selfspec.replay import AgreementTrace, Replay, replay, trace_agreement
-from selfspec.stats import mean
+from selfspec.replay import AgreementTrace, replay, trace_agreement
+from selfspec.stats import mean, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Rounds on one prompt, and what they cost in measured seconds; tokens: committed in rounds."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    loaded_layers: int
+    cost: float
+
+    @property
+    def tokens(self) -> int:
+        """All but the one from prefill."""
+        return self.rounds + self.accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One setting: its replays, one per prompt, and the speed-up over plain decoding that measured costs predict."""
+    """One policy of the grid: its counts, one per prompt, and the speed-up over plain decoding that measured costs predict.
 
-    exit_layer: int
-    num_speculations: int
-    replays: tuple[Replay, ...]
+    replayed: the counts are of a replay, not of a run.
+    """
+
+    policy: str
+    values: Mapping[str, str]
+    replayed: bool
+    counts: tuple[Counts, ...]
     predicted_speedup: float
-
-    @property
-    def policy(self) -> str:
-        """The setting's name."""
-        return f"ls:{self.exit_layer}-{self.num_speculations}"
 
     def as_line(self) -> dict[str, Any]:
         """The record's line. Rates are means over prompts, counts sums."""
         return {
             "kind": "cell",
             "policy": self.policy,
-            "exit_layer": self.exit_layer,
-            "num_speculations": self.num_speculations,
-            "rounds": sum(r.rounds for r in self.replays),
-            "num_drafted": sum(sum(r.drafted) for r in self.replays),
-            "num_accepted": sum(sum(r.accepted) for r in self.replays),
-            "loaded_layers": sum(r.loaded_layers for r in self.replays),
-            "acceptance_rate": mean(r.acceptance_rate for r in self.replays),
-            "tokens_per_round": mean(r.tokens_per_round for r in self.replays),
-            "etpl": mean(r.etpl for r in self.replays),
+            "values": dict(self.values),
+            "replayed": self.replayed,
+            "rounds": sum(c.rounds for c in self.counts),
+            "num_drafted": sum(c.drafted for c in self.counts),
+            "num_accepted": sum(c.accepted for c in self.counts),
+            "loaded_layers": sum(c.loaded_layers for c in self.counts),
+            "acceptance_rate": mean(ratio(c.accepted, c.drafted) for c in self.counts),
+            "tokens_per_round": mean(ratio(c.tokens, c.rounds) for c in self.counts),
+            "etpl": mean(ratio(c.tokens, c.loaded_layers) for c in self.counts),
             "predicted_speedup": self.predicted_speedup,
         }
+
+
+def fixed_setting_of(policy: str) -> tuple[int, int] | None:
+    """(exit layer, length) of "ls:E-G", None for any other policy, whose rounds no replay decides."""
+    match = re.fullmatch(r"\s*ls:(\d+)-(\d+)\s*", policy)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def parse_range(text: str, what: str) -> list[int]:
@@ -79,24 +102,85 @@ def trace_prompts(
     return traces
 
 
-def replay_grid(
-    traces: Sequence[AgreementTrace], exit_layers: Sequence[int], lengths: Sequence[int], cost: CostModel
-) -> list[Cell]:
-    """Every cell of the grid by replay, best predicted speed-up first."""
+def replay_grid(traces: Sequence[AgreementTrace], grid: Sequence[GridPolicy], cost: CostModel) -> list[Cell]:
+    """Every cell of a grid of fixed settings, by replay."""
     cells = []
-    for exit_layer in exit_layers:
-        for length in lengths:
-            replays = tuple(replay(trace, exit_layer, length) for trace in traces)
-            plain = sum(r.num_tokens for r in replays) * cost.autoregressive()
-            cells.append(
-                Cell(
-                    exit_layer=exit_layer,
-                    num_speculations=length,
-                    replays=replays,
-                    predicted_speedup=plain / sum(r.cost(cost) for r in replays),
+    for policy in grid:
+        setting = fixed_setting_of(policy.name)
+        assert setting is not None
+        replays = [replay(trace, *setting) for trace in traces]
+        counts = [
+            Counts(
+                rounds=r.rounds,
+                drafted=sum(r.drafted),
+                accepted=sum(r.accepted),
+                loaded_layers=r.loaded_layers,
+                cost=r.cost(cost),
+            )
+            for r in replays
+        ]
+        cells.append(_cell(policy, counts, cost, replayed=True))
+    return cells
+
+
+def run_grid(
+    generator: SelfSpecGenerator,
+    grid: Sequence[GridPolicy],
+    prompts: Sequence[EncodedPrompt],
+    max_new_tokens: int,
+    cost: CostModel,
+    advance: Callable[[str], None] = lambda label: None,
+) -> list[Cell]:
+    """Every cell of a grid of any policies by one run per prompt.
+
+    Its rounds are charged what measured costs say, which a busy moment cannot change, and learning the time that it took.
+    """
+    cells = []
+    for policy in grid:
+        counts = []
+        for prompt in prompts:
+            generator.resolve_policy(policy.name).reset()
+            result = generator.generate(
+                prompt.ids,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=[],
+                policy=policy.name,
+                trace=True,
+            )
+            stats = result.stats
+            assert result.trace is not None
+            rounds = [_round_cost(record, cost) for record in result.trace]
+            counts.append(
+                Counts(
+                    rounds=stats.rounds,
+                    drafted=stats.num_drafted,
+                    accepted=stats.num_accepted,
+                    loaded_layers=stats.loaded_layers,
+                    cost=sum(rounds) + stats.learn_seconds,
                 )
             )
-    return sorted(cells, key=lambda cell: -cell.predicted_speedup)
+            advance(f"first run of {policy.name}")
+        cells.append(_cell(policy, counts, cost, replayed=False))
+    return cells
+
+
+def _round_cost(record: RoundRecord, cost: CostModel) -> float:
+    if record.exit_layer is None:
+        return cost.autoregressive()
+    dropped = record.stop_cause == "before_draw"  # one more row was looked at
+    return cost.round(record.exit_layer, record.num_drafted) + dropped * cost.look(record.exit_layer)
+
+
+def _cell(policy: GridPolicy, counts: Sequence[Counts], cost: CostModel, *, replayed: bool) -> Cell:
+    plain = sum(c.tokens for c in counts) * cost.autoregressive()
+    return Cell(
+        policy=policy.name,
+        values=policy.values,
+        replayed=replayed,
+        counts=tuple(counts),
+        predicted_speedup=plain / sum(c.cost for c in counts),
+    )
 
 
 def agreement_line(traces: Sequence[AgreementTrace]) -> dict[str, Any]:
@@ -111,7 +195,7 @@ def sweep_engines(generator: SelfSpecGenerator, cells: Sequence[Cell]) -> list[S
 
 
 def replay_line(lines: Sequence[Line], cells: Sequence[Cell], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
-    """The record's line on whether the real runs had the replayed rounds: (cell, prompt) pairs that did not.
+    """The record's line on whether the timed runs had the rounds of replay or first run: (cell, prompt) pairs that did not.
 
     Where greedy outputs are equal and arithmetic has no near-tie there are none.
     """
@@ -120,14 +204,15 @@ def replay_line(lines: Sequence[Line], cells: Sequence[Cell], prompts: Sequence[
     differing = set()
     for line in lines:
         if line["kind"] == "sample" and line["engine"] in by_engine:
-            expected = by_engine[line["engine"]].replays[order[line["prompt"]]]
-            counts = (expected.rounds, sum(expected.drafted), sum(expected.accepted), expected.loaded_layers)
+            expected = by_engine[line["engine"]].counts[order[line["prompt"]]]
+            counts = (expected.rounds, expected.drafted, expected.accepted, expected.loaded_layers)
             stats = line["stats"]
             real = (stats["rounds"], stats["num_drafted"], stats["num_accepted"], stats["loaded_layers"])
             if counts != real:
                 differing.add((line["engine"], line["prompt"]))
     return {
         "kind": "replay",
+        "replayed": all(cell.replayed for cell in cells),
         "compared": len(cells) * len(prompts),
         "differing": sorted(map(list, differing)),
     }

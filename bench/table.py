@@ -77,18 +77,18 @@ def outputs_text(mismatches: int, near_ties: int) -> str:
 def heat_table(
     name: str,
     title: str,
-    layers: Sequence[int],
-    lengths: Sequence[int],
-    texts: Mapping[tuple[int, int], str],
-    values: Mapping[tuple[int, int], float],
+    axes: Mapping[str, Sequence[str]],
+    texts: Mapping[tuple[str, ...], str],
+    values: Mapping[tuple[str, ...], float],
 ) -> Table:
-    """A grid over exit layer and length, coloured from its lowest to its highest value."""
+    """A grid over two axes, rows first, coloured from its lowest to its highest value."""
+    (down, rows), (_, columns) = axes.items()
     low, high = min(values.values()), max(values.values())
     span = (high - low) or 1.0
     return Table(
         name=name,
         title=title,
-        columns=("E", *map(str, lengths)),
-        rows=tuple((str(layer), *(texts[layer, length] for length in lengths)) for layer in layers),
-        heat=tuple((None, *((values[layer, length] - low) / span for length in lengths)) for layer in layers),
+        columns=(down, *columns),
+        rows=tuple((row, *(texts[row, column] for column in columns)) for row in rows),
+        heat=tuple((None, *((values[row, column] - low) / span for column in columns)) for row in rows),
     )

@@ -14,6 +14,7 @@ from policies import FixedExit, MeasuredCost, Needs, Policy
 from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler
+from selfspec.shadow import ShadowRecorder
 
 _CONTEXT = 256  # positions in the cache while timing; behind longer texts all of a round's parts cost more alike
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
@@ -43,7 +44,7 @@ def calibrate(model: LayerSkipModel) -> MeasuredCost:
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
     the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 256 positions while it runs.
     """
-    context = min(_CONTEXT, model.max_positions)
+    context = timed_context(model)
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
     drafter = Drafter(model)
@@ -82,6 +83,29 @@ def calibrate(model: LayerSkipModel) -> MeasuredCost:
         draft_seconds=max(step, 0.0),
         description=f"{model.device.type} {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads",
     )
+
+
+def timed_context(model: LayerSkipModel) -> int:
+    """Positions in the cache while `calibrate` times."""
+    return min(_CONTEXT, model.max_positions)
+
+
+def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of one learning step over each number of rows: every candidate layer's through norm, head and softmax.
+
+    layers: the candidates. Timed as `calibrate` times.
+    """
+    recorder = ShadowRecorder(model, layers, max(rows))
+    row = model.embed(torch.zeros(max(rows), dtype=torch.long, device=model.device))
+    for layer in layers:
+        recorder.capture(0, layer, row)
+    target = torch.zeros(max(rows), dtype=torch.long, device=model.device)
+
+    def learn(count: int) -> Callable[[], object]:
+        return lambda: recorder.shadow_tokens(count, target[:count])
+
+    with torch.inference_mode():
+        return dict(zip(rows, _timed([learn(count) for count in rows], model.device)))
 
 
 def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[float]:

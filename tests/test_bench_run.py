@@ -169,6 +169,61 @@ def test_a_resumed_run_keeps_the_first_ones_costs(
     assert costs[0] == costs[1]
 
 
+def parts(record: Path, attempt: str, *lines: Line, worker: int) -> None:
+    """What a process leaves that is killed after these lines."""
+    with pytest.raises(KeyboardInterrupt), RecordWriter(record, worker=worker, attempt=attempt) as writer:
+        for line in lines:
+            writer.write(line)
+        raise KeyboardInterrupt
+
+
+def test_parts_of_one_run_belong_together_and_older_ones_do_not(tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    for worker in range(12):  # by number: .part10 is not before .part2
+        parts(record, "a", {"kind": "done", "prompt": worker}, worker=worker)
+    assert [line["prompt"] for line in read_parts(record)] == list(range(12))
+    left = {part: part.read_text() for part in tmp_path.glob("*.part?*")}
+    # Anew, with fewer processes: what is left of the others goes away,
+    parts(record, "b", {"kind": "done", "prompt": 20}, worker=0)
+    parts(record, "b", {"kind": "done", "prompt": 21}, worker=1)
+    assert sorted(part.name for part in tmp_path.iterdir()) == ["run.jsonl.part", "run.jsonl.part1"]
+    assert [line["prompt"] for line in read_parts(record)] == [20, 21]
+    # and is not taken if the run was killed before it could go.
+    for part, text in left.items():
+        part.write_text(text)
+    assert [line["prompt"] for line in read_parts(record)] == [20]
+    (tmp_path / "run.jsonl.part").unlink()  # the first process had not yet begun
+    assert read_parts(record) == []
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_left_over_part_is_never_merged_twice(
+    again: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[Line]
+) -> None:
+    """Two processes broke off; one goes on alone (or starts anew) and is killed, too; the next takes each line once."""
+    record = tmp_path / "run.jsonl"
+    arguments = [*POLICIES, "--num-samples", 1, "--output", record]
+    with monkeypatch.context() as patch:
+        kill_after(patch, "done", 4)
+        assert run(checkpoint, *arguments).exit_code != 0
+    lines = read_parts(record)
+    attempt = json.loads((tmp_path / "run.jsonl.part").read_text().splitlines()[0])["attempt"]
+    theirs = [line for line in lines if line.get("prompt") == lines[-1]["prompt"]]
+    ours = [line for line in lines if line not in theirs]
+    for number, share in enumerate((ours, theirs)):
+        parts(record, attempt, *share, worker=number)
+    assert len(read_parts(record)) == len(lines)
+    stale = (tmp_path / "run.jsonl.part1").read_text()
+    with monkeypatch.context() as patch:
+        kill_after(patch, "memory", 1)
+        assert run(checkpoint, *arguments, *(["--resume"] if again else [])).exit_code != 0
+    assert not (tmp_path / "run.jsonl.part1").exists()
+    (tmp_path / "run.jsonl.part1").write_text(stale)  # as if it had been killed before it could take it away
+    assert run(checkpoint, *arguments, "--resume").exit_code == 0
+    assert counts(read_record(record)) == counts(whole)
+    assert not list(tmp_path.glob("*.part*"))
+
+
 def test_another_run_cannot_be_resumed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "run.jsonl"
     with monkeypatch.context() as patch:
@@ -182,12 +237,12 @@ def test_another_run_cannot_be_resumed(checkpoint: Path, tmp_path: Path, monkeyp
 
 
 def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) -> None:
-    """Real processes, started as `accelerate launch` starts its own; policies that do not reckon with measured seconds."""
+    """Real processes, policies that do not reckon with measured seconds; without --multi_gpu a CPU gets one process only."""
     arguments = ["--policy", "auto:cost=layers", "--policy", "del", "--num-samples", "2", "--no-memory"]
     records = [tmp_path / f"{count}.jsonl" for count in (1, 2)]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     for start, record in zip(([], launch), records):
-        command = [sys.executable, *start, "-m", "bench", "run", "--model", str(checkpoint), *SMALL]
+        command = [sys.executable, *start, "-m", "bench", "run", "--device", "cpu", "--model", str(checkpoint), *SMALL]
         result = subprocess.run(
             [*command, *arguments, "--output", str(record)], capture_output=True, text=True, check=False, timeout=300
         )

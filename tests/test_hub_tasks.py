@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +84,50 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="need the package datasets"):
         load_hub_task("gsm8k", 1)
+
+
+EXTRA = {
+    "openai/openai_humaneval": {"task_id": "HumanEval/0", "test": "def check(f):\n", "entry_point": "f"},
+    "abisee/cnn_dailymail": {"id": "f00"},
+    "EdinburghNLP/xsum": {"id": "123"},
+}
+"""What else the hub's rows have."""
+
+
+@pytest.mark.parametrize("name", HUB_TASKS)
+def test_rows_of_datasets_itself(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompts from `datasets`' own objects, read from local files laid out as the hub's are: a folder per config,
+    a Parquet file per split; Spec-Bench as the JSON lines that it is, some with references of another type."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    task = HUB_TASKS[name]
+    more = EXTRA.get(task.path, {})
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    if task.files is not None:
+        file = tmp_path / "question.jsonl"
+        references: list[dict[str, Any]] = [{}, {"reference": ["4"]}, {"reference": ["b", "c"]}]
+        lines = [json.dumps({**row, **references[i % 3]}) for i, row in enumerate(ROWS[task.path])]
+        file.write_text("\n".join(lines))
+        monkeypatch.setitem(HUB_TASKS, name, replace(task, files=str(file)))  # type: ignore[index]
+    else:
+        folder = tmp_path / "hub" / (task.config or "default")
+        folder.mkdir(parents=True)
+        for split in ("train", "test"):
+            table = datasets.Dataset.from_list([{**more, **row} for row in load(task.path, task.config, split=split)])
+            table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        (tmp_path / "hub" / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: {folder.name}\n  data_files:\n"
+            + "".join(f"  - split: {split}\n    path: {folder.name}/{split}-*\n" for split in ("train", "test"))
+            + "---\n"
+        )
+    original = datasets.load_dataset
+
+    def local(path: str, config: str | None, **options: Any) -> Any:
+        return original(path if path == "json" else str(tmp_path / "hub"), config, **options, **cache)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    prompts = load_hub_task(name, 3)
+    expected = load_hub_task(name, 3, load=load)
+    assert [(p.id, p.task, p.prompt, p.reference) for p in prompts] == [
+        (p.id, p.task, p.prompt, p.reference) for p in expected
+    ]

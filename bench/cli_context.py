@@ -1,0 +1,109 @@
+"""`selfspec-bench context`: speed, time to the first token and memory over the length of the context."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from bench.bandwidth import WeightBytes, measure_bandwidth
+from bench.cli_common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    configuration,
+    load_network,
+    open_model,
+    open_tokenizer,
+    progress,
+    show,
+)
+from bench.context import CONTEXTS, long_prompt, measure_context, measure_transformers, usable_contexts
+from bench.provenance import provenance
+from bench.record import RecordWriter
+from bench.sweep import parse_range
+from layerskip_models import DEMO_PATH, from_transformers
+from selfspec import SelfSpecGenerator
+from selfspec.calibrate import measured_cost
+from selfspec.cli_common import one_line_errors
+
+
+def context(
+    model: ModelOption = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, as in 128,1024.")] = ",".join(map(str, CONTEXTS)),
+    max_new_tokens: NewTokensOption = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each policy at each context.")] = 3,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure transformers' generate beside it, once per context.")
+    ] = True,
+    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory; one more prefill.")] = True,
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill/--no-prefill",
+            help="Read the prompt; else its keys and values are random: for the speed of decoding at a length that takes"
+            " minutes to read.",
+        ),
+    ] = True,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    output: OutputOption = None,
+) -> None:
+    """tokens/s, time to the first token and peak memory at several lengths of the prompt; greedy.
+
+    Contexts beyond the model's positions are left out.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        if not prefill and (peers or memory):
+            raise ValueError("--no-prefill leaves nothing to compare or weigh: give --no-peers and --no-memory, too")
+        wanted = parse_range(contexts, "--contexts")
+        tokenizer = open_tokenizer(checkpoint)
+        network = load_network(checkpoint, dtype, device) if peers else None
+        skip = open_model(checkpoint, dtype, device) if network is None else from_transformers(network)
+        lengths = usable_contexts(wanted, max_new_tokens, skip.max_positions)
+    for left_out in sorted(set(wanted) - set(lengths)):
+        typer.echo(f"{left_out} tokens of context: beyond the model's {skip.max_positions} positions", err=True)
+    generator = SelfSpecGenerator(skip)
+    prompts = [long_prompt(tokenizer, length) for length in lengths]
+    weights = WeightBytes.of(skip)
+    embedding = 0 if skip.config.tie_word_embeddings else weights.head
+    description: dict[str, Any] = {
+        "kind": "run",
+        "command": "context",
+        "configuration": {
+            **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
+            "num_layers": skip.num_layers,
+            "prefill": prefill,
+            "weight_bytes": skip.num_layers * weights.layer + weights.head + embedding,
+        },
+        "engines": {},
+        "provenance": provenance(skip.device, skip.dtype),
+    }
+    steps = len(lengths) * (peers + memory + 1 + 3 * repeats)
+    with RecordWriter(output) as record:
+        record.write(description)
+        record.write({"kind": "limits", "bytes_per_second": measure_bandwidth(skip.device), "kv_bytes": weights.kv})
+        cost = measured_cost(skip)
+        if network is not None:
+            measure_transformers(network, prompts[0], max_new_tokens)
+        generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy="ar")
+        with progress(steps) as advance:
+            for prompt in prompts:
+                measure_context(
+                    generator,
+                    prompt,
+                    max_new_tokens=max_new_tokens,
+                    repeats=repeats,
+                    memory=memory,
+                    prefill=prefill,
+                    cost=cost,
+                    write=record.write,
+                    advance=advance,
+                )
+                if network is not None:
+                    record.write(measure_transformers(network, prompt, max_new_tokens))
+                    advance("transformers")
+    show(record.lines)
