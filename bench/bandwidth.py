@@ -51,12 +51,10 @@ class WeightBytes:
 
     @classmethod
     def of(cls, model: LayerSkipModel) -> WeightBytes:
-        """Of a model's shapes and dtype."""
-        hidden, inner = model.hidden_size, model.config.intermediate_size
-        heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+        """Of a model as it is stored: 16-bit weights count as such, whatever dtype they are computed in."""
         size = torch.empty(0, dtype=model.dtype).element_size()
-        layer = hidden * dim * (heads + 2 * kv_heads) + heads * dim * hidden + 3 * hidden * inner + 2 * hidden
-        return cls(layer=layer * size, head=(model.vocab_size + 1) * hidden * size, kv=2 * kv_heads * dim * size)
+        kv = 2 * model.num_kv_heads * model.head_dim * size
+        return cls(layer=model.layer_bytes, head=model.head_bytes, kv=kv)
 
     def moved(self, stats: Mapping[str, Any]) -> float:
         """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`."""

@@ -111,6 +111,21 @@ class LayerSkipModel:
         """Whether the KV cache shall keep keys [head_dim, positions]: products with few queries then take half the time."""
         return self._unfused
 
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's weights as they are stored, which a pass through it reads (the mean over layers)."""
+        linears = sum(
+            linear.num_bytes
+            for layer in self._layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+        return linears // self.num_layers + 2 * self.hidden_size * self._scale.element_size()
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of norm and head as they are stored."""
+        return self._head.num_bytes + self.hidden_size * self._scale.element_size()
+
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
 
