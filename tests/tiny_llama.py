@@ -15,6 +15,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.linear import Layout, packing_works
 from selfspec import SelfSpecGenerator
 from selfspec.config import GenerationHost, Request, make_request
+from selfspec.runner import RunnerName
 
 VOCAB_SIZE = 24
 CONTEXT = 64
@@ -93,7 +94,9 @@ def tiny_llama(
 
 
 @cache
-def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
+def pool_model(
+    index: int, dtype: torch.dtype, runner: RunnerName = "eager"
+) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
@@ -118,7 +121,7 @@ def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSp
         seed=index,
     )
     layout: Layout = "packed" if index % 4 == 1 and packing_works(llama.lm_head.weight) else "plain"
-    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer())
+    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer(), runner=runner)
 
 
 @cache
