@@ -108,6 +108,7 @@ def peers(
         "configuration": {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
             "policy": policy_name,
+            "runner": generator.runner,
             "num_layers": num_layers,
             "attention": network.config._attn_implementation,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
@@ -185,6 +186,7 @@ def sweep(
         "command": "sweep",
         "configuration": {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+            "runner": generator.runner,
             "exit_layers": layers,
             "num_speculations": lengths,
             "num_layers": network.num_layers,
@@ -195,7 +197,7 @@ def sweep(
     with RecordWriter(output) as record:
         with progress(total) as advance:
             traces = trace_prompts(generator, samples, max_new_tokens, advance)
-            cost = measured_cost(network)
+            cost = measured_cost(network, generator.runner)
             cells = replay_grid(traces, layers, lengths, cost)
             engines = sweep_engines(generator, cells[:num_timed])
             record.write({**description, "engines": {engine.name: engine.label for engine in engines}})

@@ -46,6 +46,9 @@ RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engi
 WarmupsOption = Annotated[int, typer.Option(min=0, help="Runs of each engine before, not counted.")]
 DtypeOption = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16 or float64.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+RunnerOption = Annotated[
+    str, typer.Option(help="eager, captured (on a CPU a slow stand-in), or auto: captured on CUDA, else eager.")
+]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the record, JSON lines, to this file.")
 ]
