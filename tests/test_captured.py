@@ -6,6 +6,7 @@ On a CPU the stand-in replays noted operations; the tests marked `gpu` do the sa
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from selfspec.calibrate import calibrate, measured_cost
 from selfspec.capture import Captures, RecordedOperations
 from selfspec.captured import captured_length
 from selfspec.kv_cache import KVCache
+from selfspec.report import summary_lines
 from selfspec.static_round import StaticRound
 
 PROMPT = [5, 1, 7]
@@ -236,7 +238,11 @@ def test_nothing_is_captured_per_length_or_after_warming_up() -> None:
     again = SelfSpecGenerator(model, policy="ls:2-3", runner="captured")
     first = again.generate([1], max_new_tokens=40).stats
     assert 0 < first.capture_seconds < first.seconds
-    assert again.generate([1], max_new_tokens=40).stats.num_captures == 0
+    second = again.generate([1], max_new_tokens=40)
+    assert second.stats.num_captures == 0
+    assert "captures" not in "".join(summary_lines(second, "length", 6))
+    told = summary_lines(replace(second, stats=first), "length", 6)[-1]
+    assert told.endswith(f"for {first.num_captures} captures, which last")
     assert SelfSpecGenerator(model, runner="eager").warm_up("ar") == (0, 0.0)
 
 
