@@ -15,7 +15,7 @@ from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
 from selfspec.captured import CapturedRunner
 from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
-from selfspec.runner import RunnerName, Turn
+from selfspec.runner import RunnerName, Turn, on_device
 from selfspec.sampling import Sampler
 
 _CONTEXT = 256  # positions in the cache while timing; behind longer texts all of a round's parts cost more alike
@@ -50,7 +50,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
     tokens = torch.zeros(context, dtype=torch.long, device=model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), on_device(model.device):
         # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
         model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
         make = _captured_calls if runner == "captured" else _eager_calls

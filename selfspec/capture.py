@@ -20,6 +20,15 @@ from torch.utils._pytree import tree_leaves
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""
 
+_FROM_HOST = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.scalar_tensor.default,
+    torch.ops.aten.where.Scalar,
+    torch.ops.aten.where.ScalarSelf,
+    torch.ops.aten.where.ScalarOther,
+)
+"""Operations that bring a number from ordinary host memory, for which CUDA synchronises."""
+
 _WARM_UPS = 2  # before a capture: libraries allocate and choose at their first calls, which a graph must not see
 
 
@@ -65,6 +74,8 @@ class RecordedOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             raise RuntimeError(f"{func} makes the host wait for the device: a CUDA graph cannot hold it")
+        if func in _FROM_HOST:
+            raise RuntimeError(f"{func} copies from the host: a CUDA graph cannot hold it")
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._steps.append((func, args, kwargs, []))

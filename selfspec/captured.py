@@ -143,10 +143,13 @@ class CapturedRunner:
     ) -> None:
         """Capture what greedy rounds of up to `max_rows` rows at these exit layers, and plain steps, may need in texts of up
         to `max_length` tokens, with and without learning from some layers; sampling needs two captures more."""
+        self._ahead = None
         self.reserve(max_rows)
         rounds, num_layers = self._round, self._model.num_layers
         recorders = [None, self.recorder(layers_to_learn, max_rows)] if layers_to_learn else [None]
         rows = _row_buckets(max_rows)
+        rounds.start(0, 0)  # bodies run while they are captured: at places that exist
+        rounds.last.zero_()
         for span in _spans(min(max_length, self.cache.max_length), self.cache.max_length):
             for recorder in recorders:
                 for stop in (*exit_layers, num_layers):

@@ -28,7 +28,7 @@ from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.kv_cache import KVCache
-from selfspec.runner import EagerRunner, Runner, RunnerChoice, RunnerName, resolve_runner
+from selfspec.runner import EagerRunner, Runner, RunnerChoice, RunnerName, on_device, resolve_runner
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
@@ -190,7 +190,7 @@ class SelfSpecGenerator:
         try:
             if streamer is not None:
                 streamer.put(request.prompt)
-            with torch.inference_mode():
+            with torch.inference_mode(), on_device(self.model.device):
                 return self._generate(request, chosen, runner, streamer, start, trace)
         except NonFiniteLogitsError:
             runner.clear()
@@ -274,7 +274,7 @@ class SelfSpecGenerator:
         before = runner.num_captures, runner.capture_seconds
         try:
             if isinstance(runner, CapturedRunner):
-                with torch.inference_mode():
+                with torch.inference_mode(), on_device(self.model.device):
                     runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
             return runner.num_captures - before[0], runner.capture_seconds - before[1]
         finally:

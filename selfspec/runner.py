@@ -39,6 +39,11 @@ def resolve_runner(runner: str, device: torch.device) -> RunnerName:
     return "captured" if runner == "captured" else "eager"
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it a CUDA device is the current one, whose streams and events are meant where none is named."""
+    return torch.cuda.device(device) if device.type == "cuda" else _WHENEVER
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """What a round is to be run on.

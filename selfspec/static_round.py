@@ -149,7 +149,7 @@ class StaticRound:
         best = logits.max(dim=-1)
         self.targets[:rows].copy_(best.indices)
         # A row beyond the last has no draft: -1 is nobody's choice.
-        drafts = torch.where(self._index[: rows - 1] < self.last, self.drafts[: rows - 1], -1)
+        drafts = self.drafts[: rows - 1].masked_fill(self._index[: rows - 1] >= self.last, -1)
         num_accepted = accept_greedy_on_device(drafts, best.indices)
         self.verdict[:1].copy_(num_accepted)
         drafted, chosen, values = self.verdict[1:].view(3, self.max_rows)

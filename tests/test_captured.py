@@ -73,6 +73,14 @@ def test_waiting_for_the_device_is_refused_while_capturing(read: Any) -> None:
         RecordedOperations(lambda: read(torch.ones(1)))
 
 
+@pytest.mark.parametrize("bring", [lambda x: x + torch.tensor([2.0]), lambda x: torch.where(x > 0, x, -1)])
+def test_bringing_numbers_from_the_host_is_refused_while_capturing(bring: Any) -> None:
+    with pytest.raises(RuntimeError, match="copies from the host"):
+        RecordedOperations(lambda: bring(torch.ones(1)))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="copies from the host"):
+        RecordedOperations(lambda: bring(torch.ones(1)))
+
+
 def test_captures_are_counted_put_back_and_given_up() -> None:
     x = torch.zeros(1)
     captures = Captures(CPU, (x,), max_captures=2)
@@ -108,7 +116,8 @@ def test_a_position_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pyt
     original = StaticForward.run
 
     def baked(self: StaticForward, hidden: Tensor, start: int, stop: int, positions: Tensor, *rest: Any) -> Tensor:
-        return original(self, hidden, start, stop, torch.tensor(positions.tolist()), *rest)
+        first = positions.tolist()[0]  # no operation: nothing notes it
+        return original(self, hidden, start, stop, torch.arange(first, first + positions.shape[0]), *rest)
 
     expected = reference_greedy(llama64, PROMPT, max_new_tokens=20)
     for policy in ("ar", "ls:2-3"):
@@ -123,7 +132,7 @@ def test_a_row_count_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: py
     original = StaticRound._judge
 
     def baked(self: StaticRound, rows: int, choose: bool) -> None:
-        self.last = torch.tensor(self.last.tolist())
+        self.last = torch.full_like(self.last, self.last.tolist()[0])
         original(self, rows, choose)
 
     policy = Policy(ScriptedExit([(2, 2), (2, 3), (2, 1)]))
