@@ -104,6 +104,7 @@ def peers(
         "configuration": {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
             "policy": policy_name,
+            "runner": generator.runner,
             "num_layers": num_layers,
             "attention": network.config._attn_implementation,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),

@@ -48,6 +48,9 @@ DtypeOption = Annotated[
     str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+RunnerOption = Annotated[
+    str, typer.Option(help="eager, captured (on a CPU a slow stand-in), or auto: captured on CUDA, else eager.")
+]
 OutputOption = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the record, JSON lines, to this file.")
 ]

@@ -86,7 +86,7 @@ def context(
     with RecordWriter(output) as record:
         record.write(description)
         record.write({"kind": "limits", "bytes_per_second": measure_bandwidth(skip.device), "kv_bytes": weights.kv})
-        cost = measured_cost(skip)
+        cost = measured_cost(skip, generator.runner)
         if network is not None:
             measure_transformers(network, prompts[0], max_new_tokens)
         generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy="ar")

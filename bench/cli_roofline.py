@@ -55,7 +55,7 @@ def roofline(
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
     network = generator.model
-    cost = measured_cost(network)
+    cost = measured_cost(network, generator.runner)
     weights = WeightBytes.of(network)
     fixed = best_fixed(generator, samples[0], max_new_tokens, cost)
     policies = ["ar", fixed, "auto"]

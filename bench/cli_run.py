@@ -18,6 +18,7 @@ from bench.cli_common import (
     OutputOption,
     PromptTokensOption,
     RepeatsOption,
+    RunnerOption,
     WarmupsOption,
     configuration,
     exit_if_outputs_differ,
@@ -41,6 +42,7 @@ from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli_common import one_line_errors
 from selfspec.defaults import fixed_setting
+from selfspec.runner import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 
@@ -80,6 +82,7 @@ def run(
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure each engine's peak memory.")] = True,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    runner: RunnerOption = "auto",
     output: OutputOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
 ) -> None:
@@ -98,7 +101,8 @@ def run(
         on = str(workers.device)
         network = load_network(checkpoint, dtype, on) if peers else None
         generator = SelfSpecGenerator(
-            open_model(checkpoint, dtype, on) if network is None else from_transformers(network)
+            open_model(checkpoint, dtype, on) if network is None else from_transformers(network),
+            runner=resolve_runner(runner, workers.device),
         )
         num_layers = generator.model.num_layers
         for name in names:  # mistakes are told before anything is measured
@@ -116,6 +120,7 @@ def run(
             "configuration": {
                 **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
                 "prompt_tokens": prompt_tokens,
+                "runner": generator.runner,
                 "num_layers": num_layers,
                 "grid": grid,
             },

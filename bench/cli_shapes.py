@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +15,13 @@ from bench.cli_common import (
     NewTokensOption,
     PromptTokensOption,
     RepeatsOption,
+    RunnerOption,
     WarmupsOption,
+    show,
 )
 from bench.cli_run import run
 from bench.record import read_record
+from bench.shape_bars import shape_bars
 from layerskip_models.loading import resolve_device
 from layerskip_models.synthetic import PREFIX, parse_synthetic
 from selfspec.cli_common import one_line_errors
@@ -46,6 +50,7 @@ def shapes(
     warmups: WarmupsOption = 1,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    runner: RunnerOption = "auto",
 ) -> None:
     """Policies, plain decoding and transformers at real shapes with synthetic weights, one shape after the other.
 
@@ -71,15 +76,21 @@ def shapes(
                 warmups=warmups,
                 dtype=dtype,
                 device=device,
+                runner=runner,
                 output=record,
             )
         except typer.Exit as stopped:
             if stopped.exit_code != 1:
                 raise
             failed = True  # an output differed; what was measured is there
+        lines = read_record(record)
+        if target.type == "cuda":  # what is asked for is asked of GPUs
+            lines += shape_bars(lines)
+            record.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+            show(lines)
         from bench.page import page  # matplotlib takes a second to load
 
-        record.with_suffix(".html").write_text(page(read_record(record)), encoding="utf-8")
+        record.with_suffix(".html").write_text(page(lines), encoding="utf-8")
         if target.type == "cuda":
             torch.cuda.empty_cache()
     if failed:

@@ -108,6 +108,7 @@ def sweep(
         "configuration": {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
             "policy": policy,
+            "runner": generator.runner,
             "axes": axes,
             "num_layers": network.num_layers,
         },
@@ -117,7 +118,7 @@ def sweep(
     total = first + num_runs(num_timed + 1, len(samples), repeats=repeats, warmups=warmups)
     with RecordWriter(output) as record:
         with progress(total) as advance:
-            cost = measured_cost(network)
+            cost = measured_cost(network, generator.runner)
             cells = []
             traces = None
             if any(replayed):

@@ -8,7 +8,7 @@ from bench.record import Line
 from bench.summary import Samples
 from bench.table import UNKNOWN, Table, number, spread_text
 
-_CONTEXT = ("model", "weights_digest", "prompts_digest", "max_new_tokens")
+_CONTEXT = ("model", "weights_digest", "prompts_digest", "max_new_tokens", "runner")
 _MACHINE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
 
 

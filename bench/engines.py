@@ -92,9 +92,13 @@ class SelfSpecEngine:
             stats={**result.stats.as_dict(), "policy": self._policy},
         )
 
+    def capture_ahead(self, max_length: int) -> None:
+        """Capture what texts of up to `max_length` tokens may need, where the runner captures: not while a run is timed."""
+        self._generator.warm_up(self._policy, max_length=max_length)
+
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
         """See `Engine`: by a generator that has no KV cache yet."""
-        fresh = SelfSpecGenerator(self._generator.model)
+        fresh = SelfSpecGenerator(self._generator.model, runner=self._generator.runner)
         fresh.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=self._policy)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:

@@ -192,4 +192,20 @@ def _bar_table(lines: Sequence[Line]) -> list[Table]:
         for line in lines
         if line["kind"] == "bar"
     )
-    return [Table(name="bars", title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []
+    made = [Table(name="bars", title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []
+    limits = tuple(
+        (
+            line["what"],
+            f"{line['measured']:.3f}",
+            number(line["at_least"], "at least {:.2f}")
+            if line["at_most"] is None
+            else f"at most {line['at_most']:.2f}",
+            {True: "met", False: "not met", None: UNKNOWN}[line["met"]],
+        )
+        for line in lines
+        if line["kind"] == "limit"
+    )
+    columns = ("figure", "measured", "asked for", "")
+    return (
+        [*made, Table(name="limits", title="What is asked of a GPU", columns=columns, rows=limits)] if limits else made
+    )

@@ -78,10 +78,10 @@ class Run:
         if known:
             mine = {name: value for name, value in known[0].items() if name != "kind"}
         elif self._workers.is_main:
-            mine = measured_cost(self._generator.model).as_dict()
+            mine = measured_cost(self._generator.model, self._generator.runner).as_dict()
             self._record.write({"kind": "costs", **mine})
         cost = MeasuredCost.from_dict(self._workers.from_main(mine))
-        use_cost(self._generator.model, cost)
+        use_cost(self._generator.model, cost, self._generator.runner)
         return cost
 
     def limits(self) -> None:
@@ -122,6 +122,10 @@ class Run:
         left = [(number, prompt) for number, prompt in numbered if prompt.id not in done]
         if left:
             first = left[0][1]
+            longest = max(prompt.ids.numel() for _, prompt in left) + settings.max_new_tokens
+            for engine in self._engines:
+                if isinstance(engine, SelfSpecEngine):
+                    engine.capture_ahead(longest)
             warm_up(
                 self._engines_for(first),
                 first,

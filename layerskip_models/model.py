@@ -7,7 +7,7 @@ a hidden state is [rows, hidden], its rows consecutive positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +22,20 @@ from layerskip_models.norm import RMSNorm
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
-LayerWindow = tuple[Tensor, Tensor, Tensor, Tensor]
-"""A layer's keys and values to be written, [rows, num_kv_heads, head_dim] each; and with them all its keys,
-[num_kv_heads, head_dim, end], and values, [num_kv_heads, end, head_dim]."""
+class NewRows(Protocol):
+    """Where a layer's new keys or values go: a view of the cache, or something that finds their places by itself."""
+
+    def copy_(self, rows: Tensor, /) -> object:
+        """Write them, [rows, num_kv_heads, head_dim]."""
+        ...
+
+
+LayerWindow = tuple[NewRows, NewRows, Tensor, Tensor]
+"""Where a layer's new keys and values are written; and with them all its keys, [num_kv_heads, head_dim, end], and
+values, [num_kv_heads, end, head_dim]."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""attend(query [rows, heads, head_dim], keys, values, mask) -> [rows, heads * head_dim]; keys and values of a window."""
 
 
 class LayerCache(Protocol):
@@ -181,6 +192,24 @@ class LayerSkipModel:
         elif rows > 1 and position > 0:
             mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
         windows = cache.window(start, stop, position, end)
+        return self.run_windows(hidden, start, windows, rotary, attend, mask, capture)
+
+    def run_windows(
+        self,
+        hidden: Tensor,
+        start: int,
+        windows: Iterable[LayerWindow],
+        rotary: Tensor,
+        attend: Attend,
+        mask: Tensor | None,
+        capture: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Run a layer for each window, from layer `start` on. What `run_layers` does once it knows where the rows are.
+
+        rotary: complex [rows, 1, head_dim / 2], of the rows' positions. mask: handed to `attend`.
+        """
+        rows = hidden.shape[0]
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         for index, (new_keys, new_values, keys, values) in enumerate(windows, start=start):
             layer = self._layers[index]
             qkv = layer.qkv(layer.input_norm(hidden)).view(rows, heads + 2 * kv_heads, dim)
@@ -235,6 +264,11 @@ class LayerSkipModel:
             enable_gqa=heads != kv_heads,
         )
         return attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
+
+    @property
+    def rotary(self) -> Tensor:
+        """The rotary table, complex [positions, 1, head_dim / 2]; `prepare` may put a longer one in its place."""
+        return self._rotary
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""

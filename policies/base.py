@@ -143,8 +143,8 @@ class RoundRecord:
         round did not speculate.
     confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw).
     acceptance_probabilities: min(1, p/q) of each draft when sampling, else None.
-    dropped_acceptance: of the row that a policy stopped before: 1.0 if its argmax is the target's choice, else 0.0;
-        p(its argmax) when sampling; None if nothing was dropped, or a draft before it was rejected.
+    dropped_acceptance: of the row that a policy stopped before: 1.0 if what it would have drafted is the target's choice,
+        else 0.0; None when sampling, if nothing was dropped, or if a draft before it was rejected.
     shadow: for rows 0..m, if a policy asked.
     acceptance, threshold: what the exit policy estimated per layer, and what the stopping policy compared with, at the
         round's start; None where a policy has no such thing.

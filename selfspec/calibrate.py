@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -10,9 +11,11 @@ import torch
 from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
-from policies import FixedExit, MeasuredCost, Needs, Policy
+from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
+from selfspec.captured import CapturedRunner
 from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
+from selfspec.runner import RunnerName, Turn, on_device
 from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 
@@ -22,23 +25,23 @@ _DRAFTS = 4
 _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 15
 
-_measured: WeakKeyDictionary[LayerSkipModel, MeasuredCost] = WeakKeyDictionary()
+_measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 
-def measured_cost(model: LayerSkipModel) -> MeasuredCost:
+def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
     """The model's costs on its device: calibrated on the first call, remembered as long as the model lives."""
-    cost = _measured.get(model)
-    if cost is None:
-        cost = _measured[model] = calibrate(model)
-    return cost
+    costs = _measured.setdefault(model, {})
+    if runner not in costs:
+        costs[runner] = calibrate(model, runner)
+    return costs[runner]
 
 
-def use_cost(model: LayerSkipModel, cost: MeasuredCost) -> None:
+def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
     """Take this cost for the model from now on: another process's calibration, say, so that both decide alike."""
-    _measured[model] = cost
+    _measured.setdefault(model, {})[runner] = cost
 
 
-def calibrate(model: LayerSkipModel) -> MeasuredCost:
+def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
     """Time layers and head over some numbers of rows, and a draft step; lower quartiles, all candidates taken in turn.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
@@ -47,11 +50,33 @@ def calibrate(model: LayerSkipModel) -> MeasuredCost:
     context = timed_context(model)
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
+    tokens = torch.zeros(context, dtype=torch.long, device=model.device)
+    with torch.inference_mode(), on_device(model.device):
+        # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
+        model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
+        make = _captured_calls if runner == "captured" else _eager_calls
+        calls = make(model, cache, rows_timed)
+        seconds = _timed(calls, model.device)
+    # Captured layers are timed without the first, which only ever runs for one row.
+    timed_layers = model.num_layers - 1 if runner == "captured" else model.num_layers
+    layer_seconds = _every_row(rows_timed, [value / timed_layers for value in seconds[:-1:2]])
+    head_seconds = _every_row(rows_timed, seconds[1:-1:2])
+    step = seconds[-1] / _DRAFTS - layer_seconds[0] - head_seconds[0]
+    dtype = str(model.dtype).removeprefix("torch.")
+    return MeasuredCost(
+        num_layers=model.num_layers,
+        layer_seconds=layer_seconds,
+        head_seconds=head_seconds,
+        draft_seconds=max(step, 0.0),
+        description=f"{model.device.type} {dtype}, {torch.get_num_threads()} threads, {runner}",
+    )
+
+
+def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+    """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
+    context = cache.max_length
     drafter = Drafter(model)
-    sampler = Sampler(LogitsProcessorList(), None)
-    policy = Policy(FixedExit(1, _DRAFTS, num_layers=model.num_layers))
-    tokens = torch.zeros(1, context + 1, dtype=torch.long, device=model.device)
-    length = context - _DRAFTS - 1
+    turn = _turn(model, context)
 
     def layers(rows: int) -> Callable[[], object]:
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
@@ -63,25 +88,42 @@ def calibrate(model: LayerSkipModel) -> MeasuredCost:
 
     def draft() -> object:
         return drafter.draft(
-            tokens, length, 0, exit_layer=1, max_speculations=_DRAFTS, cache=cache, sampler=sampler, policy=policy,
-            needs=Needs(confidence=True), eos=frozenset(),
+            turn.tokens, turn.length, 0, exit_layer=1, max_speculations=_DRAFTS, cache=cache, sampler=turn.sampler,
+            policy=turn.policy, needs=turn.needs, eos=frozenset(),
         )  # fmt: skip
 
-    with torch.inference_mode():
-        # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
-        model.run_layers(model.embed(tokens[0, :context]), 0, model.num_layers, cache, 0)
-        # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
-        calls = [call(rows) for rows in rows_timed for call in (layers, head)] + [draft]
-        seconds = _timed(calls, model.device)
-    layer_seconds = _every_row(rows_timed, [value / model.num_layers for value in seconds[:-1:2]])
-    head_seconds = _every_row(rows_timed, seconds[1:-1:2])
-    step = seconds[-1] / _DRAFTS - layer_seconds[0] - head_seconds[0]
-    return MeasuredCost(
-        num_layers=model.num_layers,
-        layer_seconds=layer_seconds,
-        head_seconds=head_seconds,
-        draft_seconds=max(step, 0.0),
-        description=f"{model.device.type} {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads",
+    # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
+    return [*(call(rows) for rows in rows_timed for call in (layers, head)), draft]
+
+
+def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+    """The same from captures; layers without the first, and the draft's last row runs its layer as well."""
+    runner = CapturedRunner(model, cache, cleared=True)  # it is full
+    runner.reserve(rows_timed[-1])
+    context = cache.max_length
+    turn = _turn(model, context)
+    calls: list[Callable[[], object]] = []
+    for rows in rows_timed:
+        calls += [partial(runner.layers, rows, context - rows), partial(runner.head, rows)]
+    return [*calls, partial(runner.draft, turn)]
+
+
+def _turn(model: LayerSkipModel, context: int) -> Turn:
+    """A round of `_DRAFTS` drafts at the first layer, looked at one by one, at the end of a text."""
+    policy = Policy(FixedExit(1, _DRAFTS, num_layers=model.num_layers), NeverStop())
+    return Turn(
+        tokens=torch.zeros(1, context + 1, dtype=torch.long, device=model.device),
+        length=context - _DRAFTS - 1,
+        pending=0,
+        remaining=_DRAFTS + 1,
+        exit_layer=1,
+        max_speculations=_DRAFTS,
+        sampler=Sampler(LogitsProcessorList(), None),
+        policy=policy,
+        needs=Needs(confidence=True),
+        eos=frozenset(),
+        recorder=None,
+        learns_next=False,
     )
 
 

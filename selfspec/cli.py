@@ -244,7 +244,7 @@ class _Session:
         """Run once more with every layer watched, and explain that run."""
         num_layers = self._model.num_layers
         with self._notes.status("Watching every layer ..."):
-            cost = measured_cost(self._model)
+            cost = measured_cost(self._model, self._generator.runner)
             policy = self._generator.resolve_policy(
                 self._options["policy"], self._options["exit_layer"], self._options["num_speculations"]
             )

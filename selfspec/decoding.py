@@ -6,29 +6,39 @@ from collections.abc import Iterator
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from policies import Plan, Policy, RoundContext, RoundRecord, check_exit_layer
-from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
+from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, check_exit_layer
 from selfspec.config import Request
-from selfspec.draft import Drafter
 from selfspec.kv_cache import KVCache
-from selfspec.sampling import Sampler, non_finite
+from selfspec.runner import EagerRunner, Outcome, Runner, Turn, argmax_tokens
+from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 from selfspec.stats import StatsBuilder
 from selfspec.stop_conditions import StopReason
-from selfspec.verify import verify
 
 _PREFILL_CHUNK = 1024  # rows per prefill pass, so that a long prompt's activations stay small
 
 
 class Decoding:
-    """The state of one call: the cache, the committed tokens, the policy. `run` yields what each round commits."""
+    """The state of one call: the cache, the committed tokens, the policy. `run` yields what each round commits.
 
-    def __init__(self, model: LayerSkipModel, cache: KVCache, request: Request, policy: Policy) -> None:
+    runner: of that cache; None for an eager one.
+    """
+
+    def __init__(
+        self,
+        model: LayerSkipModel,
+        cache: KVCache,
+        request: Request,
+        policy: Policy,
+        runner: Runner | None = None,
+    ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
-        self.drafter = Drafter(model)
+        self.runner = runner or EagerRunner(model, cache)
+        assert self.runner.cache is cache
+        self.runner.begin()
+        self.on_cuda = model.device.type == "cuda"
         self.needs = policy.needs
         self.sampler = Sampler(request.processors, request.generator)
         self.length = request.prompt.numel()  # committed tokens, n
@@ -39,7 +49,6 @@ class Decoding:
         self.stop_reason: StopReason | None = None
         self.stats = StatsBuilder()
         self.prefill_seconds = 0.0
-        self.recorder: ShadowRecorder | None = None
         self.rows_learned = self.rows_seen = 0  # of rounds
 
     def run(self) -> Iterator[tuple[list[int], RoundRecord | None]]:
@@ -71,7 +80,7 @@ class Decoding:
                 self.sampler.probabilities(logits, self.tokens, self.length)[0], "the first token"
             )
         else:
-            token = self._argmax(self.sampler.process(logits, self.tokens, self.length))[0]
+            token = argmax_tokens(self.sampler.process(logits, self.tokens, self.length), self.length)[0]
         self._commit([token])
         self.prefill_seconds = perf_counter() - start
         if recorder is not None:
@@ -87,120 +96,91 @@ class Decoding:
         plan = self.policy.exit.plan(context)
         cap = min(plan.max_speculations, remaining - 1)
         if plan.exit_layer is None or cap < 1:
-            return self._autoregressive_step(plan)
+            return self._autoregressive_step(plan, remaining)
         exit_layer = check_exit_layer(plan.exit_layer, self.model.num_layers)
         if self.policy.stopping is not None:
             self.policy.stopping.start_round(plan)
         threshold = None if self.policy.stopping is None else self.policy.stopping.threshold(exit_layer)
         recorder = self._recorder_for(cap + 1)
-        capture = None if recorder is None else recorder.capture
 
         started = perf_counter()
-        draft = self.drafter.draft(
-            self.tokens,
-            self.length,
-            self.pending,
-            exit_layer=exit_layer,
-            max_speculations=cap,
-            cache=self.cache,
-            sampler=self.sampler,
-            policy=self.policy,
-            needs=self.needs,
-            eos=self.request.stops.eos,
-            capture=capture,
-        )
-        drafted = perf_counter()
-        logits = verify(self.model, draft, self.length, exit_layer, self.cache, capture)
-        verified = perf_counter()
+        outcome = self.runner.run(self._turn(remaining, recorder, exit_layer, cap))
+        committed = self._commit(outcome.block)
+        self.stats.accept_seconds += perf_counter() - outcome.verified
+        self.stats.num_discarded_rows += outcome.num_discarded
+        with self.runner.learning():
+            learning = perf_counter()
+            record = RoundRecord(
+                index=context.round_index,
+                num_committed_before=context.num_committed,
+                exit_layer=exit_layer,
+                max_speculations=cap,
+                draft_tokens=outcome.draft_tokens,
+                num_accepted=outcome.num_accepted,
+                tokens=tuple(committed),
+                loaded_layers=len(outcome.draft_tokens) * exit_layer + self.model.num_layers,
+                stop_cause=outcome.stop_cause,
+                confidences=outcome.confidences,
+                acceptance_probabilities=outcome.acceptance_probabilities,
+                dropped_acceptance=outcome.dropped_acceptance,
+                shadow=self._shadow_tokens(recorder, outcome),
+                acceptance=plan.acceptance,
+                threshold=threshold,
+                draft_seconds=outcome.drafted - started,
+                verify_seconds=outcome.verified - outcome.drafted,
+            )
+            return self._finish(record, committed, learning)
 
-        num_drafts = len(draft.tokens)
-        probabilities: tuple[float, ...] | None = None
-        p = None
-        processed = self.sampler.process(logits, self.tokens, self.length)
-        if draft.q is None:
-            target = self._argmax(processed)
-            accepted = accept_greedy(draft.tokens, target)
-            block = target[: accepted + 1]
-        else:
-            p = processed.softmax(dim=-1)
-            drafts = self.tokens[0, self.length : self.length + num_drafts]
-            uniforms = self.sampler.uniforms(num_drafts, drafts.device)
-            accepted, weights = accept_sampled(p, draft.q, drafts, uniforms)
-            block = [
-                *draft.tokens[:accepted],
-                self.sampler.draw(weights, f"position {self.length + accepted}"),
-            ]
-            probabilities = tuple(acceptance_probabilities(p, draft.q, drafts).tolist())
-        dropped = None
-        if draft.dropped_token is not None and accepted == num_drafts:
-            dropped = float(block[-1] == draft.dropped_token) if p is None else float(p[-1, draft.dropped_token])
-        committed = self._commit(block)
-        self.stats.accept_seconds += perf_counter() - verified
-
-        learning = perf_counter()
-        rows = accepted + 1
-        shadow = None
-        if recorder is not None:
-            # Row i's target token is what the full model says after the row: known for all rows that were verified.
-            target_tokens = processed[:rows].argmax(dim=-1)
-            shadow = recorder.shadow_tokens(rows, target_tokens, None if p is None else p[:rows])
-        record = RoundRecord(
-            index=context.round_index,
-            num_committed_before=context.num_committed,
-            exit_layer=exit_layer,
-            max_speculations=cap,
-            draft_tokens=tuple(draft.tokens),
-            num_accepted=accepted,
-            tokens=tuple(committed),
-            loaded_layers=num_drafts * exit_layer + self.model.num_layers,
-            stop_cause=draft.stop_cause,
-            confidences=draft.confidences,
-            acceptance_probabilities=probabilities,
-            dropped_acceptance=dropped,
-            shadow=shadow,
-            acceptance=plan.acceptance,
-            threshold=threshold,
-            draft_seconds=drafted - started,
-            verify_seconds=verified - drafted,
-        )
-        return self._finish(record, committed, learning)
-
-    def _autoregressive_step(self, plan: Plan) -> tuple[list[int], RoundRecord]:
+    def _autoregressive_step(self, plan: Plan, remaining: int) -> tuple[list[int], RoundRecord]:
         """A round without speculation: the pending token through all layers."""
         started = perf_counter()
         num_before = self.length
         recorder = self._recorder_for(1)
-        watch = None if recorder is None else (lambda layer, rows: recorder.capture(0, layer, rows))
-        hidden = self.model.embed_one(self.pending)
-        hidden = self.model.run_layers(hidden, 0, self.model.num_layers, self.cache, self.length - 1, watch)
-        logits = self.model.logits(hidden)
-        verified = perf_counter()
-        p = None
-        processed = self.sampler.process(logits, self.tokens, self.length)
-        if self.sampler.do_sample:
-            p = processed.softmax(dim=-1)
-            block = [self.sampler.draw(p[0], f"position {self.length}")]
-        else:
-            block = self._argmax(processed)
-        self._commit(block)
-        self.stats.accept_seconds += perf_counter() - verified
-        learning = perf_counter()
-        shadow = None if recorder is None else recorder.shadow_tokens(1, processed.argmax(dim=-1), p)
-        record = RoundRecord(
-            index=self.stats.rounds,
-            num_committed_before=num_before,
-            exit_layer=None,
-            max_speculations=0,
-            draft_tokens=(),
-            num_accepted=0,
-            tokens=tuple(block),
-            loaded_layers=self.model.num_layers,
-            stop_cause="none",
-            shadow=shadow,
-            acceptance=plan.acceptance,
-            verify_seconds=verified - started,
+        outcome = self.runner.run(self._turn(remaining, recorder, None, 0))
+        block = self._commit(outcome.block)
+        self.stats.accept_seconds += perf_counter() - outcome.verified
+        with self.runner.learning():
+            learning = perf_counter()
+            record = RoundRecord(
+                index=self.stats.rounds,
+                num_committed_before=num_before,
+                exit_layer=None,
+                max_speculations=0,
+                draft_tokens=(),
+                num_accepted=0,
+                tokens=tuple(block),
+                loaded_layers=self.model.num_layers,
+                stop_cause=outcome.stop_cause,
+                shadow=self._shadow_tokens(recorder, outcome),
+                acceptance=plan.acceptance,
+                verify_seconds=outcome.verified - started,
+            )
+            return self._finish(record, block, learning)
+
+    def _turn(self, remaining: int, recorder: ShadowRecorder | None, exit_layer: int | None, cap: int) -> Turn:
+        return Turn(
+            tokens=self.tokens,
+            length=self.length,
+            pending=self.pending,
+            remaining=remaining,
+            exit_layer=exit_layer,
+            max_speculations=cap,
+            sampler=self.sampler,
+            policy=self.policy,
+            needs=self.needs,
+            eos=self.request.stops.eos,
+            recorder=recorder,
+            learns_next=self.needs.learns(self.rows_learned + (recorder is not None), self.rows_seen + 1),
         )
-        return self._finish(record, block, learning)
+
+    def _shadow_tokens(self, recorder: ShadowRecorder | None, outcome: Outcome) -> ShadowTokens | None:
+        """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
+        if recorder is None or outcome.target_tokens is None:
+            return None
+        rows = outcome.num_accepted + 1
+        return recorder.shadow_tokens(
+            rows, outcome.target_tokens[:rows], None if outcome.p is None else outcome.p[:rows]
+        )
 
     def _finish(self, record: RoundRecord, committed: list[int], learning: float) -> tuple[list[int], RoundRecord]:
         """Count the round and let the policy learn from it."""
@@ -215,22 +195,15 @@ class Decoding:
         """The recorder of this round, if the policy learns in it, with room for `rows` rows."""
         if not self.needs.learns(self.rows_learned, self.rows_seen):
             return None
-        if self.recorder is None or self.recorder.max_rows < rows:
-            self.recorder = ShadowRecorder(self.model, self.needs.shadow_layers, max(rows, 8))
-        return self.recorder
-
-    def _argmax(self, logits: Tensor) -> list[int]:
-        """Argmax of each row, [rows, vocab]. Raises NonFiniteLogitsError for NaN or a row that is masked entirely."""
-        best = logits.max(dim=-1)
-        values, choices = best.values.tolist(), best.indices.tolist()
-        for offset, value in enumerate(values):
-            if value != value or value in (float("inf"), float("-inf")):
-                raise non_finite(f"position {self.length + offset}")
-        return choices
+        return self.runner.recorder(self.needs.shadow_layers, rows)
 
     def _commit(self, block: list[int]) -> list[int]:
         """Commit a block up to the first stop in it, and return that part; sets lengths, pending and the stop reason."""
-        self.tokens[0, self.length : self.length + len(block)] = torch.tensor(block)
+        place = self.tokens[0, self.length : self.length + len(block)]
+        if self.on_cuda:  # from ordinary memory the copy would wait for all that was launched ahead
+            place.copy_(torch.tensor(block, pin_memory=True), non_blocking=True)
+        else:
+            place.copy_(torch.tensor(block))
         count, self.stop_reason = self.request.stops.first_stop(block, self.tokens, self.length, self.num_new)
         self.length += count
         self.num_new += count

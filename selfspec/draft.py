@@ -28,7 +28,7 @@ class Draft:
     num_rows: how many of these rows were run: k+1 if drafting stopped before a draw, else k (the last is then unset).
     q: float32 [k, vocab], the distributions the drafts were drawn from; None when greedy.
     confidences: of every row looked at, if the policy asked for them.
-    dropped_token: argmax of the row that a policy which asks for confidences stopped before.
+    dropped_token: what a greedy draft would have taken from the row that a policy stopped before.
     """
 
     tokens: list[int]
@@ -96,7 +96,7 @@ class Drafter:
                 seen.append(row.confidence)
             if stopping is not None and stopping.stop_before_draw(row):
                 stop_cause = "before_draw"
-                dropped = int(logits.argmax()) if needs.confidence else None
+                dropped = None if sampler.do_sample else self._pick(logits, tokens, length, len(drafts), sampler)
                 break
             token = self._pick(logits, tokens, length, len(drafts), sampler)
             tokens[0, length + len(drafts)] = token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,15 @@ from transformers import (
 
 from layerskip_models import LayerSkipModel, from_transformers, load_model, load_tokenizer
 from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
+from policies.base import check_layers
 from selfspec.calibrate import measured_cost
+from selfspec.captured import CapturedRunner, captured_length
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.kv_cache import KVCache
+from selfspec.runner import EagerRunner, Runner, RunnerChoice, RunnerName, on_device, resolve_runner
+from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
 
@@ -70,7 +75,8 @@ class SelfSpecGenerator:
         in-place updates of its weights are noticed and copied again). Generators may share either.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
-    Raises ValueError for an unsupported architecture or a policy that does not fit the model.
+    runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
+    Raises ValueError for an unsupported architecture, a policy that does not fit the model, or another runner.
     """
 
     def __init__(
@@ -78,6 +84,8 @@ class SelfSpecGenerator:
         model: LayerSkipModel | LlamaForCausalLM,
         tokenizer: PreTrainedTokenizerBase | None = None,
         policy: str | Policy | None = None,
+        *,
+        runner: RunnerChoice = "auto",
     ) -> None:
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._source_version: object = None
@@ -87,11 +95,12 @@ class SelfSpecGenerator:
             self.model = from_transformers(model)
             self._source_version = _weights_version(model)
         self.tokenizer = tokenizer
+        self.runner: RunnerName = resolve_runner(runner, self.model.device)
         self._policies: dict[str, Policy] = {}
         self._default = policy
         if policy is not None:
             self._named_policy(policy)  # a wrong one is an error here, not at the first call
-        self._idle_caches: list[KVCache] = []  # at most one, kept for the next call
+        self._idle_runners: list[Runner] = []  # at most one, with its KV cache, kept for the next call
 
     @classmethod
     def from_pretrained(
@@ -99,6 +108,7 @@ class SelfSpecGenerator:
         name_or_path: str | Path,
         *,
         policy: str | Policy | None = None,
+        runner: RunnerChoice = "auto",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         revision: str | None = None,
@@ -107,7 +117,7 @@ class SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`."""
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         model = load_model(name_or_path, dtype=dtype, device=device, **options)
-        return cls(model, load_tokenizer(name_or_path, **options), policy)
+        return cls(model, load_tokenizer(name_or_path, **options), policy, runner=runner)
 
     def generate(
         self,
@@ -176,15 +186,17 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        cache = self._take_cache(request)
+        runner = self._take_runner(request.prompt.numel() + request.stops.max_new_tokens)
         try:
             if streamer is not None:
                 streamer.put(request.prompt)
-            with torch.inference_mode():
-                return self._generate(request, chosen, cache, streamer, start, trace)
+            with torch.inference_mode(), on_device(self.model.device):
+                return self._generate(request, chosen, runner, streamer, start, trace)
+        except NonFiniteLogitsError:
+            runner.clear()
+            raise
         finally:
-            if not self._idle_caches:
-                self._idle_caches.append(cache)
+            self._keep_runner(runner)
             if streamer is not None:
                 streamer.end()
 
@@ -192,13 +204,14 @@ class SelfSpecGenerator:
         self,
         request: Request,
         policy: Policy,
-        cache: KVCache,
+        runner: Runner,
         streamer: Streamer | None,
         start: float,
         keep_trace: bool,
     ) -> GenerationResult:
         """One call: prefill, then rounds until a stop condition holds."""
-        decoding = Decoding(self.model, cache, request, policy)
+        captures, capture_seconds = runner.num_captures, runner.capture_seconds
+        decoding = Decoding(self.model, runner.cache, request, policy, runner)
         first_token_seconds = 0.0
         records: list[RoundRecord] = []
         for block, record in decoding.run():
@@ -221,7 +234,10 @@ class SelfSpecGenerator:
             seconds=perf_counter() - start,
             prefill_seconds=decoding.prefill_seconds,
             first_token=first_token_seconds,
-            cache_bytes=cache.num_bytes,
+            cache_bytes=runner.cache.num_bytes,
+            runner=self.runner,
+            num_captures=runner.num_captures - captures,
+            capture_seconds=runner.capture_seconds - capture_seconds,
         )
         assert decoding.stop_reason is not None
         return GenerationResult(
@@ -233,17 +249,55 @@ class SelfSpecGenerator:
             trace=tuple(records) if keep_trace else None,
         )
 
-    def _take_cache(self, request: Request) -> KVCache:
-        """The idle cache if it is long enough, else a new one, with a row for every token.
+    def warm_up(
+        self,
+        policy: str | Policy | None = None,
+        *,
+        exit_layers: Iterable[int] | None = None,
+        max_speculations: int = 10,
+        max_length: int = 1024,
+    ) -> tuple[int, float]:
+        """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
+
+        policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
+        exit_layers: that it may choose; None for all it learns from, or all of the model if it says nothing.
+        max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
+        captures itself, and its statistics count it. An eager runner has nothing to capture.
+        Returns how many captures were made and the seconds they took.
+        """
+        chosen = self.resolve_policy(policy)
+        num_layers = self.model.num_layers
+        layers = exit_layers or chosen.needs.shadow_layers or range(1, num_layers)
+        checked = check_layers(tuple(layers), num_layers)
+        self._refresh_weights()
+        runner = self._take_runner(min(max_length, self.model.max_positions))
+        before = runner.num_captures, runner.capture_seconds
+        try:
+            if isinstance(runner, CapturedRunner):
+                with torch.inference_mode(), on_device(self.model.device):
+                    runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+            return runner.num_captures - before[0], runner.capture_seconds - before[1]
+        finally:
+            self._keep_runner(runner)
+
+    def _take_runner(self, needed: int) -> Runner:
+        """The idle runner if its KV cache is long enough, else a new one, with a row for each of so many tokens.
 
         It is taken out for the call, so that a nested call (from a streamer, say) or another thread gets its own.
         """
-        needed = request.prompt.numel() + request.stops.max_new_tokens
-        cache = self._idle_caches.pop() if self._idle_caches else None
-        if cache is None or cache.max_length < needed:
-            cache = KVCache(self.model, needed)
-        cache.roll_back(0)
-        return cache
+        runner = self._idle_runners.pop() if self._idle_runners else None
+        if runner is None or runner.cache.max_length < needed:
+            if self.runner == "captured":
+                cache = KVCache(self.model, captured_length(needed, self.model.max_positions))
+                runner = CapturedRunner(self.model, cache)
+            else:
+                runner = EagerRunner(self.model, KVCache(self.model, needed))
+        runner.cache.roll_back(0)
+        return runner
+
+    def _keep_runner(self, runner: Runner) -> None:
+        if not self._idle_runners:
+            self._idle_runners.append(runner)
 
     def _checkpoint_config(self) -> GenerationConfig:
         """The checkpoint's own generation configuration; of a transformers model, as it is now."""
@@ -262,7 +316,7 @@ class SelfSpecGenerator:
             return policy
         name = policy.strip()
         if name not in self._policies:
-            measure = partial(measured_cost, self.model)
+            measure = partial(measured_cost, self.model, self.runner)
             self._policies[name] = parse_policy(name, num_layers=self.model.num_layers, measure=measure)
         return self._policies[name]
 
@@ -298,7 +352,7 @@ class SelfSpecGenerator:
         if version != self._source_version:
             self.model = from_transformers(self._source)
             self._source_version = version
-            self._idle_caches.clear()
+            self._idle_runners.clear()
 
 
 def _weights_version(model: LlamaForCausalLM) -> tuple[tuple[int, int], ...]:

@@ -72,7 +72,7 @@ def inspect_model(
     encoded = [ids for ids in encoded if ids.numel() >= 4]
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")
-    cost = measured_cost(model)
+    cost = measured_cost(model, generator.runner)
     advance("calibrating")
     agreements = []
     for ids in encoded:

@@ -100,6 +100,8 @@ def summary_lines(result: GenerationResult, stop_reason: str, num_layers: int) -
     ]
     if stats.etpl is not None:
         lines.append(f"eTPL {stats.etpl:.4f} tokens per loaded layer (autoregressive: {1 / num_layers:.4f})")
+    if stats.num_captures:
+        lines.append(f"of that time {_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
 
 

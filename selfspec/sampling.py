@@ -96,6 +96,15 @@ class Sampler:
             raise non_finite(where)
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
+    def draw_on_device(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The same draw, which the host does not wait for: (token int64 [1], sum of the weights [1]).
+
+        Whoever reads the token looks at the sum, as `draw` does. From equal generators both draw the same: one exponential
+        number for every token, and the largest quotient wins, is what `multinomial` does behind its checks.
+        """
+        race = torch.empty_like(weights).exponential_(1, generator=self.generator)
+        return (weights / race).argmax(dim=-1, keepdim=True), weights.sum(0, keepdim=True)
+
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
         return torch.rand(count, generator=self.generator, device=device)

@@ -25,11 +25,21 @@ class ShadowRecorder:
             len(layers), max_rows, model.hidden_size, dtype=model.dtype, device=model.device
         )  # [layers, rows, hidden]
 
+    def watches(self, start: int, stop: int) -> bool:
+        """Whether running layers [start, stop) yields anything to keep."""
+        return any(start < layer <= stop for layer in self.layers)
+
     def capture(self, first_row: int, layers_done: int, hidden: Tensor) -> None:
         """Store the output of one layer for rows first_row .. of this round, if that layer is a candidate."""
         slot = self._slot.get(layers_done)
         if slot is not None:
             self._hidden[slot, first_row : first_row + hidden.shape[0]] = hidden
+
+    def capture_at(self, rows: Tensor, layers_done: int, hidden: Tensor) -> None:
+        """The same for rows that only the device knows, int64 [rows]; equal ones bring equal states."""
+        slot = self._slot.get(layers_done)
+        if slot is not None:
+            self._hidden[slot].index_copy_(0, rows, hidden)
 
     def capture_last(self, layers_done: int, hidden: Tensor) -> None:
         """During prefill: store the last `max_rows` rows (or as many as there are)."""

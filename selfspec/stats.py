@@ -26,6 +26,9 @@ class GenerationStats:
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
     *_seconds: host time per phase; on an asynchronous device a phase includes waiting for what the earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
+    runner: how passes were run, eager or captured. num_captures, capture_seconds: captures made during the call, and how long
+    the call waited for them (`SelfSpecGenerator.warm_up` makes them before). num_discarded_rows: rows run ahead of a decision
+    that dropped their token; loaded_layers leaves them out, as it does what learning runs.
     """
 
     num_prompt_tokens: int
@@ -51,6 +54,10 @@ class GenerationStats:
     learn_seconds: float
     other_seconds: float
     peak_cache_bytes: int
+    runner: str
+    num_captures: int
+    capture_seconds: float
+    num_discarded_rows: int
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them: the counts' keys are text."""
@@ -75,6 +82,7 @@ class StatsBuilder:
         self.verify_seconds = 0.0
         self.accept_seconds = 0.0
         self.learn_seconds = 0.0
+        self.num_discarded_rows = 0
 
     def add(self, record: RoundRecord) -> None:
         """Count one round."""
@@ -97,6 +105,9 @@ class StatsBuilder:
         prefill_seconds: float,
         first_token: float,
         cache_bytes: int,
+        runner: str = "eager",
+        num_captures: int = 0,
+        capture_seconds: float = 0.0,
     ) -> GenerationStats:
         """The statistics. seconds: of the whole call; first_token: until the first token was committed."""
         decode_seconds = seconds - first_token
@@ -126,6 +137,10 @@ class StatsBuilder:
             learn_seconds=self.learn_seconds,
             other_seconds=max(0.0, seconds - phases),
             peak_cache_bytes=cache_bytes,
+            runner=runner,
+            num_captures=num_captures,
+            capture_seconds=capture_seconds,
+            num_discarded_rows=self.num_discarded_rows,
         )
 
 

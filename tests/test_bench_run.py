@@ -23,6 +23,7 @@ from bench.cli_run import baseline_policies
 from bench.memory import peak_bytes
 from bench.record import Line, RecordWriter, read_parts, read_record
 from bench.runner import BEST_FIXED
+from bench.shape_bars import shape_bars
 from layerskip_models import from_transformers
 from policies import MeasuredCost, parse_policy
 from selfspec import SelfSpecGenerator
@@ -149,7 +150,7 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Li
 @pytest.fixture(autouse=True)
 def _seconds_that_every_run_measures_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr(bench.runner, "measured_cost", lambda model: cost)
+    monkeypatch.setattr(bench.runner, "measured_cost", lambda model, runner: cost)
 
 
 def test_a_resumed_run_keeps_the_first_ones_costs(
@@ -330,3 +331,51 @@ def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypat
     unknown = CliRunner().invoke(app, ["shapes", "--shape", "huge", "--output-dir", str(folder)])
     assert unknown.exit_code == 2
     assert "unknown shape 'huge'" in unknown.stderr
+
+
+def test_what_is_asked_of_a_gpu_by_hand() -> None:
+    """Two engines of 4 layers of 10 bytes and a head of 5: plain 45 bytes a token at 2 s; auto 10 tokens in 5 rounds."""
+    stats = {"num_prompt_tokens": 4, "num_new_tokens": 11, "rounds": 10, "num_drafted": 0, "loaded_layers": 40}
+    stats |= {"etpl": 0.25, "learn_seconds": 0.0, "seconds": 21.0, "num_captures": 0}
+    auto = {**stats, "rounds": 5, "num_drafted": 10, "loaded_layers": 30, "etpl": 1 / 3, "learn_seconds": 1.1}
+    common = {"kind": "sample", "prompt": "a", "task": "t", "repeat": 0, "num_new_tokens": 11}
+    lines: list[Line] = [
+        {"kind": "run", "engines": {"selfspec:ar": "plain", "selfspec:auto": "auto", "transformers:static": "static"}},
+        {"kind": "limits", "bytes_per_second": 25.0, "layer_bytes": 10, "head_bytes": 5, "kv_bytes": 0},
+        {**common, "engine": "selfspec:ar", "seconds": 21.0, "decode_seconds": 20.0, "stats": stats},
+        {
+            **common,
+            "engine": "selfspec:auto",
+            "seconds": 11.0,
+            "decode_seconds": 10.0,
+            "stats": {**auto, "seconds": 11.0},
+        },
+        {**common, "engine": "transformers:static", "seconds": 42.0, "decode_seconds": None, "stats": None},
+    ]
+    figures = {line["what"]: (line["measured"], line["met"]) for line in shape_bars(lines)}
+    assert figures["plain over transformers' static, compiled"] == (2.0, True)
+    assert figures["auto over plain"] == (2.0, False)
+    assert figures["plain, share of bandwidth"] == (45 / 2 / 25, True)  # 0.9
+    # auto moves 30 * 10 + 15 * 5 = 375 bytes for 10 tokens, plain 450: 1.2 is predicted, 2 were reached.
+    assert figures["auto's gain over what bytes moved predict"] == (pytest.approx(2 / 1.2), True)
+    assert figures["auto, learning's share of the time"] == (pytest.approx(0.1), False)
+    assert figures["auto, eTPL"] == (1 / 3, None)
+    assert figures["captures made while timed"] == (0.0, True)
+    assert "transformers' generate" not in str(figures)
+
+
+def test_shapes_with_the_captured_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of the GPU, on the stand-in: captures are made before anything is timed."""
+    tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
+    monkeypatch.setattr(layerskip_models.synthetic, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(bench.cli_common, "SHAPES", {"tiny": tiny})
+    arguments = ["--shape", "tiny", "--policy", "auto:cost=layers", "--output-dir", str(tmp_path), "--repeats", "1"]
+    arguments += ["--runner", "captured", "--prompt-tokens", "8", "--max-new-tokens", "8", "--warmups", "0"]
+    result = CliRunner().invoke(app, ["shapes", *arguments])
+    assert result.exit_code == 0, result.output
+    lines = read_record(tmp_path / "tiny.jsonl")
+    assert lines[0]["configuration"]["runner"] == "captured"
+    ours = [line for line in lines if line["kind"] == "sample" and line["engine"].startswith("selfspec:a")]
+    assert {line["stats"]["runner"] for line in ours} == {"captured"}
+    assert {line["stats"]["num_captures"] for line in ours} == {0}

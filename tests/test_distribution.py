@@ -26,13 +26,15 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-import selfspec.decoding
+import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
-from policies import Policy, parse_policy
+from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
+from selfspec.captured import CapturedRunner
 from selfspec.config import Request
 from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
+from selfspec.runner import EagerRunner, RunnerName
 from selfspec.sampling import Sampler
 
 VOCAB_SIZE = 6
@@ -130,6 +132,9 @@ class Oracle(Sampler):
         numbers[self.first_rejected : self.first_rejected + 1] = 1 - 2**-24
         return numbers
 
+    def draw_on_device(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tensor([self.draw(weights, "")]), weights.sum(0, keepdim=True)
+
     def settle(self, acceptance: tuple[float, ...] | None) -> None:
         if acceptance is not None and self.first_rejected is not None:
             for rate in acceptance[: self.first_rejected]:
@@ -150,16 +155,20 @@ def next_script(chosen: list[int], options: list[int]) -> list[int] | None:
     return script
 
 
-def enumerated_law(model: LayerSkipModel, policy: Policy, num_tokens: int, top_k: int) -> Law:
+def enumerated_law(
+    model: LayerSkipModel, policy: Policy, num_tokens: int, top_k: int, runner: RunnerName = "eager"
+) -> Law:
     """The engine's output law: every course of its random events, with its probability."""
     request = sampled_run(model, top_k, length=ENUMERATED_LENGTH)
     cache = KVCache(model, len(PROMPT) + RUN_LENGTH)
+    with torch.inference_mode():
+        runs = CapturedRunner(model, cache) if runner == "captured" else EagerRunner(model, cache)
     law: Counter[tuple[int, ...]] = Counter()
     script: list[int] | None = []
     while script is not None:
         cache.roll_back(0)
         policy.reset()  # the same course must meet the same policy
-        decoding = Decoding(model, cache, request, policy)
+        decoding = Decoding(model, cache, request, policy, runs)
         oracle = Oracle(request.processors, request.generator)
         oracle.start(script)
         decoding.sampler = oracle
@@ -190,11 +199,43 @@ def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCa
     assert distance(law, expected) < 1e-5
 
 
+CAPTURED = ("ar", "ls:1-3", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.usefixtures("small_captures")
+def test_captured_rounds_have_the_same_law(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
+    """Here a token that is dropped was drawn before the decision: every course of that draw is taken, too."""
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, runner="captured")
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
+
+
+def test_that_enumeration_sees_a_captured_token_dropped_for_what_it_is(
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner has drawn the token when it asks whether to draw it; a rule that could see it would bend the law."""
+    drawn: list[Tensor] = []
+    original = CapturedRunner.start_reading
+
+    def watched(self: CapturedRunner, index: int) -> None:
+        drawn[:] = [self._round.looks[index, 2].clone()]
+        original(self, index)
+
+    class SeesTheToken(NeverStop):
+        def stop_before_draw(self, row: DraftRow) -> bool:
+            return int(drawn[0]) in (0, 2, 5)
+
+    monkeypatch.setattr(CapturedRunner, "start_reading", watched)
+    law = enumerated_law(model, Policy(ScriptedExit([(2, 2)]), SeesTheToken()), 3, top_k=2, runner="captured")
+    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
+
+
 def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
-    original = selfspec.decoding.Drafter.draft
+    original = selfspec.runner.Drafter.draft
 
     def dropping(self, tokens, length, pending, **options):  # type: ignore[no-untyped-def]
         draft = original(self, tokens, length, pending, **options)
@@ -203,7 +244,7 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
             return replace(draft, tokens=draft.tokens[:-1], exit_hidden=draft.exit_hidden[: kept + 1], q=draft.q[:kept])
         return draft
 
-    monkeypatch.setattr(selfspec.decoding.Drafter, "draft", dropping)
+    monkeypatch.setattr(selfspec.runner.Drafter, "draft", dropping)
     law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
@@ -283,7 +324,7 @@ def test_goodness_of_fit_sees_a_planted_bias(
 
     The first needs short drafts, so that bonus tokens fall among the first four.
     """
-    monkeypatch.setattr(selfspec.decoding, "accept_sampled", fault)
+    monkeypatch.setattr(selfspec.runner, "accept_sampled", fault)
     counts = count_runs(model, parse_policy(policy, num_layers=NUM_LAYERS), DRAWS // 5, 4, seed=1)
     assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
 

@@ -12,9 +12,10 @@ from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import selfspec.decoding
+import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy
+from selfspec.captured import CapturedRunner
 from selfspec.decoding import Decoding
 from selfspec.draft import Draft
 from selfspec.kv_cache import KVCache
@@ -132,6 +133,32 @@ def test_size_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.usefixtures("small_captures")
+def test_after_every_captured_round_the_cache_equals_a_full_forward(do_sample: bool) -> None:
+    """Whatever was launched ahead, dropped or padded: rows 0 .. n-2 of every layer, on one cache for all texts."""
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
+    model = from_transformers(llama, layout="plain")
+    cache = KVCache(model, 40)
+    runner = CapturedRunner(model, cache)
+    discarded = 0
+    for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
+        policy = Policy(ScriptedExit([(1, 4), (1, 3), (3, 2), (None, 0), (None, 0), (2, 5)]), stopping)
+        for prompt in ([7], [3, 3, 9, 1]):
+            request = request_for(
+                model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
+            )
+            cache.roll_back(0)
+            decoding = Decoding(model, cache, request, policy, runner)
+            with torch.inference_mode():
+                for _ in decoding.run():
+                    text = decoding.tokens[0, : decoding.length].tolist()
+                    assert cache.length == len(text) - 1
+                    assert_same_rows(cache, fresh_rows(model, text), len(text) - 1)
+            discarded += decoding.stats.num_discarded_rows
+    assert discarded > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
 def test_after_every_round_cache_and_logits_equal_a_full_forward(
     do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,14 +166,14 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
     llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
     model = from_transformers(llama, layout="plain")
     verified: list[tuple[Draft, int, Tensor]] = []
-    original = selfspec.decoding.verify
+    original = selfspec.runner.verify
 
     def spy(model: LayerSkipModel, draft: Draft, length: int, *rest: object) -> Tensor:
         logits = original(model, draft, length, *rest)  # type: ignore[arg-type]
         verified.append((draft, length, logits.clone()))
         return logits
 
-    monkeypatch.setattr(selfspec.decoding, "verify", spy)
+    monkeypatch.setattr(selfspec.runner, "verify", spy)
     rejected = 0
     for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
         policy = Policy(ScriptedExit([(1, 4), (3, 2), (None, 0), (2, 5)]), stopping)

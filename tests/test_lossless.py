@@ -16,10 +16,11 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from layerskip_models import from_transformers
 from policies import Policy
 from selfspec import SelfSpecGenerator
+from selfspec.runner import RunnerName
 
 NEAR_TIE = 1e-4
 """In float32, two orders of summation move a logit by up to about this; only then may the outputs part."""
-EXAMPLES = 650
+EXAMPLES = {"eager": 650, "captured": 60}
 MOST_NEAR_TIES = 4
 
 
@@ -51,15 +52,17 @@ def options_of(case: GreedyCase, llama: LlamaForCausalLM) -> dict[str, Any]:
     return options
 
 
+@pytest.mark.parametrize("runner", ["eager", "captured"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_greedy_output_equals_transformers(dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("small_captures")
+def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerName) -> None:
     """Every generated prompt and setting, at every exit layer of its model, against one reference run."""
     count: Counter[str] = Counter()
 
     @given(case=greedy_cases)
-    @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+    @settings(max_examples=EXAMPLES[runner], phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
     def check(case: GreedyCase) -> None:
-        llama, engine = pool_model(case.model, dtype)
+        llama, engine = pool_model(case.model, dtype, runner)
         options = options_of(case, llama)
         expected = reference_greedy(llama, case.prompt, **options)
         for exit_layer in range(1, case.num_layers):
@@ -88,20 +91,24 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype) -> None:
 
     check()
     print(dict(count))
-    assert count["cases"] >= 2000
+    share = EXAMPLES[runner] / EXAMPLES["eager"]
+    assert count["cases"] >= 2000 * share
     assert count["near-ties"] <= MOST_NEAR_TIES
     # Were these rare, the equality above would say little.
     assert count["with accepted drafts"] >= count["cases"] // 4
     assert count["with rejected drafts"] >= count["cases"] // 8
-    assert count["stopped inside a draft"] >= 50
-    assert min(count["eos"], count["stop_string"]) >= 100
-    assert min(count[name] for name in EVERY_POLICY) >= 10
+    assert count["stopped inside a draft"] >= 50 * share
+    assert min(count["eos"], count["stop_string"]) >= 100 * share
+    assert min(count[name] for name in EVERY_POLICY) >= 10 * share
 
 
-@pytest.mark.parametrize("num_speculations", range(10))
-def test_every_length_at_every_budget(num_speculations: int, llama64: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize(
+    ("num_speculations", "runner"), [*((d, "eager") for d in range(10)), *((d, "captured") for d in (0, 1, 3, 9))]
+)
+@pytest.mark.usefixtures("small_captures")
+def test_every_length_at_every_budget(num_speculations: int, runner: RunnerName, llama64: LlamaForCausalLM) -> None:
     """max_new_tokens at every residue of the round: a budget that ends a round early cuts nothing and adds nothing."""
-    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"))
+    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"), runner=runner)
     expected = reference_greedy(llama64, [5, 1, 7], max_new_tokens=14)
     for exit_layer in (1, 3):
         for budget in range(1, 15):
@@ -112,9 +119,11 @@ def test_every_length_at_every_budget(num_speculations: int, llama64: LlamaForCa
             assert result.stop_reason == "length"
 
 
-def test_plans_that_change_every_round(llama64: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+@pytest.mark.usefixtures("small_captures")
+def test_plans_that_change_every_round(runner: RunnerName, llama64: LlamaForCausalLM) -> None:
     """Exit layer and length may differ from round to round, with plain steps between."""
-    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"))
+    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"), runner=runner)
     plans = [(1, 3), (None, 0), (3, 1), (2, 5), (2, 0), (3, 9), (1, 1)]
     for prompt in ([2], [5, 1, 7], [9, 9, 3, 0, 23]):
         for shift in range(len(plans)):
@@ -123,8 +132,10 @@ def test_plans_that_change_every_round(llama64: LlamaForCausalLM) -> None:
             assert result.new_tokens == reference_greedy(llama64, prompt, max_new_tokens=40)
 
 
-def test_the_context_to_its_last_position(llama64: LlamaForCausalLM) -> None:
-    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"))
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+@pytest.mark.usefixtures("small_captures")
+def test_the_context_to_its_last_position(runner: RunnerName, llama64: LlamaForCausalLM) -> None:
+    engine = SelfSpecGenerator(from_transformers(llama64, layout="plain"), runner=runner)
     room = llama64.config.max_position_embeddings
     for num_prompt in (1, room - 9, room - 1):
         prompt = [i % 24 for i in range(num_prompt)]
@@ -132,8 +143,9 @@ def test_the_context_to_its_last_position(llama64: LlamaForCausalLM) -> None:
         assert result.new_tokens == reference_greedy(llama64, prompt, max_new_tokens=room - num_prompt)
 
 
+@pytest.mark.parametrize("runner", ["eager", "captured"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.2), (torch.float16, 0.03)])
-def test_half_precision_takes_the_argmax_or_a_near_tie(dtype: torch.dtype, bound: float) -> None:
+def test_half_precision_takes_the_argmax_or_a_near_tie(dtype: torch.dtype, bound: float, runner: RunnerName) -> None:
     """Where even transformers' own modes differ: every token, teacher-forced, is within the rounding of the best.
 
     bound: of a logit; logits here reach 8, where bfloat16 steps by 1/32 and float16 by 1/256, a few layers deep.
@@ -141,7 +153,7 @@ def test_half_precision_takes_the_argmax_or_a_near_tie(dtype: torch.dtype, bound
     count: Counter[str] = Counter()
     for seed in range(12):
         llama = tiny_llama(num_layers=4, dtype=dtype, seed=seed)
-        engine = SelfSpecGenerator(from_transformers(llama))
+        engine = SelfSpecGenerator(from_transformers(llama), runner=runner)
         prompt = [seed, 3, 20 - seed]
         for policy in ("ar", "ls:1-4", "ls:2-3"):
             new = engine.generate(prompt, max_new_tokens=24, policy=policy).new_tokens

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-import selfspec.decoding
+import selfspec.runner
 from layerskip_models import LayerSkipModel
 from policies import LayerCost, parse_policy
 from policies.names import EXITS, STOPPINGS
@@ -91,7 +91,7 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(model: LayerSkipModel, draft: Any, length: int, *rest: Any) -> Tensor:
         return verify(model, draft, length, *rest).roll(1, dims=0)
 
-    monkeypatch.setattr(selfspec.decoding, "verify", off)
+    monkeypatch.setattr(selfspec.runner, "verify", off)
 
 
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +100,12 @@ def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     def biased(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> Any:
         return accept_sampled(p, q, drafts, uniforms / 1.01)
 
-    monkeypatch.setattr(selfspec.decoding, "accept_sampled", biased)
+    monkeypatch.setattr(selfspec.runner, "accept_sampled", biased)
 
 
 def accepts_any_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft counts as right."""
-    monkeypatch.setattr(selfspec.decoding, "accept_greedy", lambda drafts, target: len(drafts))
+    monkeypatch.setattr(selfspec.runner, "accept_greedy", lambda drafts, target: len(drafts))
 
 
 def wrong_single_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,13 +119,12 @@ def test_what_a_dropped_row_would_have_said(llama: LlamaForCausalLM) -> None:
         known = []
         for record in exit_policy.records:
             assert (record.dropped_acceptance is not None) == (
-                record.stop_cause == "before_draw" and record.num_accepted == record.num_drafted
+                not do_sample and record.stop_cause == "before_draw" and record.num_accepted == record.num_drafted
             )
             if record.dropped_acceptance is not None and record.shadow is not None:
                 known.append(record.dropped_acceptance)
                 assert record.dropped_acceptance == shadow_acceptance(record.shadow)[0][2]
-        assert len(known) > 3
-        assert len(set(known)) > 1
+        assert do_sample or (len(known) > 3 and len(set(known)) > 1)
 
 
 @pytest.mark.parametrize("num_prompt", [1020, 1024, 1030, 2060])

@@ -16,6 +16,7 @@ from layerskip_models.compact_linear import half_works
 from layerskip_models.linear import Layout, packing_works
 from selfspec import SelfSpecGenerator
 from selfspec.config import GenerationHost, Request, make_request
+from selfspec.runner import RunnerName
 
 VOCAB_SIZE = 24
 CONTEXT = 64
@@ -94,7 +95,9 @@ def tiny_llama(
 
 
 @cache
-def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
+def pool_model(
+    index: int, dtype: torch.dtype, runner: RunnerName = "eager"
+) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
@@ -123,7 +126,7 @@ def pool_model(index: int, dtype: torch.dtype) -> tuple[LlamaForCausalLM, SelfSp
         layout = "half"
         for parameter in llama.parameters():
             parameter.data = parameter.data.bfloat16().to(dtype)
-    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer())
+    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer(), runner=runner)
 
 
 @cache

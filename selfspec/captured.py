@@ -1,0 +1,486 @@
+"""The captured runner: a round launched as a few graphs, and read when it is there.
+
+The host launches ahead of what it knows. Without a stopping rule a whole draft and its verification are launched before
+anything is read. With one, the next row's layers are launched before the row's confidence is read: verification needs them
+whether drafting goes on or ends with that token kept; only when the token is dropped were they run for nothing. And while
+the host reads a round and commits it, the next round's first pass is running already, at the exit layer of this one.
+
+The order of random numbers is the eager runner's, except that a token which is then dropped has been drawn before the
+decision (which does not see it: see `policies.base`), and that drafting runs past an end-of-sequence token, behind which
+nothing is counted. What was drawn for such a token is never used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from policies import DraftRow
+from policies.base import StopCause
+from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
+from selfspec.kv_cache import KVCache
+from selfspec.runner import Outcome, Turn, checked_tokens, plain_outcome
+from selfspec.sampling import non_finite
+from selfspec.shadow import ShadowRecorder
+from selfspec.static_round import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
+
+SMALLEST_SPAN = 256
+"""Attention looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are captured."""
+SMALLEST_CACHE = 4096
+"""Positions of the smallest KV cache, unless the model has fewer: a longer one makes all captures anew."""
+BLOCK = 8
+"""Layers are captured in blocks of so many: every exit layer and plain steps share all but the one it ends in."""
+_FEW_ROWS = 16
+
+
+def captured_length(needed: int, max_positions: int) -> int:
+    """Positions of the cache for a text of `needed`: a power of two, so that growing texts seldom outgrow it."""
+    return min(max(_power_of_two(needed), SMALLEST_CACHE), max(max_positions, needed))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
+class HostRead:
+    """Numbers on their way from the device to the host: `start` returns at once, `wait` when they are there."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=on_cuda)
+        self.event = torch.cuda.Event() if on_cuda else None
+        self._size = 0
+
+    def start(self, numbers: Tensor) -> None:
+        """Copy them, float64 [n], as they are at this point of the device's work."""
+        self._size = numbers.shape[0]
+        self._host[: self._size].copy_(numbers, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> list[float]:
+        """The numbers of the last `start`."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self._host[: self._size].tolist()
+
+
+class CapturedRunner:
+    """Runs rounds from captures on one KV cache; see `selfspec.runner.Runner`. It lasts as long as its cache.
+
+    cache: must hold finite numbers everywhere, so it is cleared, unless `cleared` says that it does.
+    """
+
+    def __init__(self, model: LayerSkipModel, cache: KVCache, *, cleared: bool = False) -> None:
+        self.cache = cache
+        self._model = model
+        self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
+        self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
+        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK)
+        self._q = torch.empty(0)  # [max_rows, vocab] when sampling
+        self._look_read, self._verdict_read = self._reads()
+        self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
+        self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        if not cleared:
+            self.clear()
+
+    @property
+    def num_captures(self) -> int:
+        """Captures made so far."""
+        return self._earlier[0] + self._round.captures.num_captures
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that they took."""
+        return self._earlier[1] + self._round.captures.seconds
+
+    @property
+    def captured_bytes(self) -> int:
+        """Device memory that the captures hold beside weights, cache and buffers."""
+        return self._round.captures.num_bytes
+
+    def begin(self) -> None:
+        """See `Runner`."""
+        self._ahead = None
+
+    def clear(self) -> None:
+        """See `Runner`: what is masked is still multiplied by 0, which only makes 0 of numbers."""
+        self._ahead = None
+        with torch.inference_mode():
+            self.cache.keys.zero_()
+            self.cache.values.zero_()
+            self._round.hidden.zero_()
+
+    def recorder(self, layers: tuple[int, ...], max_rows: int) -> ShadowRecorder:
+        """See `Runner`."""
+        self.reserve(max_rows)
+        if layers not in self._recorders:
+            self._recorders[layers] = ShadowRecorder(self._model, layers, self._round.max_rows)
+        return self._recorders[layers]
+
+    def run(self, turn: Turn) -> Outcome:
+        """See `Runner`."""
+        return self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """See `Runner`: on a stream of its own, which waits for the round but not for the pass launched after it."""
+        if self._side is None or self._verdict_read.event is None:
+            yield
+            return
+        self._side.wait_event(self._verdict_read.event)
+        with torch.cuda.stream(self._side):
+            yield
+        torch.cuda.current_stream(self._model.device).wait_stream(self._side)
+
+    def warm_up(
+        self, exit_layers: tuple[int, ...], max_rows: int, max_length: int, layers_to_learn: tuple[int, ...]
+    ) -> None:
+        """Capture what greedy rounds of up to `max_rows` rows at these exit layers, and plain steps, may need in texts of up
+        to `max_length` tokens, with and without learning from some layers; sampling needs two captures more."""
+        self._ahead = None
+        self.reserve(max_rows)
+        rounds, num_layers = self._round, self._model.num_layers
+        recorders = [None, self.recorder(layers_to_learn, max_rows)] if layers_to_learn else [None]
+        rows = _row_buckets(max_rows)
+        rounds.start(0, 0)  # bodies run while they are captured: at places that exist
+        rounds.last.zero_()
+        for span in _spans(min(max_length, self.cache.max_length), self.cache.max_length):
+            for recorder in recorders:
+                for stop in (*exit_layers, num_layers):
+                    rounds.one_row(0, stop, span, recorder, ahead=True)
+                for exit_layer in exit_layers:
+                    for count in rows:
+                        rounds.all_rows(exit_layer, num_layers, count, span, recorder, ahead=True)
+        for choose in (True, False):
+            for confidence in (True, False):
+                rounds.look(confidence=confidence, entropy=False, choose=choose, ahead=True)
+            for count in rows:
+                rounds.judge(count, choose=choose, ahead=True)
+
+    def layers(self, rows: int, length: int) -> None:
+        """All layers but the first over so many rows behind a text: for timing. The first runs for one row at a time only.
+
+        Like `head`, for as many rows as are reserved.
+        """
+        self._round.base.fill_(length)
+        self._round.last.fill_(rows - 1)
+        bucket = _bucket(rows)
+        self._round.all_rows(1, self._model.num_layers, bucket, self._span(length + rows), None)
+
+    def head(self, rows: int) -> None:
+        """Norm, head and choice over so many rows, and reading it: for timing."""
+        self._round.judge(_bucket(rows), choose=True)
+        self._verdict_read.start(self._round.verdict)
+        self._verdict_read.wait()
+
+    def draft(self, turn: Turn) -> None:
+        """A draft at `turn.exit_layer`, every row of it read: for timing."""
+        assert turn.exit_layer is not None
+        self._first_pass(turn, turn.exit_layer)
+        _Drafting(self, turn, turn.exit_layer, fast=True).run()
+
+    def _reads(self) -> tuple[HostRead, HostRead]:
+        rows = self._round.max_rows
+        return HostRead(4 * rows, self._model.device), HostRead(1 + 3 * rows, self._model.device)
+
+    def reserve(self, rows: int) -> None:
+        """Make buffers for so many rows; new ones mean new captures."""
+        if rows <= self._round.max_rows:
+            return
+        self._earlier = (self.num_captures, self.capture_seconds)
+        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK)
+        self._look_read, self._verdict_read = self._reads()
+        self._recorders.clear()
+        self._ahead = None
+
+    def _span(self, length: int) -> int:
+        """How many positions attention looks at, to see `length` of them."""
+        return min(max(_power_of_two(length), SMALLEST_SPAN), self.cache.max_length)
+
+    def _first_pass(self, turn: Turn, stop: int) -> None:
+        """The pending token through layers [0, stop), unless the last round launched that already."""
+        ahead, self._ahead = self._ahead, None
+        if ahead != (stop, turn.recorder, turn.length):
+            self._round.start(turn.pending, turn.length - 1)
+            self._round.one_row(0, stop, self._span(turn.length), turn.recorder)
+
+    def _look_ahead(self, turn: Turn, stop: int, most_tokens: int) -> bool:
+        """Launch the next round's first pass if there will be one, at the same exit layer; its token is on the device."""
+        left = turn.remaining - most_tokens
+        if left < (1 if turn.exit_layer is None else 2):
+            return False
+        if turn.recorder is not None and turn.learns_next:
+            return False  # it would write over what is still to be learned from
+        recorder = self.recorder(turn.needs.shadow_layers, self._round.max_rows) if turn.learns_next else None
+        self._round.one_row(0, stop, self._span(turn.length + most_tokens), recorder)
+        self._ahead = (stop, recorder)
+        return True
+
+    def _looked_ahead(self, launched: bool, length: int) -> None:
+        """What was launched is right for a text of this length only."""
+        if launched and self._ahead is not None:
+            self._ahead = (*self._ahead, length)
+
+    def _step(self, turn: Turn) -> Outcome:
+        """A plain step: the pending token through all layers."""
+        started = perf_counter()
+        rounds, sampler, stop = self._round, turn.sampler, self._model.num_layers
+        fast = not sampler.do_sample and not sampler.processors
+        self._first_pass(turn, stop)
+        rounds.last.zero_()
+        rounds.judge(1, choose=fast)
+        p = None
+        target = rounds.targets
+        if fast:
+            self._verdict_read.start(rounds.verdict)
+        else:
+            processed = sampler.process(rounds.logits[:1], turn.tokens, turn.length)
+            target = processed.argmax(dim=-1)
+            if sampler.do_sample:
+                p = processed.softmax(dim=-1)
+                token, total = sampler.draw_on_device(p[0])
+            else:
+                token, total = target, processed.amax(dim=-1)
+            self._verdict_read.start(torch.cat([token.double(), total.double()]))
+            rounds.settle(torch.zeros_like(token), token)
+        launched = self._look_ahead(turn, stop, 1)
+        verified = perf_counter()
+        numbers = self._verdict_read.wait()
+        if fast:
+            numbers = [numbers[1 + rounds.max_rows], numbers[1 + 2 * rounds.max_rows]]
+        if sampler.do_sample:
+            _check_total(numbers[1], f"position {turn.length}")
+        block = checked_tokens([int(numbers[0])], [numbers[1]], turn.length)
+        self._looked_ahead(launched, turn.length + 1)
+        return plain_outcome(block, _kept(target, turn), p, started, verified)
+
+    def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
+        sampler = turn.sampler
+        fast = not sampler.do_sample and not sampler.processors
+        self.reserve(turn.max_speculations + 1)
+        self._first_pass(turn, exit_layer)
+        draft = _Drafting(self, turn, exit_layer, fast)
+        draft.run()
+        drafted = perf_counter()
+        count = draft.count
+        rounds = self._round
+        rounds.last.fill_(count)
+        rows = _bucket(count + 1)
+        span = self._span(turn.length + count)
+        rounds.all_rows(exit_layer, self._model.num_layers, rows, span, turn.recorder)
+        rounds.judge(rows, choose=fast)
+        if not draft.seen:  # nothing was read while drafting
+            self._look_read.start(rounds.looks[:count].flatten())
+        target, p = rounds.targets, None
+        if fast:
+            self._verdict_read.start(rounds.verdict)
+        else:
+            target, p = self._accept(turn, count)
+        launched = self._look_ahead(turn, exit_layer, count + 1)
+        verified = perf_counter()
+
+        tokens, confidences_seen, cause = draft.finish()
+        kept = len(tokens)
+        numbers = self._verdict_read.wait()
+        probabilities = None
+        if sampler.do_sample:
+            accepted = min(int(numbers[0]), kept)
+            _check_total(numbers[2], f"position {turn.length + accepted}")
+            block = [*tokens[:accepted], int(numbers[1])]
+            probabilities = tuple(numbers[3 : 3 + kept])
+        else:
+            stride = rounds.max_rows if fast else count + 1
+            chosen = [int(token) for token in numbers[1 + stride : 2 + stride + kept]]
+            checked_tokens(chosen, numbers[1 + 2 * stride : 2 + 2 * stride + kept], turn.length)
+            accepted = accept_greedy(tokens, chosen)
+            block = chosen[: accepted + 1]
+        self._looked_ahead(launched, turn.length + accepted + 1)
+        return Outcome(
+            draft_tokens=tuple(tokens),
+            num_accepted=accepted,
+            block=block,
+            target_tokens=_kept(target, turn),
+            p=p,
+            stop_cause=cause,
+            confidences=confidences_seen if turn.needs.confidence else None,
+            acceptance_probabilities=probabilities,
+            drafted=drafted,
+            verified=verified,
+            dropped_token=draft.dropped,
+            num_discarded=draft.num_discarded,
+        )
+
+    def _accept(self, turn: Turn, count: int) -> tuple[Tensor, Tensor | None]:
+        """Acceptance behind processors or sampling, operations one by one on the device: target tokens and p.
+
+        Starts reading (m, token, sum of its weights, acceptance probabilities), or when greedy the verdict with as many
+        rows as there are.
+        """
+        rounds, sampler = self._round, turn.sampler
+        drafts = rounds.drafts[:count]
+        processed = sampler.process(rounds.logits[: count + 1], turn.tokens, turn.length)
+        if not sampler.do_sample:
+            best = processed.max(dim=-1)
+            target = best.indices
+            num_accepted = accept_greedy_on_device(drafts, target)
+            padded = torch.cat([drafts, drafts.new_zeros(1)])
+            parts = (num_accepted, padded, target, best.values)
+            self._verdict_read.start(torch.cat([part.double() for part in parts]))
+            rounds.settle(num_accepted, target.index_select(0, num_accepted))
+            return target, None
+        target = processed.argmax(dim=-1)
+        p = processed.softmax(dim=-1)
+        uniforms = sampler.uniforms(count, p.device)
+        num_accepted, weights = accept_sampled_on_device(p, self._q[:count], drafts, uniforms)
+        token, total = sampler.draw_on_device(weights)
+        rates = acceptance_probabilities(p, self._q[:count], drafts)
+        self._verdict_read.start(torch.cat([num_accepted.double(), token.double(), total.double(), rates.double()]))
+        rounds.settle(num_accepted, token)
+        return target, p
+
+    def _choose(self, turn: Turn, index: int) -> None:
+        """The token drafted from row `index`, behind processors or sampling; it becomes the next row's."""
+        rounds, sampler = self._round, turn.sampler
+        processed = sampler.process(rounds.row_logits, turn.tokens, turn.length + index)
+        look = rounds.looks[index]
+        if sampler.do_sample:
+            if self._q.shape[0] < rounds.max_rows:
+                self._q = torch.empty(rounds.max_rows, self._model.vocab_size, device=self._model.device)
+            torch.softmax(processed[0], dim=-1, out=self._q[index])
+            token, total = sampler.draw_on_device(self._q[index])
+            look[TOTAL : TOTAL + 1].copy_(total)
+        else:
+            token = processed.argmax(dim=-1)
+        look[TOKEN : TOKEN + 1].copy_(token)
+        rounds.token.copy_(token)
+        rounds.drafts[index : index + 1].copy_(token)
+        turn.tokens[0, turn.length + index : turn.length + index + 1].copy_(token)
+
+    def look_at(self, turn: Turn, index: int, fast: bool) -> None:
+        """Norm and head on row `index`, and its token."""
+        self._round.look(confidence=turn.needs.confidence, entropy=turn.needs.entropy, choose=fast)
+        if not fast:
+            self._choose(turn, index)
+
+    def advance(self, turn: Turn, index: int, exit_layer: int) -> None:
+        """Row `index` through the exit layer's layers."""
+        self._round.one_row(0, exit_layer, self._span(turn.length + index), turn.recorder)
+
+    def start_reading(self, index: int) -> None:
+        """Begin to read what was seen of row `index`."""
+        self._look_read.start(self._round.looks[index])
+
+    def looks(self) -> list[list[float]]:
+        """What was being read, row by row."""
+        numbers = self._look_read.wait()
+        return [numbers[at : at + 4] for at in range(0, len(numbers), 4)]
+
+    def exit_hidden(self, index: int) -> Tensor:
+        """Exit hidden state of a row, [hidden], a copy: the row's place is used again."""
+        return self._round.hidden[index].clone()
+
+
+class _Drafting:
+    """The draft of one round. count: rows to verify behind the pending one, maybe past an EOS; `finish` says what is kept."""
+
+    def __init__(self, runner: CapturedRunner, turn: Turn, exit_layer: int, fast: bool) -> None:
+        self._runner, self._turn, self._exit_layer, self._fast = runner, turn, exit_layer, fast
+        self.count = 0
+        self.seen: list[list[float]] = []  # of the rows read while drafting
+        self.num_discarded = 0
+        self.dropped: int | None = None  # what a greedy draft would have taken from the row stopped before
+        self._cause: StopCause = "cap"
+
+    def run(self) -> None:
+        """Launch the draft; with a stopping rule, ask it about every row."""
+        runner, turn = self._runner, self._turn
+        stopping = turn.policy.stopping
+        while self.count < turn.max_speculations and self._cause == "cap":
+            index = self.count
+            runner.look_at(turn, index, self._fast)
+            if stopping is not None:
+                runner.start_reading(index)
+            hidden = runner.exit_hidden(index) if turn.needs.exit_hidden else None
+            runner.advance(turn, index + 1, self._exit_layer)
+            self.count += 1
+            if stopping is None:
+                continue
+            look = runner.looks()[0]
+            self.seen.append(look)
+            row = DraftRow(
+                num_drafted=index,
+                exit_layer=self._exit_layer,
+                confidence=self._confidence(look),
+                entropy=look[ENTROPY] if turn.needs.entropy else None,
+                exit_hidden=hidden,
+            )
+            if stopping.stop_before_draw(row):
+                self.count -= 1
+                self.num_discarded += 1
+                self._cause = "before_draw"
+                self.dropped = None if turn.sampler.do_sample else int(look[TOKEN])
+                return
+            token = self._token(index, look)
+            if token in turn.eos:
+                self._cause = "eos"
+            elif stopping.stop_after_draw(row, token):
+                self._cause = "after_draw"
+
+    def finish(self) -> tuple[list[int], tuple[float, ...], StopCause]:
+        """Drafts up to an EOS, confidences of the rows looked at, and why it ended."""
+        looks = self.seen or self._runner.looks()
+        tokens = []
+        cause = self._cause
+        for index, look in enumerate(looks[: self.count]):
+            self._confidence(look)
+            tokens.append(self._token(index, look))
+            if tokens[-1] in self._turn.eos:
+                cause = "eos"
+                break
+        looked_at = len(tokens) + (cause == "before_draw")
+        return tokens, tuple(look[CONFIDENCE] for look in looks[:looked_at]), cause
+
+    def _confidence(self, look: list[float]) -> float | None:
+        if not self._turn.needs.confidence:
+            return None
+        if look[CONFIDENCE] != look[CONFIDENCE]:
+            raise non_finite(f"exit layer {self._exit_layer}")
+        return look[CONFIDENCE]
+
+    def _token(self, index: int, look: list[float]) -> int:
+        if self._turn.sampler.do_sample:
+            _check_total(look[TOTAL], f"draft position {self._turn.length + index}")
+        return int(look[TOKEN])
+
+
+def _kept(target: Tensor, turn: Turn) -> Tensor | None:
+    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again."""
+    return None if turn.recorder is None else target.clone()
+
+
+def _check_total(total: float, where: str) -> None:
+    if not 0 < total < float("inf"):
+        raise non_finite(where)
+
+
+def _bucket(rows: int) -> int:
+    """The row count of the capture that serves so many rows."""
+    return _power_of_two(rows)
+
+
+def _row_buckets(max_rows: int) -> list[int]:
+    return sorted({_bucket(rows) for rows in range(1, max_rows + 1)})
+
+
+def _spans(max_length: int, limit: int) -> list[int]:
+    """The spans that texts of up to `max_length` tokens go through."""
+    spans = [min(SMALLEST_SPAN, limit)]
+    while spans[-1] < max_length:
+        spans.append(min(2 * spans[-1], limit))
+    return spans

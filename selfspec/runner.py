@@ -1,0 +1,277 @@
+"""How a round's passes are run: one signature, eager here, captured in `selfspec.captured`.
+
+A runner drafts, verifies and accepts; what is committed, streamed and learned from it is `selfspec.decoding`'s. Eager calls
+every operation from Python and reads every token: the fastest way on a CPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from policies import Needs, Policy
+from policies.base import StopCause
+from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
+from selfspec.draft import Drafter
+from selfspec.kv_cache import KVCache
+from selfspec.sampling import Sampler, non_finite
+from selfspec.shadow import ShadowRecorder
+from selfspec.verify import verify
+
+_WHENEVER = nullcontext()
+
+RunnerName = Literal["eager", "captured"]
+RunnerChoice = Literal["auto", "eager", "captured"]
+
+
+def resolve_runner(runner: str, device: torch.device) -> RunnerName:
+    """The runner by name: "auto" is captured on CUDA and eager elsewhere. ValueError with the choices for another name."""
+    if runner not in get_args(RunnerChoice):
+        raise ValueError(f"runner must be one of {', '.join(get_args(RunnerChoice))}, got {runner!r}")
+    if runner == "auto":
+        return "captured" if device.type == "cuda" else "eager"
+    return "captured" if runner == "captured" else "eager"
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it a CUDA device is the current one, whose streams and events are meant where none is named."""
+    return torch.cuda.device(device) if device.type == "cuda" else _WHENEVER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What a round is to be run on.
+
+    tokens: int64 [1, capacity]; the first `length` are committed, the last of them is `pending`, not yet run; drafts are
+    written behind them. remaining: tokens that may still be committed.
+    exit_layer, max_speculations: of the plan; None and 0 for a round without speculation.
+    eos: ends a draft. recorder: sees every hidden state that a policy wants to learn from, None if it does not now.
+    learns_next: whether there will be one in the round after this.
+    """
+
+    tokens: Tensor
+    length: int
+    pending: int
+    remaining: int
+    exit_layer: int | None
+    max_speculations: int
+    sampler: Sampler
+    policy: Policy
+    needs: Needs
+    eos: frozenset[int]
+    recorder: ShadowRecorder | None
+    learns_next: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What a round yields.
+
+    draft_tokens: the kept drafts d_1..d_k, the first num_accepted (m) of which were accepted. block: m + 1 tokens to commit.
+    target_tokens: int64, the full model's choice for rows 0..m at least, None without a recorder; p: the distributions it
+        was made from when sampling, else None.
+    dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
+    num_discarded: rows run ahead of a decision to drop their token.
+    drafted, verified: `perf_counter` when drafting and when verifying had been launched.
+    The rest as in `RoundRecord`.
+    """
+
+    draft_tokens: tuple[int, ...]
+    num_accepted: int
+    block: list[int]
+    target_tokens: Tensor | None
+    p: Tensor | None
+    stop_cause: StopCause
+    confidences: tuple[float, ...] | None
+    acceptance_probabilities: tuple[float, ...] | None
+    drafted: float
+    verified: float
+    dropped_token: int | None = None
+    num_discarded: int = 0
+
+    @property
+    def dropped_acceptance(self) -> float | None:
+        """See `RoundRecord`: known where every draft before it was accepted."""
+        if self.dropped_token is None or self.num_accepted < len(self.draft_tokens):
+            return None
+        return float(self.block[-1] == self.dropped_token)
+
+
+class Runner(Protocol):
+    """Runs rounds on one KV cache. num_captures, capture_seconds: since it was made; 0 for one that captures nothing."""
+
+    cache: KVCache
+
+    @property
+    def num_captures(self) -> int:
+        """Captures made so far."""
+        ...
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that they took."""
+        ...
+
+    def begin(self) -> None:
+        """A new text begins: nothing of the one before may be relied on."""
+        ...
+
+    def clear(self) -> None:
+        """Forget the numbers of a text that broke off because they were none."""
+        ...
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Within it the last round is learned from."""
+        ...
+
+    def recorder(self, layers: tuple[int, ...], max_rows: int) -> ShadowRecorder:
+        """A recorder of these layers with room for so many rows."""
+        ...
+
+    def run(self, turn: Turn) -> Outcome:
+        """Draft, verify and accept; or take one plain step."""
+        ...
+
+
+class EagerRunner:
+    """Every operation is called from Python, when its turn comes."""
+
+    num_captures = 0
+    capture_seconds = 0.0
+
+    def __init__(self, model: LayerSkipModel, cache: KVCache) -> None:
+        self.cache = cache
+        self._model = model
+        self._drafter = Drafter(model)
+        self._recorder: ShadowRecorder | None = None
+
+    def begin(self) -> None:
+        """Nothing to forget."""
+
+    def clear(self) -> None:
+        """Nothing is read before it is written."""
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Whenever."""
+        return _WHENEVER
+
+    def recorder(self, layers: tuple[int, ...], max_rows: int) -> ShadowRecorder:
+        """See `Runner`."""
+        recorder = self._recorder
+        if recorder is None or recorder.layers != layers or recorder.max_rows < max_rows:
+            recorder = self._recorder = ShadowRecorder(self._model, layers, max(max_rows, 8))
+        return recorder
+
+    def run(self, turn: Turn) -> Outcome:
+        """See `Runner`."""
+        return self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
+
+    def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
+        sampler = turn.sampler
+        capture = None if turn.recorder is None else turn.recorder.capture
+        draft = self._drafter.draft(
+            turn.tokens,
+            turn.length,
+            turn.pending,
+            exit_layer=exit_layer,
+            max_speculations=turn.max_speculations,
+            cache=self.cache,
+            sampler=sampler,
+            policy=turn.policy,
+            needs=turn.needs,
+            eos=turn.eos,
+            capture=capture,
+        )
+        drafted = perf_counter()
+        logits = verify(self._model, draft, turn.length, exit_layer, self.cache, capture)
+        verified = perf_counter()
+        num_drafts = len(draft.tokens)
+        probabilities: tuple[float, ...] | None = None
+        p = None
+        processed = sampler.process(logits, turn.tokens, turn.length)
+        if draft.q is None:
+            target = argmax_tokens(processed, turn.length)
+            accepted = accept_greedy(draft.tokens, target)
+            block = target[: accepted + 1]
+        else:
+            p = processed.softmax(dim=-1)
+            drafts = turn.tokens[0, turn.length : turn.length + num_drafts]
+            uniforms = sampler.uniforms(num_drafts, drafts.device)
+            accepted, weights = accept_sampled(p, draft.q, drafts, uniforms)
+            block = [
+                *draft.tokens[:accepted],
+                sampler.draw(weights, f"position {turn.length + accepted}"),
+            ]
+            probabilities = tuple(acceptance_probabilities(p, draft.q, drafts).tolist())
+        return Outcome(
+            draft_tokens=tuple(draft.tokens),
+            num_accepted=accepted,
+            block=block,
+            # Row i's target token is what the full model says after the row: known for all rows that were verified.
+            target_tokens=None if turn.recorder is None else processed.argmax(dim=-1),
+            p=p,
+            stop_cause=draft.stop_cause,
+            confidences=draft.confidences,
+            acceptance_probabilities=probabilities,
+            drafted=drafted,
+            verified=verified,
+            dropped_token=draft.dropped_token,
+        )
+
+    def _step(self, turn: Turn) -> Outcome:
+        model, sampler, recorder = self._model, turn.sampler, turn.recorder
+        started = perf_counter()
+        watch = None if recorder is None else (lambda layer, rows: recorder.capture(0, layer, rows))
+        hidden = model.embed_one(turn.pending)
+        hidden = model.run_layers(hidden, 0, model.num_layers, self.cache, turn.length - 1, watch)
+        logits = model.logits(hidden)
+        verified = perf_counter()
+        p = None
+        processed = sampler.process(logits, turn.tokens, turn.length)
+        if sampler.do_sample:
+            p = processed.softmax(dim=-1)
+            block = [sampler.draw(p[0], f"position {turn.length}")]
+        else:
+            block = argmax_tokens(processed, turn.length)
+        return plain_outcome(block, None if recorder is None else processed.argmax(dim=-1), p, started, verified)
+
+
+def plain_outcome(
+    block: list[int], target_tokens: Tensor | None, p: Tensor | None, started: float, verified: float
+) -> Outcome:
+    """Of a round without speculation."""
+    return Outcome(
+        draft_tokens=(),
+        num_accepted=0,
+        block=block,
+        target_tokens=target_tokens,
+        p=p,
+        stop_cause="none",
+        confidences=None,
+        acceptance_probabilities=None,
+        drafted=started,
+        verified=verified,
+    )
+
+
+def argmax_tokens(logits: Tensor, position: int) -> list[int]:
+    """Argmax of each row, [rows, vocab]. Raises NonFiniteLogitsError for NaN or a row that is masked entirely.
+
+    position: in the text, of what the first row predicts.
+    """
+    best = logits.max(dim=-1)
+    return checked_tokens(best.indices.tolist(), best.values.tolist(), position)
+
+
+def checked_tokens(tokens: list[int], logits: list[float], position: int) -> list[int]:
+    """The tokens, if every logit that won is a number; else NonFiniteLogitsError."""
+    for offset, value in enumerate(logits):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise non_finite(f"position {position + offset}")
+    return tokens

@@ -1,0 +1,453 @@
+"""Captured rounds: what a replay is, what is captured, counted and given up, and that nothing of a round is baked in.
+
+On a CPU the stand-in replays noted operations; the tests marked `gpu` do the same with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scripted_policies import EVERY_POLICY, ScriptedExit, StopBelow, named_policy
+from tiny_llama import full_logits, reference_greedy, tiny_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+
+import selfspec.captured
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.static_model import StaticForward
+from policies import Policy, RoundRecord
+from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.calibrate import calibrate, measured_cost
+from selfspec.capture import Captures, RecordedOperations
+from selfspec.captured import captured_length
+from selfspec.kv_cache import KVCache
+from selfspec.report import summary_lines
+from selfspec.static_round import StaticRound
+
+PROMPT = [5, 1, 7]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("small_captures")
+
+
+def pair(llama: LlamaForCausalLM) -> tuple[SelfSpecGenerator, SelfSpecGenerator]:
+    """An eager and a captured generator over one model."""
+    model = from_transformers(llama, layout="plain")
+    return SelfSpecGenerator(model, runner="eager"), SelfSpecGenerator(model, runner="captured")
+
+
+# What a replay is
+
+
+def test_a_replay_does_the_same_work_on_new_numbers() -> None:
+    x, y, total = torch.tensor([1.0, 2.0]), torch.zeros(2), torch.zeros(1)
+
+    def body() -> None:
+        view = (x * 2)[1:]  # a view of something made on the way
+        y[1:].copy_(view)
+        total.add_(view)
+
+    recorded = RecordedOperations(body)
+    assert y.tolist() == [0.0, 4.0]
+    x.copy_(torch.tensor([0.0, 5.0]))
+    recorded.replay()
+    assert y.tolist() == [0.0, 10.0]
+    assert total.tolist() == [14.0]
+    assert recorded.num_bytes == 8  # x * 2
+
+
+def test_a_replay_keeps_a_number_that_was_read() -> None:
+    length, y = torch.tensor([2]), torch.zeros(4)
+    recorded = RecordedOperations(lambda: y[: length.tolist()[0]].add_(1))
+    length.fill_(4)
+    recorded.replay()
+    assert y.tolist() == [2.0, 2.0, 0.0, 0.0]  # as a graph would: baked in
+
+
+@pytest.mark.parametrize("read", [lambda x: int(x), lambda x: x.nonzero(), lambda x: x.item()])
+def test_waiting_for_the_device_is_refused_while_capturing(read: Any) -> None:
+    with pytest.raises(RuntimeError, match="wait for the device"):
+        RecordedOperations(lambda: read(torch.ones(1)))
+
+
+@pytest.mark.parametrize("bring", [lambda x: x + torch.tensor([2.0]), lambda x: torch.where(x > 0, x, -1)])
+def test_bringing_numbers_from_the_host_is_refused_while_capturing(bring: Any) -> None:
+    with pytest.raises(RuntimeError, match="copies from the host"):
+        RecordedOperations(lambda: bring(torch.ones(1)))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="copies from the host"):
+        RecordedOperations(lambda: bring(torch.ones(1)))
+
+
+def test_captures_are_counted_put_back_and_given_up() -> None:
+    x = torch.zeros(1)
+    captures = Captures(CPU, (x,), max_captures=2)
+    steps = {n: (lambda n=n: x.add_(n)) for n in (1, 2, 3)}
+    captures.ensure(1, steps[1])
+    assert x.tolist() == [0.0]  # capturing ran the body, and took that back
+    for key in (1, 2, 1, 3, 1):  # 3 takes the place of 2
+        captures.run(key, steps[key])
+    assert x.tolist() == [8.0]
+    assert (captures.num_captures, len(captures)) == (3, 2)
+    captures.run(2, steps[2])
+    assert captures.num_captures == 4
+    assert captures.seconds > 0
+
+
+def test_captures_stay_within_their_memory() -> None:
+    x, y = torch.zeros(8), torch.zeros(8)
+    captures = Captures(CPU, (), max_bytes=70)  # one capture's temporary tensor is 32 bytes
+    for key in range(5):
+        captures.run(key, lambda: y.copy_(x * 2))
+        assert captures.num_bytes <= 70
+    assert len(captures) == 2
+    alone = Captures(CPU, (), max_bytes=1)
+    alone.run("large", lambda: y.copy_(x * 2))
+    assert len(alone) == 1
+
+
+# Nothing is baked in
+
+
+def test_a_position_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that a capture invites: with a Python number for the position, the text is another one."""
+    original = StaticForward.run
+
+    def baked(self: StaticForward, hidden: Tensor, start: int, stop: int, positions: Tensor, *rest: Any) -> Tensor:
+        first = positions.tolist()[0]  # no operation: nothing notes it
+        return original(self, hidden, start, stop, torch.arange(first, first + positions.shape[0]), *rest)
+
+    expected = reference_greedy(llama64, PROMPT, max_new_tokens=20)
+    for policy in ("ar", "ls:2-3"):
+        assert pair(llama64)[1].generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens == expected
+    monkeypatch.setattr(StaticForward, "run", baked)
+    for policy in ("ar", "ls:2-3"):
+        assert pair(llama64)[1].generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens != expected
+
+
+def test_a_row_count_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of changing length share captures for row counts: were `last` a number, rounds would verify too few."""
+    original = StaticRound._judge
+
+    def baked(self: StaticRound, rows: int, choose: bool) -> None:
+        self.last = torch.full_like(self.last, self.last.tolist()[0])
+        original(self, rows, choose)
+
+    policy = Policy(ScriptedExit([(2, 2), (2, 3), (2, 1)]))
+    expected = reference_greedy(llama64, PROMPT, max_new_tokens=30)
+    eager, captured = pair(llama64)
+    rounds = eager.generate(PROMPT, max_new_tokens=30, policy=policy).stats.rounds
+    good = captured.generate(PROMPT, max_new_tokens=30, policy=policy)
+    assert (good.new_tokens, good.stats.rounds) == (expected, rounds)
+    monkeypatch.setattr(StaticRound, "_judge", baked)
+    bad = pair(llama64)[1].generate(PROMPT, max_new_tokens=30, policy=policy)
+    assert (bad.new_tokens, bad.stats.rounds) != (expected, rounds)
+
+
+# The same rounds as eager
+
+
+def facts(record: RoundRecord) -> tuple[Any, ...]:
+    """All of a record that is no time; numbers rounded."""
+    shadow = record.shadow
+    return (
+        record.exit_layer, record.draft_tokens, record.num_accepted, record.tokens, record.loaded_layers,
+        record.stop_cause, record.num_committed_before,
+        record.confidences and [round(c, 5) for c in record.confidences],
+        record.acceptance_probabilities and [round(c, 5) for c in record.acceptance_probabilities],
+        shadow and (shadow.tokens.tolist(), shadow.target_tokens.tolist()),
+        shadow and shadow.confidences.double().round(decimals=5).tolist(),
+    )  # fmt: skip
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"eos_token_id": [16, 3]},
+    {"repetition_penalty": 1.3, "eos_token_id": [11]},
+    {"do_sample": True, "seed": 4, "top_k": 8},
+    {"do_sample": True, "seed": 5, "eos_token_id": [3, 20], "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "eos", "processors", "sampled", "sampled with all"])
+def test_rounds_are_those_of_the_eager_runner(options: dict[str, Any]) -> None:
+    """Draft by draft: counts, causes, confidences, shadow tokens; samples, too, unless more was drawn than counts."""
+    eager, captured = pair(tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3))
+    causes: Counter[str] = Counter()
+    for name in EVERY_POLICY:
+        results = []
+        for engine in (eager, captured):
+            policy = named_policy(name, 2, 4)
+            results.append(engine.generate(PROMPT, max_new_tokens=25, policy=policy, trace=True, **options))
+        theirs, ours = results
+        ends = Counter(record.stop_cause for record in [*(ours.trace or ()), *(theirs.trace or ())])
+        causes += ends
+        if options.get("do_sample") and (ours.stats.num_discarded_rows or ends["eos"]):
+            continue  # more was drawn than the eager runner draws
+        assert [facts(r) for r in ours.trace or ()] == [facts(r) for r in theirs.trace or ()], name
+        assert ours.new_tokens == theirs.new_tokens
+        assert ours.stop_reason == theirs.stop_reason
+        assert ours.stats.etpl == theirs.stats.etpl
+        assert ours.stats.runner == "captured"
+        assert theirs.stats.runner == "eager"
+    assert causes["before_draw"] > 0 or options.get("do_sample")
+    assert causes["eos"] > 0 or "eos_token_id" not in options
+
+
+def test_no_layer_runs_twice_but_for_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by range of layers, as launched: one pass each, and one more through [0, E) for every dropped token."""
+    ran: Counter[tuple[int, int]] = Counter()
+    one_row, all_rows = StaticRound.one_row, StaticRound.all_rows
+
+    def counted_one(self: StaticRound, start: int, stop: int, *rest: Any) -> None:
+        ran.update((layer, int(self.position)) for layer in range(start, stop))
+        one_row(self, start, stop, *rest)
+
+    def counted_all(self: StaticRound, start: int, stop: int, *rest: Any) -> None:
+        first = int(self.base)
+        rows = range(first, first + int(self.last) + 1)
+        ran.update((layer, row) for layer in range(start, stop) for row in rows)
+        all_rows(self, start, stop, *rest)
+
+    monkeypatch.setattr(StaticRound, "one_row", counted_one)
+    monkeypatch.setattr(StaticRound, "all_rows", counted_all)
+    llama = tiny_llama(late_scale=0.2, seed=3)
+    _, captured = pair(llama)
+    for stopping in (None, StopBelow(0.4)):
+        ran.clear()
+        policy = Policy(ScriptedExit([(2, 3)]), stopping)
+        result = captured.generate(PROMPT, max_new_tokens=30, policy=policy, trace=True)
+        expected: Counter[tuple[int, int]] = Counter()
+        for record in result.trace or ():
+            first = record.num_committed_before - 1
+            for row in range(first, first + record.num_drafted + 1):
+                expected.update((layer, row) for layer in range(4))
+        extra = ran - expected
+        assert not expected - ran
+        assert result.stats.num_discarded_rows == sum(extra.values()) / 2
+        assert (result.stats.num_discarded_rows > 0) is (stopping is not None)
+
+
+# What is captured, and when
+
+
+def test_nothing_is_captured_per_length_or_after_warming_up() -> None:
+    model = from_transformers(tiny_llama(num_layers=6, seed=3), layout="plain")
+    engine = SelfSpecGenerator(model, policy="auto:cost=layers", runner="captured")
+    count, seconds = engine.warm_up(max_length=64)
+    assert count > 0
+    assert seconds > 0
+    for prompt in ([1], [1, 2, 3] * 8):
+        stats = engine.generate(prompt, max_new_tokens=40).stats
+        assert (stats.num_captures, stats.capture_seconds) == (0, 0.0)
+        assert stats.rounds > 3
+    assert engine.warm_up(max_length=64)[0] == 0
+    again = SelfSpecGenerator(model, policy="ls:2-3", runner="captured")
+    first = again.generate([1], max_new_tokens=40).stats
+    assert 0 < first.capture_seconds < first.seconds
+    second = again.generate([1], max_new_tokens=40)
+    assert second.stats.num_captures == 0
+    assert "captures" not in "".join(summary_lines(second, "length", 6))
+    told = summary_lines(replace(second, stats=first), "length", 6)[-1]
+    assert told.endswith(f"for {first.num_captures} captures, which last")
+    assert SelfSpecGenerator(model, runner="eager").warm_up("ar") == (0, 0.0)
+
+
+def test_ranges_of_layers_are_shared() -> None:
+    """6 layers in blocks of 2. Plain steps capture [0, 2), [2, 4), [4, 6); exit layer 4 drafts with the first two of them
+    and adds [4, 6) for several rows; exit layer 3 adds [2, 3), and for several rows [3, 4)."""
+    model = from_transformers(tiny_llama(num_layers=6, seed=3), layout="plain")
+    engine = SelfSpecGenerator(model, runner="captured")
+    captures = [
+        engine.generate([1], max_new_tokens=6, policy=policy).stats.num_captures
+        for policy in ("ar", "ls:4-1", "ls:3-1", "ls:2-1")
+    ]
+    # ar: three ranges and the judgement; 4: one range, the look, a judgement of two rows; 2: [2, 4) for two rows.
+    # Each first text also ends with a round of a plain step or one row, which are there by then.
+    assert captures == [4, 3, 2, 1]
+
+
+def test_a_text_that_outgrows_the_cache_captures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfspec.captured, "SMALLEST_CACHE", 16)
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    engine = pair(llama)[1]
+    for length, captures in ((12, True), (8, False), (40, True), (30, False)):
+        result = engine.generate(PROMPT, max_new_tokens=length, policy="ls:2-2")
+        assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=length)
+        assert (result.stats.num_captures > 4) is captures  # the last round may be shorter than any before
+
+
+def test_the_cache_of_captures_grows_by_powers_of_two() -> None:
+    assert captured_length(100, 8192) == 4096
+    assert captured_length(4097, 8192) == 8192
+    assert captured_length(5000, 6000) == 6000
+    assert captured_length(100, 64) == 100
+
+
+def test_few_captures_at_a_time_and_the_same_text(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Captures.__init__, "__kwdefaults__", {"max_bytes": 1 << 30, "max_captures": 2})
+    engine = pair(llama64)[1]
+    policy = Policy(ScriptedExit([(1, 3), (None, 0), (3, 1)]), StopBelow(0.3))
+    result = engine.generate(PROMPT, max_new_tokens=25, policy=policy)
+    assert result.new_tokens == reference_greedy(llama64, PROMPT, max_new_tokens=25)
+    assert result.stats.num_captures > 20
+
+
+def test_a_longer_draft_than_ever_gets_larger_buffers(llama64: LlamaForCausalLM) -> None:
+    engine = pair(llama64)[1]
+    for policy in ("ls:2-2", "ls:2-20", "ls:2-2"):
+        result = engine.generate(PROMPT, max_new_tokens=30, policy=policy)
+        assert result.new_tokens == reference_greedy(llama64, PROMPT, max_new_tokens=30)
+
+
+# Failures
+
+
+class NotANumber(LogitsProcessor):
+    """NaN from a length on."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * torch.nan if input_ids.shape[1] >= self.length else scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("policy", ["ar", "ls:2-3", "dv:2"])
+def test_no_distribution_is_an_error_and_the_next_text_is_right(
+    policy: str, do_sample: bool, llama64: LlamaForCausalLM
+) -> None:
+    engine = pair(llama64)[1]
+    with pytest.raises(NonFiniteLogitsError):
+        engine.generate(
+            PROMPT, max_new_tokens=20, policy=policy, do_sample=do_sample, seed=1,
+            logits_processor=LogitsProcessorList([NotANumber(9)]),
+        )  # fmt: skip
+    result = engine.generate(PROMPT, max_new_tokens=20, policy=policy)
+    assert result.new_tokens == reference_greedy(llama64, PROMPT, max_new_tokens=20)
+
+
+def test_what_is_left_of_numbers_that_were_none_is_cleared(llama64: LlamaForCausalLM) -> None:
+    """A masked position is multiplied by 0, which leaves NaN a NaN."""
+    model = from_transformers(llama64, layout="plain")
+    cache = KVCache(model, 64)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    with torch.inference_mode():
+        rounds = selfspec.captured.CapturedRunner(model, cache)
+        rounds.layers(2, 10)
+        assert rounds._round.hidden.isfinite().all()
+
+
+def test_another_runner_is_refused(llama64: LlamaForCausalLM) -> None:
+    model = from_transformers(llama64, layout="plain")
+    with pytest.raises(ValueError, match="runner must be one of auto, eager, captured, got 'fast'"):
+        SelfSpecGenerator(model, runner="fast")  # type: ignore[arg-type]
+    assert SelfSpecGenerator(model).runner == "eager"
+
+
+def test_calibration_times_the_runner_in_use() -> None:
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    cost = calibrate(model, "captured")
+    assert len(cost.layer_seconds) == len(cost.head_seconds) == 13
+    assert cost.description.endswith("captured")
+    assert measured_cost(model, "captured") is not measured_cost(model)
+    assert measured_cost(model, "captured").description != measured_cost(model).description
+
+
+# The same with CUDA graphs
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=["greedy", "eos", "processors"])
+def test_graphs_give_the_model_s_own_text(options: dict[str, Any], cuda: torch.device) -> None:
+    """Every policy in float64, where equality is exact, on one cache."""
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
+    expected = reference_greedy(
+        llama, PROMPT, max_new_tokens=40, **{k: v for k, v in options.items() if k != "do_sample"}
+    )
+    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
+    assert engine.runner == "captured"
+    for name in EVERY_POLICY:
+        result = engine.generate(PROMPT, max_new_tokens=40, policy=named_policy(name, 2, 4), **options)
+        assert result.new_tokens == expected, name
+
+
+@pytest.mark.gpu
+def test_graphs_sample_as_the_eager_runner_does(cuda: torch.device) -> None:
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3).to(cuda)
+    eager, captured = pair(llama)
+    for seed in range(5):
+        for policy in ("ar", "ls:1-3", "dv:2"):
+            options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "seed": seed, "top_k": 8}
+            theirs = eager.generate(PROMPT, policy=named_policy(policy, 2, 4), **options)
+            ours = captured.generate(PROMPT, policy=named_policy(policy, 2, 4), **options)
+            assert ours.new_tokens == theirs.new_tokens
+
+
+@pytest.mark.gpu
+def test_graphs_in_bfloat16_take_the_argmax_or_a_near_tie(cuda: torch.device) -> None:
+    for seed in range(6):
+        llama = tiny_llama(num_layers=4, dtype=torch.bfloat16, seed=seed, heads=8, kv_heads=2, head_dim=16).to(cuda)
+        engine = SelfSpecGenerator(from_transformers(llama))
+        for policy in ("ar", "ls:1-4", "auto:cost=layers"):
+            new = engine.generate(PROMPT, max_new_tokens=40, policy=policy).new_tokens
+            with torch.no_grad():
+                logits = llama(torch.tensor([PROMPT + new], device=cuda), use_cache=False).logits[0].float().cpu()
+            rows = logits[len(PROMPT) - 1 : -1]
+            gaps = rows.max(dim=-1).values - rows.gather(-1, torch.tensor(new)[:, None])[:, 0]
+            assert float(gaps.max()) <= 0.3
+
+
+class NoWaiting:
+    """Makes every call that waits for the whole device an error, from the first token until the text nears its end."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def put(self, value: Tensor) -> None:
+        self.pieces += 1
+        if self.pieces == 2:  # the prompt and the first token
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_round(self, record: RoundRecord) -> None:
+        if record.num_committed_before > 20:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_warm_graph_runner_never_waits_for_the_device(cuda: torch.device) -> None:
+    """All reads go through pinned memory and events: PyTorch's own watch over synchronising calls stays silent."""
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3).to(cuda)))
+    for policy in ("ar", "ls:2-3", "dv:2"):
+        engine.generate(PROMPT, max_new_tokens=40, policy=policy)
+        engine.generate(PROMPT, max_new_tokens=40, policy=policy, streamer=NoWaiting())
+
+
+def test_full_logits_agree_with_a_static_pass(llama64: LlamaForCausalLM) -> None:
+    """Rows in any order of launching, at positions on the device, over a span longer than the text."""
+    model: LayerSkipModel = from_transformers(llama64, layout="plain")
+    cache = KVCache(model, 32)
+    cache.keys.zero_()
+    cache.values.zero_()
+    forward = StaticForward(model, cache.keys, cache.values)
+    text = [3, 8, 1, 0, 22, 5]
+    with torch.inference_mode():
+        hidden = model.embed(torch.tensor(text))
+        states = [forward.run(hidden[:4], 0, 4, torch.arange(4), 16)]
+        states += [forward.run(hidden[i : i + 1], 0, 4, torch.tensor([i]), span) for i, span in ((4, 8), (5, 32))]
+        logits = model.logits(torch.cat(states))
+    torch.testing.assert_close(logits, full_logits(llama64, text), rtol=0, atol=1e-5)
