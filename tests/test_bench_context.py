@@ -104,6 +104,9 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     parts = sections(found)
     assert set(parts) == {"headline", "contexts", "memory", "machine"}
     assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]
+    page = record.with_suffix(".html")
+    assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0
+    assert page.read_text(encoding="utf-8").count("<svg") == 1
     unread = ["--no-prefill", "--no-peers", "--no-memory", "--output", str(record)]
     result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
     assert result.exit_code == 0, result.output
