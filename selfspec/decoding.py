@@ -18,6 +18,19 @@ from selfspec.stats import StatsBuilder
 from selfspec.stop_conditions import StopReason
 
 _PREFILL_CHUNK = 1024  # rows per prefill pass, so that a long prompt's activations stay small
+_MASK_ELEMENTS = 4 << 20  # and rows * positions of the pass's attention mask: 16 MB in float32
+_FEWEST_ROWS = 128
+
+
+def _prefill_starts(length: int) -> list[int]:
+    """Where the passes over a prompt of so many tokens begin: shorter ones far into a long text, whose masks are wide."""
+    starts = [0]
+    while True:
+        end = starts[-1] + _PREFILL_CHUNK
+        rows = _PREFILL_CHUNK if len(starts) == 1 else min(_PREFILL_CHUNK, max(_FEWEST_ROWS, _MASK_ELEMENTS // end))
+        if starts[-1] + rows >= length:
+            return starts
+        starts.append(starts[-1] + rows)
 
 
 class Decoding:
@@ -66,7 +79,7 @@ class Decoding:
         if learned:
             recorder = ShadowRecorder(model, self.needs.shadow_layers, learned)
         hidden = prompt.new_empty(0)
-        starts = list(range(0, self.length, _PREFILL_CHUNK))
+        starts = _prefill_starts(self.length)
         if recorder is not None and starts[-1] > self.length - learned:
             first_learned = self.length - learned  # from here on, all in the last pass
             starts = [*(first for first in starts if first < first_learned), first_learned]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from scripted_policies import StopBelow, fixed
-from tiny_llama import request_for, tiny_llama
+from tiny_llama import reference_greedy, request_for, tiny_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip_models import from_transformers
 from policies import Policy, parse_policy
-from selfspec import SelfSpecGenerator
+from selfspec import SelfSpecGenerator, decoding
 from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
 
@@ -95,3 +95,29 @@ def test_ten_thousand_tokens_in_pieces_do_not_grow_memory() -> None:
             after_warm_up = live_bytes()
     assert produced == 10_000
     assert live_bytes() == after_warm_up
+
+
+@pytest.mark.parametrize("length", [1, 1024, 1025, 5000, 40000])
+def test_prefill_passes_keep_their_masks_small(length: int) -> None:
+    starts = decoding._prefill_starts(length)
+    ends = [*starts[1:], length]
+    assert starts[0] == 0
+    assert all(start < end for start, end in zip(starts, ends))
+    assert max(end - start for start, end in zip(starts, ends)) <= 1024
+    masks = [(end - start) * end for start, end in zip(starts, ends) if start and end - start > 128]
+    assert max(masks, default=0) <= 4 << 20
+    assert len(starts) == -(-length // 1024) or length > 4096
+
+
+def test_prefill_in_passes_that_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_PREFILL_CHUNK", 50)
+    monkeypatch.setattr(decoding, "_MASK_ELEMENTS", 50 * 120)
+    monkeypatch.setattr(decoding, "_FEWEST_ROWS", 10)
+    prompt = [i * i % 23 for i in range(301)]
+    starts = decoding._prefill_starts(301)
+    assert [end - start for start, end in zip(starts, [*starts[1:], 301])][:3] == [50, 50, 40]
+    llama = tiny_llama(num_layers=3, dtype=torch.float64, max_position_embeddings=400, seed=3)
+    result = SelfSpecGenerator(from_transformers(llama, layout="plain")).generate(
+        prompt, max_new_tokens=20, exit_layer=1, num_speculations=3
+    )
+    assert result.new_tokens == reference_greedy(llama, prompt, max_new_tokens=20)
