@@ -8,6 +8,7 @@ copies, because the model it is given must stay as it is.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -205,17 +206,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
 
     layers = []
     for layer in decoder.layers:
-        norms = {
-            "qkv": norm(layer.input_layernorm.weight),
-            "gate_up": norm(layer.post_attention_layernorm.weight),
-        }
-        fused = _fuse_layer(layer, config)
-        for kind, before in norms.items():
-            factors = before.fold()
-            if factors is not None:
-                fused[kind][0].mul_(factors)
-        projections = {kind: linear(kind, *parts) for kind, parts in fused.items()}
-        layers.append(DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections))
+        layers.append(convert_layer(layer, config, linear))
         if release:
             _release(layer)
 
@@ -242,6 +233,23 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     if release:
         _release(model)
     return result
+
+
+def convert_layer(
+    layer: LlamaDecoderLayer, config: LlamaConfig, linear: Callable[[str, Tensor, Tensor | None], Linear]
+) -> DecoderLayer:
+    """Copy a transformers layer into the fused layout. linear: makes one of its four matrices, (kind, weight, bias)."""
+    norms = {
+        "qkv": RMSNorm(layer.input_layernorm.weight.detach().clone(), config.rms_norm_eps),
+        "gate_up": RMSNorm(layer.post_attention_layernorm.weight.detach().clone(), config.rms_norm_eps),
+    }
+    fused = _fuse_layer(layer, config)
+    for kind, before in norms.items():
+        factors = before.fold()
+        if factors is not None:
+            fused[kind][0].mul_(factors)
+    projections = {kind: linear(kind, *parts) for kind, parts in fused.items()}
+    return DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections)
 
 
 def _fuse_layer(layer: LlamaDecoderLayer, config: LlamaConfig) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -285,6 +293,7 @@ __all__ = [
     "LAYERSKIP_CHECKPOINTS",
     "SUPPORTED_ARCHITECTURES",
     "check_config",
+    "convert_layer",
     "from_transformers",
     "load_config",
     "load_demo",

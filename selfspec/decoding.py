@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from policies import Plan, Policy, RoundContext, RoundRecord, check_exit_layer
+from policies import Plan, Policy, RoundContext, RoundRecord, Spent, check_exit_layer
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.config import Request
-from selfspec.draft import Drafter
+from selfspec.draft import Capture, Drafter
+from selfspec.exit_history import ExitHistory
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
 from selfspec.shadow import ShadowRecorder
@@ -40,6 +42,9 @@ class Decoding:
         self.stats = StatsBuilder()
         self.prefill_seconds = 0.0
         self.recorder: ShadowRecorder | None = None
+        self.history: ExitHistory | None = None
+        if self.needs.context_layers:
+            self.history = ExitHistory(model, self.needs.context_layers, cache.max_length)
 
     def run(self) -> Iterator[tuple[list[int], RoundRecord | None]]:
         """Yield (committed tokens, record) for the prefill (record None) and for every round, until the text ends."""
@@ -60,7 +65,8 @@ class Decoding:
             learned = self.length - recorder.max_rows  # from here on, all in the last pass
             starts = [*(first for first in starts if first < learned), learned]
         for first, last in zip(starts, [*starts[1:], self.length]):
-            watch = recorder.capture_last if recorder is not None and last == self.length else None
+            learn = recorder.capture_last if recorder is not None and last == self.length else None
+            watch = learn if self.history is None else _both(learn, partial(self.history.recording(first), 0))
             hidden = model.run_layers(model.embed(prompt[first:last]), 0, model.num_layers, self.cache, first, watch)
         self.cache.roll_back(self.length)
         logits = model.logits(hidden[-1:])
@@ -92,7 +98,7 @@ class Decoding:
             self.policy.stopping.start_round(plan)
         threshold = None if self.policy.stopping is None else self.policy.stopping.threshold(exit_layer)
         recorder = self._recorder_for(cap + 1)
-        capture = None if recorder is None else recorder.capture
+        capture = self._capture(recorder)
 
         started = perf_counter()
         draft = self.drafter.draft(
@@ -107,8 +113,10 @@ class Decoding:
             needs=self.needs,
             eos=self.request.stops.eos,
             capture=capture,
+            context=self.history,
         )
         drafted = perf_counter()
+        spent = Spent() if self.policy.stopping is None else self.policy.stopping.spent()
         logits = verify(self.model, draft, self.length, exit_layer, self.cache, capture)
         verified = perf_counter()
 
@@ -155,8 +163,10 @@ class Decoding:
             shadow=shadow,
             acceptance=plan.acceptance,
             threshold=threshold,
-            draft_seconds=drafted - started,
+            draft_seconds=drafted - started - spent.seconds,
             verify_seconds=verified - drafted,
+            preverifier_layers=spent.layers,
+            preverify_seconds=spent.seconds,
         )
         return self._finish(record, committed, learning)
 
@@ -165,7 +175,8 @@ class Decoding:
         started = perf_counter()
         num_before = self.length
         recorder = self._recorder_for(1)
-        watch = None if recorder is None else (lambda layer, rows: recorder.capture(0, layer, rows))
+        capture = self._capture(recorder)
+        watch = None if capture is None else partial(capture, 0)
         hidden = self.model.embed_one(self.pending)
         hidden = self.model.run_layers(hidden, 0, self.model.num_layers, self.cache, self.length - 1, watch)
         logits = self.model.logits(hidden)
@@ -212,6 +223,11 @@ class Decoding:
             self.recorder = ShadowRecorder(self.model, self.needs.shadow_layers, max(rows, 8))
         return self.recorder
 
+    def _capture(self, recorder: ShadowRecorder | None) -> Capture | None:
+        """What sees this round's hidden states: the recorder, the history, both or nobody."""
+        learn = None if recorder is None else recorder.capture
+        return learn if self.history is None else _both(learn, self.history.recording(self.length - 1))
+
     def _argmax(self, logits: Tensor) -> list[int]:
         """Argmax of each row, [rows, vocab]. Raises NonFiniteLogitsError for NaN or a row that is masked entirely."""
         best = logits.max(dim=-1)
@@ -230,3 +246,15 @@ class Decoding:
         self.pending = block[count - 1]
         self.cache.roll_back(self.length - 1)
         return block[:count]
+
+
+def _both(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
+    """Call both with the same arguments."""
+    if first is None:
+        return second
+
+    def call(*arguments: object) -> None:
+        first(*arguments)
+        second(*arguments)
+
+    return call
