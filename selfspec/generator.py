@@ -19,14 +19,13 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, from_transformers, load_model, load_tokenizer
-from layerskip_models.preverifier import LeanPreVerifier, check_fits, lean, load_preverifier
 from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from selfspec.calibrate import measured_cost
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.kv_cache import KVCache
-from selfspec.preverify import PreVerification, beside
+from selfspec.preverify import PreVerifiers
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
 
@@ -90,7 +89,7 @@ class SelfSpecGenerator:
             self._source_version = _weights_version(model)
         self.tokenizer = tokenizer
         self._policies: dict[str, Policy] = {}
-        self._preverifiers: dict[str, LeanPreVerifier] = {}
+        self.load_preverifier = PreVerifiers(self.model)  # Pacer's, for policies by name
         self._default = policy
         if policy is not None:
             self._named_policy(policy)  # a wrong one is an error here, not at the first call
@@ -271,18 +270,6 @@ class SelfSpecGenerator:
             )
         return self._policies[name]
 
-    def load_preverifier(self, folder: str | None = None) -> PreVerification:
-        """Pacer's pre-verifier from a folder, or the one beside the checkpoint, ready for one policy.
-
-        Raises FileNotFoundError or ValueError if there is none, or if it was trained for another model.
-        """
-        path = beside(self.model) if folder is None else folder
-        if path not in self._preverifiers:
-            module = load_preverifier(path)
-            check_fits(module.config, self.model, path)
-            self._preverifiers[path] = lean(module, self.model.dtype, self.model.device)
-        return PreVerification(self._preverifiers[path])
-
     def resolve_policy(
         self,
         policy: str | Policy | None = None,
@@ -314,6 +301,7 @@ class SelfSpecGenerator:
         version = _weights_version(self._source)
         if version != self._source_version:
             self.model = from_transformers(self._source)
+            self.load_preverifier = PreVerifiers(self.model)
             self._source_version = version
             self._idle_caches.clear()
 

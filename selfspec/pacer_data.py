@@ -62,7 +62,8 @@ def sample_prompts(
     """Token ids of `count` prompts: pieces of max_tokens/8 to max_tokens tokens of the sources, each giving its share.
 
     A .jsonl[.gz] source gives its prompts whole, cut to their last max_tokens tokens. Of texts, documents that a hash keeps
-    for evaluation are used only when held_out is true, the others only when it is false. A function of its arguments.
+    for evaluation are used only when held_out is true, the others only when it is false. In a random order; a function of
+    its arguments.
     """
     rng = np.random.default_rng([seed, held_out])
     total = sum(source.weight for source in sources)
@@ -91,7 +92,7 @@ def sample_prompts(
             length = min(int(rng.integers(max(max_tokens // 8, 1), max_tokens + 1)), len(stream))
             start = int(rng.integers(0, len(stream) - length + 1))
             chosen.append(stream[start : start + length])
-    return chosen
+    return [chosen[index] for index in rng.permutation(len(chosen))]
 
 
 def make_data(

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.preverifier import CONFIG_FILE, FOLDER, SCOPES, LeanPreVerifier
+from layerskip_models.preverifier import (
+    CONFIG_FILE,
+    FOLDER,
+    SCOPES,
+    LeanPreVerifier,
+    check_fits,
+    lean,
+    load_preverifier,
+)
 from policies import ContextStates
 from selfspec.kv_cache import KVCache
 
@@ -97,12 +105,36 @@ class PreVerification:
         return cache
 
 
-def beside(model: LayerSkipModel) -> str:
-    """The folder of the pre-verifier that lies beside a model's weights. ValueError if there is none."""
-    folder = Path(model.name or "") / FOLDER
-    if model.name is None or not (folder / CONFIG_FILE).is_file():
-        raise ValueError(
-            f"there is no pre-verifier beside {model.name or 'this model'}: train one with selfspec train-pacer and say"
-            " pacer:FOLDER"
-        )
-    return str(folder)
+class PreVerifiers:
+    """Loads pre-verifiers for one model, each once: what `parse_policy` is given."""
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        self._model = model
+        self._loaded: dict[str, LeanPreVerifier] = {}
+
+    def __call__(self, folder: str | None = None) -> PreVerification:
+        """From a folder, or the one beside the checkpoint, ready for one policy.
+
+        Raises FileNotFoundError or ValueError if there is none, or if it was trained for another model.
+        """
+        path = self.beside() if folder is None else folder
+        if path not in self._loaded:
+            module = load_preverifier(path)
+            check_fits(module.config, self._model, path)
+            self._loaded[path] = lean(module, self._model.dtype, self._model.device)
+        return PreVerification(self._loaded[path])
+
+    def beside(self) -> str:
+        """The folder of the pre-verifier that lies beside the model's weights. ValueError if there is none."""
+        name = self._model.name
+        if not has_preverifier(name):
+            raise ValueError(
+                f"there is no pre-verifier beside {name or 'this model'}: train one with selfspec train-pacer and say"
+                " pacer:FOLDER"
+            )
+        return str(Path(name or "") / FOLDER)
+
+
+def has_preverifier(name: str | None) -> bool:
+    """Whether one lies beside the checkpoint of this name, a folder."""
+    return name is not None and (Path(name) / FOLDER / CONFIG_FILE).is_file()

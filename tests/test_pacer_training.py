@@ -71,7 +71,7 @@ def test_labels_are_those_of_the_engine_drafting_from_one_position(ignore_eos: b
 def test_drafts_end_behind_their_mismatch() -> None:
     engine = generator()
     long, short = (
-        list(draft_traces(engine, PROMPTS[0], DataPlan(exit_layers=(2,), response_tokens=24, behind=behind), seed=0))[0]
+        next(draft_traces(engine, PROMPTS[0], DataPlan(exit_layers=(2,), response_tokens=24, behind=behind), seed=0))
         for behind in (50, 1)
     )
     assert short.accepted.equal(long.accepted)
