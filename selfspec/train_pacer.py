@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from layerskip_models.preverifier import (
 )
 from layerskip_models.training_data import block_order
 from policies.base import check_exit_layer
+from policies.pacer import MAX_LENGTH
 from policies.pacer_training import (
     DraftTrace,
     behind_mismatch,
@@ -40,12 +41,14 @@ from policies.pacer_training import (
     quality,
     running_products,
 )
+from policies.pacer_tuning import PlayedDraft, best_settings
 from selfspec.cli_common import load_generator, progress
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer_config import OPERATIONAL_FIELDS, PreVerifierTraining
 from selfspec.pacer_data import DataPlan, make_data, read_traces, sample_prompts
 
 MODEL_FOLDER = "preverifier"
+_KEPT_BACK = 8
 
 
 def train_preverifier(config: PreVerifierTraining, console: Console | None = None) -> Path:
@@ -85,7 +88,42 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     traces = list(read_traces(output_dir / "data" / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
-    return _Run(config, accelerator, module, traces, output_dir, console).execute()
+    mine, kept_back = split_responses(traces)
+    return _Run(config, accelerator, module, mine, kept_back, generator.model.num_layers, output_dir, console).execute()
+
+
+def split_responses(traces: Sequence[DraftTrace]) -> tuple[list[DraftTrace], list[DraftTrace]]:
+    """(to train on, to choose the stopping rule's settings on): every eighth response, with all its layers, is kept back."""
+    parts: tuple[list[DraftTrace], list[DraftTrace]] = ([], [])
+    number, last = -1, 1 << 30
+    for trace in traces:  # a response's layers ascend
+        number += trace.exit_layer <= last
+        last = trace.exit_layer
+        parts[number % _KEPT_BACK == _KEPT_BACK - 1].append(trace)
+    return parts
+
+
+def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
+    """What the network says of every draft, for `policies.pacer_tuning`."""
+    module.eval()
+    played = []
+    for trace in traces:
+        with torch.inference_mode():
+            estimates = trace_logits(module, trace).sigmoid().cpu()
+        if module.config.estimates == "conditional":
+            estimates = running_products(estimates, trace.lengths)
+        parts = zip(estimates.split(trace.lengths.tolist()), trace.accepted.tolist(), trace.lengths.tolist())
+        played += [
+            PlayedDraft(
+                exit_layer=trace.exit_layer,
+                estimates=tuple(part.tolist()),
+                accepted=accepted,
+                is_cut=accepted < length < window,
+            )
+            for part, accepted, length in parts
+        ]
+    module.train()
+    return played
 
 
 def _name(model: str | None) -> str:
@@ -160,6 +198,8 @@ class _Run:
     accelerator: Accelerator
     module: PreVerifierModule
     traces: list[DraftTrace]
+    kept_back: list[DraftTrace]
+    num_layers: int
     output_dir: Path
     console: Console
 
@@ -201,6 +241,7 @@ class _Run:
                     self._save(done, optimizer)
         if is_main:
             target = self.output_dir / MODEL_FOLDER
+            self._choose_settings()
             checkpoints.write_folder(target, lambda path: save_preverifier(self.module, path))
             held_out = list(read_traces(self.output_dir / "data" / "held-out"))
             measured = evaluate(self.module, held_out, self.traces)
@@ -208,6 +249,20 @@ class _Run:
             self.console.print("\n".join(quality_lines(measured)))
         self.accelerator.wait_for_everyone()
         return self.output_dir / MODEL_FOLDER
+
+    def _choose_settings(self) -> None:
+        """Put the stopping rule's best settings, on the responses kept back, into the pre-verifier's config."""
+        played = played_drafts(self.module, self.kept_back, self.config.window)
+        settings = best_settings(played, self.num_layers, max_length=MAX_LENGTH)
+        for setting in settings:
+            self.console.print(
+                f"exit layer {setting.exit_layer}: b={setting.b}, t={setting.t}, rho={setting.rho};"
+                f" {setting.tokens_per_layer * self.num_layers:.3f} times plain decoding's tokens per layer"
+            )
+        if settings:
+            best = settings[0]
+            chosen = {"exit_layer": best.exit_layer, "b": best.b, "t": best.t, "rho": best.rho}
+            self.module.config = replace(self.module.config, policy=chosen)
 
     def _step(self, step: int, size: int) -> float:
         """Gradient of one batch, summed over the processes; returns its loss. The batch follows from (seed, step)."""

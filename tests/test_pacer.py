@@ -26,6 +26,7 @@ from layerskip_models.preverifier import (
 )
 from policies import DraftRow, LayerCost, PacerStopping, Plan, Policy, WithPreVerifier, parse_policy
 from policies.fixed import FixedExit
+from policies.pacer_tuning import PlayedDraft, best_settings, play
 from selfspec import SelfSpecGenerator
 from selfspec.exit_history import ExitHistory
 from selfspec.preverify import PreVerification
@@ -101,6 +102,20 @@ def test_what_a_round_spends_and_when_it_is_not_judged() -> None:
 def test_settings_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         PacerStopping(Scripted(), **options)
+
+
+def test_playing_by_hand() -> None:
+    """L = 8, E = 2, b = 2, t = .5. A draft of 5, all accepted, ends with the text: judged twice, 6 tokens for 5 * 2 + 8 + 2
+    layers. One that failed at once, (.9, .2), goes on (mean .55), then nothing is known: 1 token for 4 * 2 + 8 + 2."""
+    good = PlayedDraft(exit_layer=2, estimates=(0.9, 0.9, 0.8, 0.8, 0.7), accepted=5, is_cut=False)
+    bad = PlayedDraft(exit_layer=2, estimates=(0.9, 0.2), accepted=0, is_cut=True)
+    assert play([good], 8, b=2, t=0.5, rho=1.0, max_length=32) == pytest.approx(6 / 20)
+    assert play([bad], 8, b=2, t=0.5, rho=1.0, max_length=32) == pytest.approx(1 / 18)
+    assert play([bad], 8, b=2, t=0.55, rho=1.0, max_length=32) == pytest.approx(1 / 13)
+    assert play([good], 8, b=2, t=0.7, rho=1.2, max_length=32) == pytest.approx(5 / 18)  # .8 is not above .84
+    assert play([good], 8, b=2, t=0.5, rho=1.0, max_length=4) == pytest.approx(5 / 17)
+    best = best_settings([good, good, bad], 8, max_length=32)[0]
+    assert best.exit_layer == 2 and best.tokens_per_layer >= 13 / (20 + 20 + 13)
 
 
 def test_names() -> None:
