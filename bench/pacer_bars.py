@@ -2,7 +2,7 @@
 
     python -m bench.pacer_bars docs/data/pacer.jsonl --exit-layer 2
 
-Tokens per loaded layer over plain decoding's; a pre-verifier's passes are loaded layers. The fixed lengths (1 to 8) are replayed
+Tokens per loaded layer over plain decoding's; a pre-verifier's passes are loaded layers. Fixed lengths (1 to 8) are replayed
 from the record's grid, each kind with the one that was best on its very prompts.
 """
 

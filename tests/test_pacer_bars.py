@@ -21,7 +21,7 @@ def sample(engine: str, task: str, layers: int, passes: int, exit_layer: int = 2
 
 
 def test_table_by_hand() -> None:
-    """8 layers. Kind a: ls:2-1 has 12 tokens in 48 layers, 2.0 times plain's 1/8; pacer 12 in 40 + 8, as many; dv 12 in 96."""
+    """8 layers. Kind a: ls:2-1 has 12 tokens in 48 layers, 2.0 times plain's 1/8; pacer in 40 + 8, as many; dv in 96."""
     cells = {"ls:2-1": [12, 48, 1.0], "ls:2-2": [12, 60, 1.0], "ls:3-1": [12, 12, 1.0]}
     lines = [
         {"kind": "run", "configuration": {"num_layers": 8}},

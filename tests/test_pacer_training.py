@@ -29,7 +29,7 @@ from selfspec import SelfSpecGenerator, train_pacer
 from selfspec.cli import app
 from selfspec.pacer_config import PreVerifierTraining
 from selfspec.pacer_data import DataPlan, draft_traces, make_data, read_traces
-from selfspec.train_pacer import train_preverifier, trace_logits
+from selfspec.train_pacer import trace_logits, train_preverifier
 
 PLAN = DataPlan(exit_layers=(1, 3), response_tokens=24, window=10, behind=10, positions=0, shard_responses=2)
 PROMPTS = [[1, 2, 3], [9] * 6, [4, 20], [11, 7, 5, 2], [8]]
