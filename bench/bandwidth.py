@@ -59,5 +59,6 @@ class WeightBytes:
     def moved(self, stats: Mapping[str, Any]) -> float:
         """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`."""
         context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
-        layers = stats["loaded_layers"] * (self.layer + self.kv * context)
+        loaded = stats["loaded_layers"] + stats.get("preverifier_layers", 0)  # Pacer's layer is one of the model's kind
+        layers = loaded * (self.layer + self.kv * context)
         return float(layers + (stats["rounds"] + stats["num_drafted"]) * self.head)

@@ -106,7 +106,12 @@ def run(
         )
         num_layers = generator.model.num_layers
         for name in names:  # mistakes are told before anything is measured
-            parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
+            parse_policy(
+                name,
+                num_layers=num_layers,
+                measure=lambda: LayerCost(num_layers),
+                preverifier=generator.load_preverifier,
+            )
         settings = RunSettings(
             max_new_tokens=max_new_tokens, repeats=repeats, warmups=warmups, grid=grid, memory=memory
         )

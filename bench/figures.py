@@ -19,7 +19,7 @@ from bench.context_tables import ROLES, seconds_per_token
 from bench.grid import grid_lines, mean_agreement
 from bench.record import Line
 from bench.run_tables import PLAIN
-from bench.summary import PHASES, Samples
+from bench.summary import Samples
 from bench.sweep_tables import Sweep
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -91,14 +91,14 @@ def phase_bars(samples: Samples, engines: Sequence[str]) -> Figure:
     left = np.zeros(len(engines))
     labels = [samples.labels[name] for name in engines][::-1]
     shares = [samples.phase_shares(name) or {} for name in engines][::-1]
-    for colour, phase in zip(_COLOURS, PHASES):
+    for colour, phase in zip(_COLOURS, samples.phases()):
         widths = np.array([100 * share[phase] for share in shares])
         axes.barh(labels, widths, left=left, color=colour, height=0.7, label=phase)
         left += widths
     axes.set_xlim(0, 100)
     axes.set_xlabel("% of the time of all runs")
     axes.legend(
-        ncols=len(PHASES),
+        ncols=len(samples.phases()),
         loc="lower center",
         bbox_to_anchor=(0.35, 1.0),
         frameon=False,

@@ -16,7 +16,7 @@ from bench.grid import (
 )
 from bench.record import Line
 from bench.runner import BEST_FIXED
-from bench.summary import PHASES, Samples, Spread
+from bench.summary import Samples, Spread
 from bench.table import UNKNOWN, Table, number, outputs_text, spread_text, times
 
 PLAIN = "selfspec:ar"
@@ -118,11 +118,13 @@ def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
 def _phase_table(samples: Samples) -> Table:
     shares = {name: samples.phase_shares(name) for name in samples.engines}
     rows = tuple(
-        (samples.labels[name], *(f"{100 * share:.1f} %" for share in by_phase.values()))
+        (samples.labels[name], *(f"{100 * by_phase[phase]:.1f} %" for phase in samples.phases()))
         for name, by_phase in shares.items()
         if by_phase is not None
     )
-    return Table(name="phases", title="Share of time per phase, all runs", columns=("engine", *PHASES), rows=rows)
+    return Table(
+        name="phases", title="Share of time per phase, all runs", columns=("engine", *samples.phases()), rows=rows
+    )
 
 
 def _speed_by_task(samples: Samples) -> Table:
@@ -164,7 +166,7 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -
     for engine in samples.engines:
         runs = [line for line in samples.samples if line["engine"] == engine and line["repeat"] == 0]
         if engine != BEST_FIXED and all(line["stats"] for line in runs):
-            counts = ((line["task"], line["num_new_tokens"] - 1, line["stats"]["loaded_layers"]) for line in runs)
+            counts = ((line["task"], line["num_new_tokens"] - 1, all_layers(line["stats"])) for line in runs)
             policies[f"`{engine.removeprefix('selfspec:')}`"] = pooled(counts)
     policies = dict(sorted(policies.items(), key=lambda item: -item[1][ALL]))
     tasks = [*dict.fromkeys(line["task"] for line in grid), ALL]
@@ -178,6 +180,11 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -
             for name, values in {**yardsticks, **policies}.items()
         ),
     )
+
+
+def all_layers(stats: Mapping[str, int]) -> int:
+    """Layers that a run's rounds loaded, a pre-verifier's passes included."""
+    return stats["loaded_layers"] + stats.get("preverifier_layers", 0)
 
 
 def _bar_table(lines: Sequence[Line]) -> list[Table]:

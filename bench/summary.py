@@ -14,7 +14,7 @@ from typing import Any
 from bench.record import Line
 from selfspec.stats import mean, ratio
 
-PHASES = ("prefill", "draft", "verify", "accept", "learn", "other")
+PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
 """The phases that selfspec times, `*_seconds` of its statistics."""
 
 
@@ -34,7 +34,7 @@ class EngineSummary:
     tokens_per_second: with prefill, macro. total_tokens_per_second: all tokens over the sum of the median times.
     decode_tokens_per_second: tokens after the first over the time after the first.
     The others are means over prompts of the engine's counts (rounds do not include the prefill of selfspec); draft and verify
-    passes per prompt.
+    passes per prompt; eTPL is charged with a pre-verifier's passes, where there is one.
     """
 
     engine: str
@@ -115,7 +115,7 @@ class Samples:
             acceptance_rate=count("acceptance_rate"),
             accepted_per_round=count("accepted_per_round") if count("num_drafted") else None,
             tokens_per_round=count("tokens_per_round"),
-            etpl=count("etpl"),
+            etpl=count("etpl_charged") or count("etpl"),  # records from before Pacer know the latter only
             draft_passes=count("num_drafted"),
             verify_passes=count("rounds"),
             num_mismatches=len(differences),
@@ -128,7 +128,12 @@ class Samples:
         if not all(stats):
             return None
         total = sum(each["seconds"] for each in stats)
-        return {phase: sum(each[f"{phase}_seconds"] for each in stats) / total for phase in PHASES}
+        return {phase: sum(each.get(f"{phase}_seconds", 0.0) for each in stats) / total for phase in PHASES}
+
+    def phases(self) -> tuple[str, ...]:
+        """PHASES, without pre-verification where no engine does it."""
+        used = [shares["preverify"] for shares in map(self.phase_shares, self.engines) if shares is not None]
+        return PHASES if any(used) else tuple(phase for phase in PHASES if phase != "preverify")
 
     def _by_prompt(self, engine: str, value: Callable[[Line], float], tasks: Sequence[str] | None) -> list[list[float]]:
         """value of every sample, [prompts][repeats]."""

@@ -8,6 +8,7 @@ copies, because the model it is given must stay as it is.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -217,18 +218,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
 
     layers = []
     for layer in decoder.layers:
-        norms = {
-            "qkv": norm(layer.input_layernorm.weight),
-            "gate_up": norm(layer.post_attention_layernorm.weight),
-        }
-        fused = _fuse_layer(layer, config)
-        chosen = {kind: layout_of(kind, weight) for kind, (weight, _) in fused.items()}
-        for kind, before in norms.items():
-            factors = None if chosen[kind] in COMPACT else before.fold()
-            if factors is not None:
-                fused[kind][0].mul_(factors)
-        projections = {kind: LAYOUTS[chosen[kind]](*parts) for kind, parts in fused.items()}
-        layers.append(DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections))
+        layers.append(convert_layer(layer, config, layout_of))
         if release:
             _release(layer)
 
@@ -259,6 +249,24 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     if release:
         _release(model)
     return result
+
+
+def convert_layer(
+    layer: LlamaDecoderLayer, config: LlamaConfig, layout_of: Callable[[str, Tensor], Layout]
+) -> DecoderLayer:
+    """Copy a transformers layer into the fused layout. layout_of: the layout of one of its four matrices, (kind, weight)."""
+    norms = {
+        "qkv": RMSNorm(layer.input_layernorm.weight.detach().clone(), config.rms_norm_eps),
+        "gate_up": RMSNorm(layer.post_attention_layernorm.weight.detach().clone(), config.rms_norm_eps),
+    }
+    fused = _fuse_layer(layer, config)
+    layouts = {kind: layout_of(kind, weight) for kind, (weight, _) in fused.items()}
+    for kind, before in norms.items():
+        factors = None if layouts[kind] in COMPACT else before.fold()
+        if factors is not None:
+            fused[kind][0].mul_(factors)
+    projections = {kind: LAYOUTS[layouts[kind]](*parts) for kind, parts in fused.items()}
+    return DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections)
 
 
 def _fuse_layer(layer: LlamaDecoderLayer, config: LlamaConfig) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -302,6 +310,7 @@ __all__ = [
     "LAYERSKIP_CHECKPOINTS",
     "SUPPORTED_ARCHITECTURES",
     "check_config",
+    "convert_layer",
     "from_transformers",
     "load_config",
     "load_demo",

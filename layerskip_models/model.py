@@ -208,21 +208,36 @@ class LayerSkipModel:
 
         rotary: complex [rows, 1, head_dim / 2], of the rows' positions. mask: handed to `attend`.
         """
-        rows = hidden.shape[0]
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         for index, (new_keys, new_values, keys, values) in enumerate(windows, start=start):
             layer = self._layers[index]
-            qkv = layer.qkv(layer.input_norm(hidden)).view(rows, heads + 2 * kv_heads, dim)
-            self._rotate(qkv, heads + kv_heads, rotary)
-            query, key, value = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
+            query, key, value = self._project(layer, hidden, rotary)
             new_keys.copy_(key)
             new_values.copy_(value)
-            hidden = layer.output.add_to(hidden, attend(query, keys, values, mask))
-            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).view(rows, 2, -1).unbind(1)
-            hidden = layer.down.add_to(hidden, F.silu(gate).mul_(up))
+            hidden = self._finish(layer, hidden, attend(query, keys, values, mask))
             if capture is not None:
                 capture(index + 1, hidden)
         return hidden
+
+    def _project(self, layer: DecoderLayer, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
+        """Norm, then rotated query, key and value: [rows, heads or kv_heads, head_dim] each. rotary: of these rows."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = layer.qkv(layer.input_norm(hidden)).view(-1, heads + 2 * kv_heads, self.head_dim)
+        self._rotate(qkv, heads + kv_heads, rotary)
+        return qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
+
+    def _finish(self, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output from its input and what attention gave, [rows, heads * head_dim]."""
+        hidden = layer.output.add_to(hidden, attended)
+        gate, up = layer.gate_up(layer.post_attention_norm(hidden)).view(hidden.shape[0], 2, -1).unbind(1)
+        return layer.down.add_to(hidden, F.silu(gate).mul_(up))
+
+    def project(self, layer: int, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
+        """Query, key and value of one layer for rows that need not be neighbours: what comes before its attention."""
+        return self._project(self._layers[layer], hidden, rotary)
+
+    def finish_layer(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What comes behind a layer's attention: its input [rows, hidden] and the attended values -> its output."""
+        return self._finish(self._layers[layer], hidden, attended)
 
     def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of a few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.

@@ -1,30 +1,36 @@
-"""A command-line option for every field of TrainingConfig."""
+"""A command-line option for every field of a configuration dataclass, such as TrainingConfig."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from layerskip_models.training_config import TrainingConfig, config_fields
+from layerskip_models.training_config import TrainingConfig
 
 
-def command_for_config(run: Callable[[TrainingConfig], Any]) -> Callable[..., None]:
-    """A typer-ready function with one option per field of TrainingConfig, named like it, that calls `run` with them.
+def command_for_config(
+    run: Callable[[Any], Any],
+    config_class: type[Any] = TrainingConfig,
+    about: str = "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
+) -> Callable[..., None]:
+    """A typer-ready function with one option per field of the class, named like it, that calls `run` with an instance.
 
+    config_class: a dataclass whose fields have their help text in metadata["help"]. about: the command's own help.
     A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2.
     """
-    hints = get_type_hints(TrainingConfig)
+    hints = get_type_hints(config_class)
     parameters: list[inspect.Parameter] = []
     annotations: dict[str, Any] = {}
-    for item in config_fields():
+    for item in fields(config_class):
         kind: Any = hints[item.name]
         is_tuple = get_origin(kind) is tuple
         if is_tuple:
-            kind = list[str]  # typer has no tuples of any length
-        required = item.name in ("data", "output_dir")
+            kind = list[kind.__args__[0]]  # typer has no tuples of any length
+        required = item.default is MISSING
         annotation = Annotated[kind, typer.Option(help=item.metadata["help"])]
         default: Any = inspect.Parameter.empty if required else item.default
         if is_tuple and not required:
@@ -35,14 +41,14 @@ def command_for_config(run: Callable[[TrainingConfig], Any]) -> Callable[..., No
         annotations[item.name] = annotation
 
     def command(**values: Any) -> None:
-        """Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss."""
         try:
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            run(TrainingConfig(**values))
+            run(config_class(**values))
         except (ValueError, OSError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = annotations
+    command.__doc__ = about
     return command

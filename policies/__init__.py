@@ -9,6 +9,7 @@ from __future__ import annotations
 from policies.acceptance_table import AcceptanceTable
 from policies.auto import AutoExit, AutoStopping
 from policies.base import (
+    ContextStates,
     DraftRow,
     ExitPolicy,
     Needs,
@@ -18,17 +19,19 @@ from policies.base import (
     RoundContext,
     RoundRecord,
     ShadowTokens,
+    Spent,
     StoppingPolicy,
     Unlearning,
     check_exit_layer,
 )
-from policies.cost import CostModel, LayerCost, MeasuredCost, best_setting, tokens_per_cost
+from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier, best_setting, tokens_per_cost
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
 from policies.entropy import AdaEdlThreshold, SvipThreshold
 from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
 from policies.names import EXITS, STOPPINGS, parse_policy
+from policies.pacer import PacerStopping, PreVerifier
 from policies.spide import SpideStopping
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "AdaEdlThreshold",
     "AutoExit",
     "AutoStopping",
+    "ContextStates",
     "CostModel",
     "DelExit",
     "DelThreshold",
@@ -50,15 +54,19 @@ __all__ = [
     "MeasuredCost",
     "Needs",
     "NeverStop",
+    "PacerStopping",
     "Plan",
     "Policy",
+    "PreVerifier",
     "RoundContext",
     "RoundRecord",
     "ShadowTokens",
+    "Spent",
     "SpideStopping",
     "StoppingPolicy",
     "SvipThreshold",
     "Unlearning",
+    "WithPreVerifier",
     "autoregressive",
     "best_setting",
     "check_exit_layer",

@@ -30,6 +30,8 @@ class Needs:
     confidence: top-1 probability of the *unfiltered* draft distribution at temperature 1.
     entropy: of that same distribution, in nats.
     exit_hidden: the hidden state at the exit layer of every draft row.
+    features: log p1, log p1 - log p2 and entropy of every draft row's unfiltered distribution, as a tensor.
+    context_layers: exit layers at which the hidden states of the whole text's rows are kept.
     shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
     prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
@@ -41,6 +43,8 @@ class Needs:
     confidence: bool = False
     entropy: bool = False
     exit_hidden: bool = False
+    features: bool = False
+    context_layers: tuple[int, ...] = ()
     shadow_layers: tuple[int, ...] = ()
     prompt_rows: int = 0
     prompt_every: int = 0
@@ -65,6 +69,8 @@ class Needs:
             confidence=self.confidence or other.confidence,
             entropy=self.entropy or other.entropy,
             exit_hidden=self.exit_hidden or other.exit_hidden,
+            features=self.features or other.features,
+            context_layers=tuple(sorted({*self.context_layers, *other.context_layers})),
             shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
             prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
@@ -96,19 +102,48 @@ class RoundContext:
     remaining_tokens: int
 
 
+class ContextStates(Protocol):
+    """The exit hidden states of one text's rows; another text has another object."""
+
+    @property
+    def max_length(self) -> int:
+        """Rows that the text can come to."""
+        ...
+
+    def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
+        """[stop - start, hidden], of the rows at these positions, which must all be committed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRow:
     """A draft row before its token is drawn; everything in it is fixed by the rows before it.
 
-    num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}.
-    confidence, entropy, exit_hidden [hidden]: as in `Needs`, None unless asked for.
+    num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}. position: of the row in the text.
+    confidence, entropy, exit_hidden [hidden], features [3], context: as in `Needs`, None unless asked for. The tensors stay
+    as they are until the round is over.
     """
 
     num_drafted: int
     exit_layer: int
+    position: int = 0
     confidence: float | None = None
     entropy: float | None = None
     exit_hidden: Tensor | None = None
+    features: Tensor | None = None
+    context: ContextStates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What a stopping policy itself ran in a round: layers loaded beside the model's, and seconds."""
+
+    layers: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        """Both together."""
+        return Spent(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,6 +183,8 @@ class RoundRecord:
     shadow: for rows 0..m, if a policy asked.
     acceptance, threshold: what the exit policy estimated per layer, and what the stopping policy compared with, at the
         round's start; None where a policy has no such thing.
+    preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
+        loaded_layers), and their time (not in draft_seconds).
     """
 
     index: int
@@ -167,6 +204,8 @@ class RoundRecord:
     threshold: float | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    preverifier_layers: int = 0
+    preverify_seconds: float = 0.0
 
     @property
     def num_drafted(self) -> int:
@@ -234,6 +273,10 @@ class StoppingPolicy(Learner, Protocol):
         """What a row of this layer is compared with at the moment, for the trace; None if there is no such number."""
         ...
 
+    def spent(self) -> Spent:
+        """What its decisions cost in this round beside the rows that it looked at."""
+        ...
+
 
 class Unlearning:
     """Defaults for a policy that learns nothing: inherit it and override what differs."""
@@ -276,6 +319,10 @@ class NeverStop(Unlearning):
     def threshold(self, exit_layer: int) -> float | None:
         """None."""
         return None
+
+    def spent(self) -> Spent:
+        """Nothing."""
+        return Spent()
 
 
 @dataclass(frozen=True, slots=True)

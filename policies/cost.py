@@ -103,6 +103,32 @@ class MeasuredCost:
         return cls(**{**values, **lists})
 
 
+@dataclass(frozen=True, slots=True)
+class WithPreVerifier:
+    """A cost with Pacer's pre-verifier added: a pass, the L-th part of a plain step, behind every `block` drafts."""
+
+    cost: CostModel
+    block: int
+
+    @property
+    def num_layers(self) -> int:
+        """L; the pre-verifier is not among them."""
+        return self.cost.num_layers
+
+    def autoregressive(self) -> float:
+        """As without it."""
+        return self.cost.autoregressive()
+
+    def look(self, exit_layer: int) -> float:
+        """As without it."""
+        return self.cost.look(exit_layer)
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        """With num_drafts // block passes: a block cut short is not judged."""
+        layer = self.cost.autoregressive() / self.cost.num_layers
+        return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * layer
+
+
 def _at(seconds: Sequence[float], rows: int) -> float:
     """Entry for `rows` rows, or the last two continued in a line (never downwards)."""
     if rows <= len(seconds):

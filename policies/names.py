@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policies import auto, del_policy, draft_verify, entropy, finite_state, spide
+from policies import auto, del_policy, draft_verify, entropy, finite_state, pacer, spide
 from policies.base import ExitPolicy, Policy, StoppingPolicy, check_exit_layer
-from policies.cost import CostModel, LayerCost
+from policies.cost import CostModel, LayerCost, WithPreVerifier
 from policies.fixed import FixedExit
 
 COSTS = ("layers", "measured")
@@ -21,13 +21,20 @@ Convert = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a name is resolved for: the model's layers, and how to get its measured cost (None: it cannot be had)."""
+    """What a name is resolved for: the model's layers, and how to get its measured cost and a pre-verifier (None: neither can
+    be had). block: of the pre-verifier that ends the drafts, if one does; its passes are part of the cost."""
 
     num_layers: int
     measure: Callable[[], CostModel] | None = None
+    preverifier: Callable[[str | None], pacer.PreVerifier] | None = None
+    block: int | None = None
 
     def cost(self, kind: str) -> CostModel:
         """The cost model of a `cost=` option."""
+        cost = self._cost(kind)
+        return cost if self.block is None else WithPreVerifier(cost, self.block)
+
+    def _cost(self, kind: str) -> CostModel:
         if kind == "layers":
             return LayerCost(self.num_layers)
         if kind != "measured":
@@ -104,6 +111,14 @@ def _spide(setup: Setup, **options: Any) -> StoppingPolicy:
     return spide.SpideStopping(range(1, setup.num_layers), num_layers=setup.num_layers, **options)
 
 
+def _pacer(setup: Setup, path: str | None = None, exit_layer: int | None = None, **options: Any) -> StoppingPolicy:
+    if setup.preverifier is None:
+        raise ValueError("'pacer' needs a pre-verifier: pass `preverifier`, which loads one for the model")
+    loaded = setup.preverifier(path)
+    own = {name: value for name, value in loaded.defaults.items() if name in ("b", "t", "rho")}
+    return pacer.PacerStopping(loaded, **{**own, **options})
+
+
 def _del_threshold(setup: Setup, **options: Any) -> StoppingPolicy:
     return del_policy.DelThreshold(num_layers=setup.num_layers, **options)
 
@@ -169,6 +184,22 @@ STOPPINGS: dict[str, Named] = {
         build=_spide,
         options={"tau": float, "max_length": _integer, "learn_every": _integer, "shadow": _switch},
     ),
+    "pacer": Named(
+        about="Pacer's pre-verifier",
+        example="pacer:FOLDER,t=0.7",
+        build=_pacer,
+        position="PATH",
+        position_optional=True,
+        options={
+            "exit_layer": _integer,
+            "b": _integer,
+            "t": float,
+            "rho": float,
+            "criterion": str,
+            "scope": str,
+            "max_length": _integer,
+        },
+    ),
     "del": Named(
         about="DEL's dynamic threshold",
         example="ls:3-18+del",
@@ -179,19 +210,34 @@ STOPPINGS: dict[str, Named] = {
 """Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""
 
 
-def parse_policy(text: str, *, num_layers: int, measure: Callable[[], CostModel] | None = None) -> Policy:
+def parse_policy(
+    text: str,
+    *,
+    num_layers: int,
+    measure: Callable[[], CostModel] | None = None,
+    preverifier: Callable[[str | None], pacer.PreVerifier] | None = None,
+) -> Policy:
     """Build a policy from its name.
 
-    measure: called for cost=measured, which is "auto"'s default. The generator passes its calibration.
+    measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
+    or None for the one beside the checkpoint. The generator passes its calibration and its loader.
     Raises ValueError that says what is possible for an unknown name, an unknown option or a value that does not fit.
     """
-    setup = Setup(num_layers=num_layers, measure=measure)
+    setup = Setup(num_layers=num_layers, measure=measure, preverifier=preverifier)
     text = text.strip()
     head, plus, tail = text.partition("+")
     name, arguments = _split(head)
     try:
+        last: StoppingPolicy | None = None
+        if plus and name in EXITS:
+            other, other_arguments = _split(tail)
+            if name == "ar":
+                raise ValueError('"ar" drafts nothing: no stopping policy can follow it')
+            if other not in STOPPINGS:
+                raise ValueError(f"unknown stopping policy {other!r}")
+            last = _build(setup, other, STOPPINGS[other], other_arguments)
         if name in EXITS:
-            exit_policy, stopping = _with_own_stopping(setup, name, arguments)
+            exit_policy, stopping = _with_own_stopping(setup, name, arguments, last)
         elif name in STOPPINGS:
             exit_policy, stopping = _with_fixed_exit(setup, name, arguments)
             if plus:
@@ -200,25 +246,25 @@ def parse_policy(text: str, *, num_layers: int, measure: Callable[[], CostModel]
                 )
         else:
             raise ValueError("unknown policy")
-        if plus:
-            other, other_arguments = _split(tail)
-            if name == "ar":
-                raise ValueError('"ar" drafts nothing: no stopping policy can follow it')
-            if other not in STOPPINGS:
-                raise ValueError(f"unknown stopping policy {other!r}")
-            stopping = _build(setup, other, STOPPINGS[other], other_arguments)
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}; {_possible()}") from None
     return Policy(exit_policy, stopping, name=text)
 
 
-def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
-    """An exit policy with the stopping policy that it comes with."""
+def _with_own_stopping(
+    setup: Setup, name: str, arguments: str, other: StoppingPolicy | None
+) -> tuple[ExitPolicy, StoppingPolicy | None]:
+    """An exit policy with the other stopping policy, or without one with that which it comes with."""
     values = _values(name, EXITS[name], arguments)
+    if isinstance(other, pacer.PacerStopping):
+        setup = replace(setup, block=other.b)
+        _keep_to_layers(values, other.exit_layers, "layers" in EXITS[name].options)
     on_stop = values.pop("on_stop", "drop")
     if on_stop not in del_policy.ON_STOP:
         raise ValueError(f"on_stop must be one of {', '.join(del_policy.ON_STOP)}, got {on_stop!r}")
     built = EXITS[name].build(setup, **values)
+    if other is not None:
+        return built, other
     if isinstance(built, del_policy.DelExit) and values.get("length", "max") == "max":
         return built, del_policy.DelThreshold(num_layers=setup.num_layers, on_stop=on_stop, shared=built.matches)
     if isinstance(built, auto.AutoExit):
@@ -226,8 +272,25 @@ def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPol
     return built, None
 
 
+def _keep_to_layers(values: dict[str, Any], layers: tuple[int, ...], chooses: bool) -> None:
+    """Let an exit policy plan with exit layers that the pre-verifier knows, and no others."""
+    if chooses:
+        values.setdefault("layers", layers)
+    asked = values.get("layers", (values.get("exit_layer"),))
+    if not set(asked) <= set(layers):
+        raise ValueError(f"the pre-verifier judges exit layers {', '.join(map(str, layers))} only")
+
+
 def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy]:
-    """A stopping policy behind a fixed exit layer, which comes first: "dv:3", "fs:3-6"."""
+    """A stopping policy behind a fixed exit layer, which comes first: "dv:3", "fs:3-6"; "pacer" knows its own."""
+    if name == "pacer":
+        values = _values(name, STOPPINGS[name], arguments)
+        stopped = _pacer(setup, **values)
+        assert isinstance(stopped, pacer.PacerStopping)
+        known = int(stopped.preverifier.defaults.get("exit_layer", stopped.exit_layers[0]))
+        chosen = {"exit_layer": values.get("exit_layer", known)}
+        _keep_to_layers(chosen, stopped.exit_layers, chooses=False)
+        return FixedExit(chosen["exit_layer"], stopped.max_length, num_layers=setup.num_layers), stopped
     first, _, rest = arguments.partition(",")
     pattern = r"(\d+)-(\d+)" if name == "fs" else r"(\d+)"
     match = re.fullmatch(pattern, first)
@@ -270,10 +333,12 @@ def _values(name: str, named: Named, arguments: str) -> dict[str, Any]:
     return values
 
 
-_POSITIONS = {"E-G": "an exit layer and a length", "G": "a length"}
+_POSITIONS = {"E-G": "an exit layer and a length", "G": "a length", "PATH": "a folder"}
 
 
-def _position(name: str, named: Named, text: str) -> dict[str, int]:
+def _position(name: str, named: Named, text: str) -> dict[str, Any]:
+    if named.position == "PATH":
+        return {"path": text}
     match = re.fullmatch(r"(\d+)-(\d+)" if named.position == "E-G" else r"(\d+)", text)
     if match is None:
         raise ValueError(f"{name!r} takes {_POSITIONS[named.position]} first, as in {named.example}, not {text!r}")

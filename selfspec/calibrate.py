@@ -123,6 +123,7 @@ def _turn(model: LayerSkipModel, context: int) -> Turn:
         needs=Needs(confidence=True),
         eos=frozenset(),
         recorder=None,
+        history=None,
         learns_next=False,
     )
 

@@ -1,4 +1,4 @@
-"""The command line: `selfspec generate`, `trace`, `inspect` and `train`.
+"""The command line: `selfspec generate`, `trace`, `inspect`, `train` and `train-pacer`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import StoppingCriteriaList
 
 from layerskip_models.training import train_command
+from layerskip_models.training_cli import command_for_config
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
 from selfspec.calibrate import measured_cost
 from selfspec.cli_analysis import inspect_command, trace_command, verify_command
@@ -31,9 +32,11 @@ from selfspec.cli_common import (
 from selfspec.compare import Comparison, compare, warm_up
 from selfspec.explain import explain, explanation_lines, watching_all_layers
 from selfspec.interrupt import InterruptCriteria
+from selfspec.pacer_config import PreVerifierTraining
 from selfspec.prompts import read_prompt
 from selfspec.report import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
 from selfspec.streaming import DraftStreamer, TextStreamer
+from selfspec.train_pacer import train_preverifier
 
 app = typer.Typer(
     add_completion=False,
@@ -43,6 +46,9 @@ app = typer.Typer(
     help="LayerSkip self-speculative decoding: a Llama drafts with its first layers and verifies with the rest.",
 )
 app.command("train")(train_command)
+app.command("train-pacer")(
+    command_for_config(train_preverifier, PreVerifierTraining, "Train Pacer's pre-verifier for a LayerSkip checkpoint.")
+)
 app.command("trace")(trace_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)

@@ -20,9 +20,10 @@ from selfspec.cli_common import (
     progress,
 )
 from selfspec.inspection import inspect_model, inspection_lines
+from selfspec.preverify import has_preverifier
 from selfspec.prompts import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.report import write_trace
-from selfspec.selftest import num_steps, verify_engine
+from selfspec.selftest import every_policy, num_steps, verify_engine
 from selfspec.trace_plot import plot_trace, trace_lines
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -110,12 +111,15 @@ def verify_command(
         llama, prompts = load_reference(model, texts, dtype, device, notes)
         num_layers = llama.config.num_hidden_layers
         for name in policy or []:
-            parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
-        total = num_steps(num_layers, len(prompts), draws, len(policy) if policy else None)
+            if "pacer" not in name:  # which can be resolved for the model itself only, below
+                parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
+        own = ["pacer"] if has_preverifier(llama.config.name_or_path) else []
+        names = policy or [*every_policy(num_layers), *own]
+        total = num_steps(num_layers, len(prompts), draws, len(names))
         failed = 0
         with progress(total, notes) as advance:
             for check in verify_engine(
-                llama, prompts, max_new_tokens=max_new_tokens, draws=draws, policies=policy, advance=advance
+                llama, prompts, max_new_tokens=max_new_tokens, draws=draws, policies=names, advance=advance
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

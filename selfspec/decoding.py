@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from time import perf_counter
 
 import torch
 
 from layerskip_models import LayerSkipModel
-from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, check_exit_layer
+from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, Spent, check_exit_layer
 from selfspec.config import Request
+from selfspec.exit_history import ExitHistory
 from selfspec.kv_cache import KVCache
-from selfspec.runner import EagerRunner, Outcome, Runner, Turn, argmax_tokens
+from selfspec.runner import EagerRunner, Outcome, Runner, Turn, argmax_tokens, both
 from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 from selfspec.stats import StatsBuilder
@@ -48,11 +50,16 @@ class Decoding:
         runner: Runner | None = None,
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
+        self.needs = policy.needs
+        self.history: ExitHistory | None = None
+        if self.needs.context_layers:
+            self.history = ExitHistory(model, self.needs.context_layers, cache.max_length)
+        if self.history is not None or self.needs.features:
+            runner = None  # captures keep neither
         self.runner = runner or EagerRunner(model, cache)
         assert self.runner.cache is cache
         self.runner.begin()
         self.on_cuda = model.device.type == "cuda"
-        self.needs = policy.needs
         self.sampler = Sampler(request.processors, request.generator)
         self.length = request.prompt.numel()  # committed tokens, n
         self.tokens = torch.empty(1, cache.max_length + 1, dtype=torch.long, device=model.device)
@@ -84,7 +91,8 @@ class Decoding:
             first_learned = self.length - learned  # from here on, all in the last pass
             starts = [*(first for first in starts if first < first_learned), first_learned]
         for first, last in zip(starts, [*starts[1:], self.length]):
-            watch = recorder.capture_last if recorder is not None and last == self.length else None
+            learn = recorder.capture_last if recorder is not None and last == self.length else None
+            watch = learn if self.history is None else both(learn, partial(self.history.recording(first), 0))
             hidden = model.run_layers(model.embed(prompt[first:last]), 0, model.num_layers, self.cache, first, watch)
         self.cache.roll_back(self.length)
         logits = model.logits(hidden[-1:])
@@ -118,6 +126,7 @@ class Decoding:
 
         started = perf_counter()
         outcome = self.runner.run(self._turn(remaining, recorder, exit_layer, cap))
+        spent = Spent() if self.policy.stopping is None else self.policy.stopping.spent()
         committed = self._commit(outcome.block)
         self.stats.accept_seconds += perf_counter() - outcome.verified
         self.stats.num_discarded_rows += outcome.num_discarded
@@ -139,8 +148,10 @@ class Decoding:
                 shadow=self._shadow_tokens(recorder, outcome),
                 acceptance=plan.acceptance,
                 threshold=threshold,
-                draft_seconds=outcome.drafted - started,
+                draft_seconds=outcome.drafted - started - spent.seconds,
                 verify_seconds=outcome.verified - outcome.drafted,
+                preverifier_layers=spent.layers,
+                preverify_seconds=spent.seconds,
             )
             return self._finish(record, committed, learning)
 
@@ -183,6 +194,7 @@ class Decoding:
             needs=self.needs,
             eos=self.request.stops.eos,
             recorder=recorder,
+            history=self.history,
             learns_next=self.needs.learns(self.rows_learned + (recorder is not None), self.rows_seen + 1),
         )
 

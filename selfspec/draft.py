@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from policies import DraftRow, Needs, Policy
+from layerskip_models.preverifier import draft_features
+from policies import ContextStates, DraftRow, Needs, Policy
 from policies.base import StopCause
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, confidences, entropies, non_finite
@@ -69,12 +70,14 @@ class Drafter:
         needs: Needs,
         eos: frozenset[int],
         capture: Capture | None = None,
+        context: ContextStates | None = None,
     ) -> Draft:
         """Draft up to `max_speculations` >= 1 tokens after the text.
 
         tokens: int64 [1, capacity]; the first `length` are committed, the last of them is `pending`; drafts are written
             behind them. length - 1 rows of the cache are valid.
         capture: called as capture(first_row, layers_done, hidden) for every layer and row run here.
+        context: what rows are shown of the text, if the policy asked for it.
         """
         model, stopping = self._model, policy.stopping
         self._reserve(max_speculations + 1, sampler.do_sample)
@@ -91,7 +94,7 @@ class Drafter:
             self._hidden[num_rows] = hidden[0]
             num_rows += 1
             logits = model.logits(hidden)
-            row = _look(len(drafts), exit_layer, logits, hidden, needs)
+            row = _look(len(drafts), exit_layer, position, logits, self._hidden[num_rows - 1], needs, context)
             if row.confidence is not None:
                 seen.append(row.confidence)
             if stopping is not None and stopping.stop_before_draw(row):
@@ -128,15 +131,26 @@ class Drafter:
         return sampler.draw(q, f"draft position {length + index}")
 
 
-def _look(num_drafted: int, exit_layer: int, logits: Tensor, hidden: Tensor, needs: Needs) -> DraftRow:
-    """The row with what the policy asked to see."""
+def _look(
+    num_drafted: int,
+    exit_layer: int,
+    position: int,
+    logits: Tensor,
+    hidden: Tensor,
+    needs: Needs,
+    context: ContextStates | None,
+) -> DraftRow:
+    """The row with what the policy asked to see. hidden: [hidden], the row's own place in the buffer."""
     confidence = float(confidences(logits)[0]) if needs.confidence else None
     if confidence is not None and confidence != confidence:
         raise non_finite(f"exit layer {exit_layer}")
     return DraftRow(
         num_drafted=num_drafted,
         exit_layer=exit_layer,
+        position=position,
         confidence=confidence,
         entropy=float(entropies(logits)[0]) if needs.entropy else None,
-        exit_hidden=hidden[0] if needs.exit_hidden else None,
+        exit_hidden=hidden if needs.exit_hidden else None,
+        features=draft_features(logits)[0] if needs.features else None,
+        context=context,
     )

@@ -28,6 +28,7 @@ from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.kv_cache import KVCache
+from selfspec.preverify import PreVerifiers
 from selfspec.runner import EagerRunner, Runner, RunnerChoice, RunnerName, on_device, resolve_runner
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
@@ -97,6 +98,7 @@ class SelfSpecGenerator:
         self.tokenizer = tokenizer
         self.runner: RunnerName = resolve_runner(runner, self.model.device)
         self._policies: dict[str, Policy] = {}
+        self.load_preverifier = PreVerifiers(self.model)  # Pacer's, for policies by name
         self._default = policy
         if policy is not None:
             self._named_policy(policy)  # a wrong one is an error here, not at the first call
@@ -235,7 +237,7 @@ class SelfSpecGenerator:
             prefill_seconds=decoding.prefill_seconds,
             first_token=first_token_seconds,
             cache_bytes=runner.cache.num_bytes,
-            runner=self.runner,
+            runner=self.runner if decoding.runner is runner else "eager",
             num_captures=runner.num_captures - captures,
             capture_seconds=runner.capture_seconds - capture_seconds,
         )
@@ -317,7 +319,9 @@ class SelfSpecGenerator:
         name = policy.strip()
         if name not in self._policies:
             measure = partial(measured_cost, self.model, self.runner)
-            self._policies[name] = parse_policy(name, num_layers=self.model.num_layers, measure=measure)
+            self._policies[name] = parse_policy(
+                name, num_layers=self.model.num_layers, measure=measure, preverifier=self.load_preverifier
+            )
         return self._policies[name]
 
     def resolve_policy(
@@ -351,6 +355,7 @@ class SelfSpecGenerator:
         version = _weights_version(self._source)
         if version != self._source_version:
             self.model = from_transformers(self._source)
+            self.load_preverifier = PreVerifiers(self.model)
             self._source_version = version
             self._idle_runners.clear()
 

@@ -6,8 +6,10 @@ every operation from Python and reads every token: the fastest way on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Literal, Protocol, get_args
 
@@ -18,7 +20,8 @@ from layerskip_models import LayerSkipModel
 from policies import Needs, Policy
 from policies.base import StopCause
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
-from selfspec.draft import Drafter
+from selfspec.draft import Capture, Drafter
+from selfspec.exit_history import ExitHistory
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
 from selfspec.shadow import ShadowRecorder
@@ -52,6 +55,7 @@ class Turn:
     written behind them. remaining: tokens that may still be committed.
     exit_layer, max_speculations: of the plan; None and 0 for a round without speculation.
     eos: ends a draft. recorder: sees every hidden state that a policy wants to learn from, None if it does not now.
+    history: keeps the whole text's hidden states at some layers, for a policy that looks back at them, else None.
     learns_next: whether there will be one in the round after this.
     """
 
@@ -66,6 +70,7 @@ class Turn:
     needs: Needs
     eos: frozenset[int]
     recorder: ShadowRecorder | None
+    history: ExitHistory | None
     learns_next: bool
 
 
@@ -174,7 +179,7 @@ class EagerRunner:
 
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
         sampler = turn.sampler
-        capture = None if turn.recorder is None else turn.recorder.capture
+        capture = _capture(turn)
         draft = self._drafter.draft(
             turn.tokens,
             turn.length,
@@ -187,6 +192,7 @@ class EagerRunner:
             needs=turn.needs,
             eos=turn.eos,
             capture=capture,
+            context=turn.history,
         )
         drafted = perf_counter()
         logits = verify(self._model, draft, turn.length, exit_layer, self.cache, capture)
@@ -225,9 +231,9 @@ class EagerRunner:
         )
 
     def _step(self, turn: Turn) -> Outcome:
-        model, sampler, recorder = self._model, turn.sampler, turn.recorder
+        model, sampler, recorder, capture = self._model, turn.sampler, turn.recorder, _capture(turn)
         started = perf_counter()
-        watch = None if recorder is None else (lambda layer, rows: recorder.capture(0, layer, rows))
+        watch = None if capture is None else partial(capture, 0)
         hidden = model.embed_one(turn.pending)
         hidden = model.run_layers(hidden, 0, model.num_layers, self.cache, turn.length - 1, watch)
         logits = model.logits(hidden)
@@ -240,6 +246,24 @@ class EagerRunner:
         else:
             block = argmax_tokens(processed, turn.length)
         return plain_outcome(block, None if recorder is None else processed.argmax(dim=-1), p, started, verified)
+
+
+def _capture(turn: Turn) -> Capture | None:
+    """What sees this round's hidden states: the recorder, the history, both or nobody."""
+    learn = None if turn.recorder is None else turn.recorder.capture
+    return learn if turn.history is None else both(learn, turn.history.recording(turn.length - 1))
+
+
+def both(first: Callable[..., None] | None, second: Callable[..., None]) -> Callable[..., None]:
+    """Call both with the same arguments."""
+    if first is None:
+        return second
+
+    def call(*arguments: object) -> None:
+        first(*arguments)
+        second(*arguments)
+
+    return call
 
 
 def plain_outcome(

@@ -21,6 +21,7 @@ from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
+from selfspec.preverify import PreVerifiers
 
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 """Largest difference of a logit (of size 10, say) that sums in another order may make."""
@@ -218,7 +219,12 @@ def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Ch
     near_ties = rejected = 0
     worst = 0.0
     for prompt, text, logits in zip(reference.prompts, reference.texts, reference.logits):
-        chosen = parse_policy(policy, num_layers=model.num_layers, measure=lambda: measured_cost(model))
+        chosen = parse_policy(
+            policy,
+            num_layers=model.num_layers,
+            measure=lambda: measured_cost(model),
+            preverifier=PreVerifiers(model),
+        )
         decoding = _decode(model, prompt, chosen, max_new_tokens=len(text), do_sample=False)
         new = decoding.tokens[0, prompt.numel() : decoding.length].tolist()
         rejected += decoding.stats.num_drafted - decoding.stats.num_accepted

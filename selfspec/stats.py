@@ -24,6 +24,7 @@ class GenerationStats:
     round without speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
     that of the rounds.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
+    preverifier_layers: passes of a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both.
     *_seconds: host time per phase; on an asynchronous device a phase includes waiting for what the earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
     runner: how passes were run, eager or captured. num_captures, capture_seconds: captures made during the call, and how long
@@ -41,6 +42,8 @@ class GenerationStats:
     tokens_per_round: float | None
     loaded_layers: int
     etpl: float | None
+    preverifier_layers: int
+    etpl_charged: float | None
     rounds_by_exit_layer: Mapping[int, int]
     rounds_by_length: Mapping[int, int]
     seconds: float
@@ -49,6 +52,7 @@ class GenerationStats:
     time_to_first_token: float
     prefill_seconds: float
     draft_seconds: float
+    preverify_seconds: float
     verify_seconds: float
     accept_seconds: float
     learn_seconds: float
@@ -76,9 +80,11 @@ class StatsBuilder:
         self.num_accepted = 0
         self.round_tokens = 0
         self.loaded_layers = 0
+        self.preverifier_layers = 0
         self.exit_layers: Counter[int] = Counter()
         self.lengths: Counter[int] = Counter()
         self.draft_seconds = 0.0
+        self.preverify_seconds = 0.0
         self.verify_seconds = 0.0
         self.accept_seconds = 0.0
         self.learn_seconds = 0.0
@@ -92,9 +98,11 @@ class StatsBuilder:
         self.num_accepted += accepted
         self.round_tokens += len(record.tokens)
         self.loaded_layers += record.loaded_layers
+        self.preverifier_layers += record.preverifier_layers
         self.exit_layers[record.exit_layer or 0] += 1
         self.lengths[record.num_drafted] += 1
         self.draft_seconds += record.draft_seconds
+        self.preverify_seconds += record.preverify_seconds
         self.verify_seconds += record.verify_seconds
 
     def finish(
@@ -111,7 +119,8 @@ class StatsBuilder:
     ) -> GenerationStats:
         """The statistics. seconds: of the whole call; first_token: until the first token was committed."""
         decode_seconds = seconds - first_token
-        phases = prefill_seconds + self.draft_seconds + self.verify_seconds + self.accept_seconds + self.learn_seconds
+        phases = prefill_seconds + self.draft_seconds + self.preverify_seconds + self.verify_seconds
+        phases += self.accept_seconds + self.learn_seconds
         num_new = 1 + self.round_tokens
         return GenerationStats(
             num_prompt_tokens=num_prompt_tokens,
@@ -124,6 +133,8 @@ class StatsBuilder:
             tokens_per_round=ratio(self.round_tokens, self.rounds),
             loaded_layers=self.loaded_layers,
             etpl=ratio(self.round_tokens, self.loaded_layers),
+            preverifier_layers=self.preverifier_layers,
+            etpl_charged=ratio(self.round_tokens, self.loaded_layers + self.preverifier_layers),
             rounds_by_exit_layer=dict(sorted(self.exit_layers.items())),
             rounds_by_length=dict(sorted(self.lengths.items())),
             seconds=seconds,
@@ -132,6 +143,7 @@ class StatsBuilder:
             time_to_first_token=first_token,
             prefill_seconds=prefill_seconds,
             draft_seconds=self.draft_seconds,
+            preverify_seconds=self.preverify_seconds,
             verify_seconds=self.verify_seconds,
             accept_seconds=self.accept_seconds,
             learn_seconds=self.learn_seconds,

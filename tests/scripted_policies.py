@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
+from preverifiers import random_preverification
+
+from layerskip_models import LayerSkipModel
 from policies import (
     DraftRow,
     MeasuredCost,
@@ -81,10 +85,19 @@ EVERY_POLICY = (
     "spide:{E},tau=0.5", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured", "del:no_speculation=on",
     "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
     "auto:cost=layers,learn_every=1", "auto:cost=layers,decay=0.9", "auto+spide",
+    "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1,scope=draft",
+    "ls:{E}-9+pacer:random,b=1,t=0.3",
+    "pacer:random,exit_layer={E},b=2,t=0.2,criterion=any,scope=block",
+    "auto:cost=layers+pacer:random,b=2,t=0.2,criterion=last", "del+pacer:random,b=2,t=0.3",
 )  # fmt: skip
 """Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
 
 
-def named_policy(name: str, exit_layer: int, num_layers: int) -> Policy:
-    """One of EVERY_POLICY for a model."""
-    return parse_policy(name.format(E=exit_layer), num_layers=num_layers, measure=lambda: made_up_cost(num_layers))
+def named_policy(name: str, exit_layer: int, model: LayerSkipModel) -> Policy:
+    """One of EVERY_POLICY for a model; pacer with a random pre-verifier."""
+    return parse_policy(
+        name.format(E=exit_layer),
+        num_layers=model.num_layers,
+        measure=partial(made_up_cost, model.num_layers),
+        preverifier=lambda path: random_preverification(model),
+    )

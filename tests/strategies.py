@@ -44,6 +44,10 @@ class GreedyCase:
     def __post_init__(self) -> None:
         if "min_new_tokens" in self.options:  # transformers warns of one that the budget cannot meet
             self.options["min_new_tokens"] = min(self.options["min_new_tokens"], self.max_new_tokens)
+        if self.options.get("no_repeat_ngram_size") == 1:  # every token once: there must be enough of them
+            banned = sum(len(self.options.get(name, ())) for name in ("suppress_tokens", "bad_words_ids"))
+            if len(set(self.prompt)) + self.max_new_tokens + banned >= VOCAB_SIZE:
+                self.options["no_repeat_ngram_size"] = 2
         if "exponential_decay_length_penalty" in self.options:  # it favours the EOS token, so there must be one
             self.options.setdefault("eos_token_id", [3])
 

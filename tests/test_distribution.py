@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -48,9 +48,14 @@ DRAWS = 20_000
 Law = dict[tuple[int, ...], float]
 
 
+@cache
+def _tiny() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE, late_scale=0.4, seed=11)
+
+
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
-    return tiny_llama(num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE, late_scale=0.4, seed=11)
+    return _tiny()
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,10 @@ def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int) -> Law:
     return law
 
 
+def _named(name: str) -> Policy:
+    return named_policy(name, 2, from_transformers(_tiny(), layout="plain"))
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "ar": lambda: parse_policy("ar", num_layers=NUM_LAYERS),
     "ls:1-3": lambda: parse_policy("ls:1-3", num_layers=NUM_LAYERS),
@@ -97,7 +106,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "stop before a draw": lambda: fixed(1, 4, StopBelow(0.5)),
     "stop after a draw": lambda: fixed(2, 4, StopAtTokens([0, 2, 5])),
     "changing plans": lambda: Policy(ScriptedExit([(1, 2), (None, 0), (2, 3)])),
-    **{name: partial(named_policy, name, 2, NUM_LAYERS) for name in EVERY_POLICY},
+    **{name: partial(_named, name) for name in EVERY_POLICY},
 }
 
 

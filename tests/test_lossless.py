@@ -70,7 +70,7 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerNam
             policy = case.policy(exit_layer)
             if case.stopping == "named":  # each in its turn
                 name = EVERY_POLICY[count["named"] % len(EVERY_POLICY)]
-                policy = named_policy(name, exit_layer, case.num_layers)
+                policy = named_policy(name, exit_layer, engine.model)
                 count.update(["named", name])
             result = engine.generate(case.prompt, generation_config=config, policy=policy, trace=True)
             count["cases"] += 1

@@ -1,0 +1,110 @@
+"""Drafts from many positions of one text at once: what training data for Pacer is made with.
+
+The engine drafts one row at a time, which keeps no hardware busy when a long draft from *every* position is wanted. Here all
+positions of a text take a step together: they share the text's KV cache, each sees as much of it as was committed at its
+position, and keeps the rows of its own draft beside it. The tests hold it to the engine, draft by draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip_models.model import LayerCache, LayerSkipModel
+from layerskip_models.preverifier import FEATURES, draft_features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafts:
+    """Greedy drafts, one per position, row after row: draft i has lengths[i] rows.
+
+    tokens: int64 [rows]. hidden: [rows, hidden], the exit hidden state of the row that produced each token.
+    features: float32 [rows, FEATURES]. lengths: int64 [drafts], at least 1 each.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    features: Tensor
+    lengths: Tensor
+
+
+def draft_side_by_side(
+    model: LayerSkipModel,
+    cache: LayerCache,
+    text: Tensor,
+    positions: Sequence[int],
+    *,
+    exit_layer: int,
+    window: int,
+    behind: int | None = None,
+    eos: Collection[int] = (),
+) -> Drafts:
+    """Draft greedily, as the engine does, from several beginnings of one text.
+
+    text: int64 [n]; the cache holds its rows 0 .. n-2 at least, of layers [0, exit_layer). positions: draft i starts when
+    positions[i] tokens are committed, 1 <= positions[i] < n. window: most tokens of a draft; it never reaches past the text's
+    end, ends with a drafted token of `eos`, and goes on for `behind` tokens behind its first mismatch with the text (None: to
+    the end).
+    """
+    starts = torch.tensor(positions, device=model.device)
+    room = (text.numel() - starts).clamp(max=window)
+    longest, count = int(room.max()), len(positions)
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    own = torch.empty(2, exit_layer, count, kv_heads, longest, dim, dtype=model.dtype, device=model.device)
+    tokens = torch.zeros(count, longest, dtype=torch.long, device=model.device)
+    hidden_states = torch.empty(count, longest, model.hidden_size, dtype=model.dtype, device=model.device)
+    features = torch.empty(count, longest, len(FEATURES), device=model.device)
+    end = text.numel() - 1
+    context = [(keys, values) for _, _, keys, values in cache.window(0, exit_layer, end, end)]
+    unseen = torch.arange(end, device=model.device) >= (starts - 1).unsqueeze(1)  # [drafts, end]
+    stops = torch.tensor(sorted(eos), device=model.device)
+
+    lengths = room.clone()
+    going = torch.arange(count, device=model.device)  # drafts that are not over; `own` has their rows only
+    current = text[starts - 1]
+    for step in range(longest):
+        rows = going.numel()
+        x = model.embed(current)
+        rotary = model.rotary[starts[going] - 1 + step]
+        mask = unseen[going][:, None, None, :].expand(-1, kv_heads, heads // kv_heads, -1)
+        for index, (keys, values) in enumerate(context):
+            query, key, value = model.project(index, x, rotary)
+            own[0, index, :, :, step], own[1, index, :, :, step] = key, value
+            query = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5
+            shared = query.transpose(0, 1).reshape(kv_heads, -1, dim) @ keys  # [kv_heads, rows * group, end]
+            shared = shared.view(kv_heads, rows, -1, end).transpose(0, 1).masked_fill(mask, -torch.inf)
+            private = query @ own[0, index, :, :, : step + 1].mT  # [rows, kv_heads, group, step + 1]
+            weights = torch.cat([shared, private], dim=-1).softmax(dim=-1)
+            of_text = weights[..., :end].transpose(0, 1).reshape(kv_heads, -1, end) @ values
+            attended = of_text.view(kv_heads, rows, -1, dim).transpose(0, 1)
+            attended = attended + weights[..., end:] @ own[1, index, :, :, : step + 1]
+            x = model.finish_layer(index, x, attended.reshape(rows, heads * dim))
+        logits = model.logits(x)
+        current = logits.argmax(dim=-1)
+        tokens[going, step], hidden_states[going, step], features[going, step] = current, x, draft_features(logits)
+
+        over = torch.isin(current, stops)
+        lengths[going[over]] = step + 1
+        if behind is not None:
+            wrong = (current != text[starts[going] + step]) & (lengths[going] == room[going])
+            lengths[going[wrong]] = torch.minimum(room[going[wrong]], torch.tensor(step + 1 + behind))
+        keep = lengths[going] > step + 1
+        if not bool(keep.any()):
+            break
+        if not bool(keep.all()):
+            going, current, own = going[keep], current[keep], own[:, :, keep]
+    kept = torch.arange(longest, device=model.device) < lengths.unsqueeze(1)
+    return Drafts(tokens=tokens[kept], hidden=hidden_states[kept], features=features[kept], lengths=lengths)
+
+
+def accepted_counts(drafts: Drafts, text: Tensor, positions: Sequence[int]) -> Tensor:
+    """How many tokens of each draft come before its first mismatch with the text, int64 [drafts]."""
+    counts = []
+    for draft, start in zip(drafts.tokens.split(drafts.lengths.tolist()), positions):
+        equal = draft == text[start : start + draft.numel()]
+        counts.append(int(F.pad(equal.long(), (0, 1)).argmin()))
+    return torch.tensor(counts)

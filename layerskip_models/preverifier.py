@@ -1,0 +1,292 @@
+"""Pacer's pre-verification layer: one decoder layer over exit hidden states that estimates which drafts will be accepted.
+
+The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
+as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; the tests hold one to the other. A row is the exit hidden state of a
+committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
+of the distribution that the draft was taken from. docs/pacer.md says what that adds to the paper.
+Source: Pacer (Zhang et al. 2025), section 3.2.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from layerskip_models.linear import PlainLinear
+from layerskip_models.loading import convert_layer
+from layerskip_models.model import LayerSkipModel
+from layerskip_models.norm import RMSNorm
+
+FOLDER = "pacer"
+"""Where a checkpoint's own pre-verifier lies: in a folder of this name beside the weights."""
+CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
+SCOPES = ("full", "draft", "block")
+ESTIMATES = ("conditional", "prefix")
+FEATURES = ("log_confidence", "log_margin", "entropy")
+"""What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+CONTEXT = 0
+"""The draft index of a committed row; drafts are counted from 1."""
+_PROBE_TOKENS = 8
+_LEAST_COSINE = 0.99  # half precision stays above .999; other weights of the same shape are far below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreVerifierConfig:
+    """What a pre-verifier was trained for and how.
+
+    base_model: name of the model whose exits it judges. fingerprint: of that model's weights, see `fingerprint`.
+    exit_layers: those it was trained on. layer: the base model's LlamaConfig, as a dict.
+    max_drafts: draft positions that have an embedding of their own; later ones share the last.
+    estimates: what the network's output means: the chance that a token is accepted if all before it in its draft are
+        ("conditional"), or that it and all before it are ("prefix", as in the paper).
+    position_embedding, features, scope: what of the design is switched on (scope: which rows a draft row attends to:
+        the whole text, its own draft, or its own block; `block` is the block size that "block" was trained with).
+    policy: the stopping rule's best known settings: exit_layer, b, t, rho. Raises ValueError for what cannot be.
+    """
+
+    base_model: str
+    fingerprint: tuple[float, ...]
+    exit_layers: tuple[int, ...]
+    layer: dict[str, Any]
+    max_drafts: int = 50
+    position_embedding: bool = True
+    features: bool = True
+    estimates: str = "conditional"
+    scope: str = "full"
+    block: int = 4
+    policy: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {self.scope!r}")
+        if self.estimates not in ESTIMATES:
+            raise ValueError(f"estimates must be one of {', '.join(ESTIMATES)}, got {self.estimates!r}")
+        if not self.exit_layers or self.max_drafts < 1 or self.block < 1:
+            raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1 and block >= 1")
+
+    def llama_config(self) -> LlamaConfig:
+        """The configuration of its one layer: the base model's."""
+        return LlamaConfig(**self.layer, attn_implementation="sdpa")
+
+
+_LAYER_FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "max_position_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
+def describe_layer(config: LlamaConfig) -> dict[str, Any]:
+    """What a pre-verifier for a model of this configuration needs of it."""
+    described = {name: getattr(config, name) for name in _LAYER_FIELDS if getattr(config, name, None) is not None}
+    nothing = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return {**described, **nothing, "num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
+
+
+class PreVerifierModule(nn.Module):
+    """The network as it is trained; float32 or autocast, on any device."""
+
+    def __init__(self, config: PreVerifierConfig) -> None:
+        super().__init__()
+        llama = config.llama_config()
+        self.config = config
+        size = llama.hidden_size
+        self.input_norm = LlamaRMSNorm(size, llama.rms_norm_eps)
+        self.position = nn.Embedding(config.max_drafts + 1, size) if config.position_embedding else None
+        self.exit = nn.Embedding(len(config.exit_layers), size) if len(config.exit_layers) > 1 else None
+        self.features = nn.Linear(len(FEATURES), size) if config.features else None
+        self.layer = LlamaDecoderLayer(llama, 0)
+        self.rotary = LlamaRotaryEmbedding(llama)
+        self.norm = LlamaRMSNorm(size, llama.rms_norm_eps)
+        self.head = nn.Linear(size, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def inputs(self, hidden: Tensor, features: Tensor, draft_index: Tensor, exit_layer: int) -> Tensor:
+        """What the decoder layer sees, [rows, hidden]; arguments as in `forward`."""
+        x = self.input_norm(hidden)
+        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
+        if self.position is not None:
+            x = x + is_draft * self.position(draft_index.clamp(max=self.config.max_drafts))
+        if self.features is not None:
+            x = x + is_draft * self.features(features.to(x.dtype))
+        if self.exit is not None:
+            index = self.config.exit_layers.index(exit_layer)
+            x = x + self.exit.weight[index]
+        return x
+
+    def forward(
+        self, hidden: Tensor, features: Tensor, draft_index: Tensor, position: Tensor, mask: Tensor, exit_layer: int
+    ) -> Tensor:
+        """Logits of acceptance, float32 [rows]; those of context rows mean nothing.
+
+        hidden: [rows, hidden], exit hidden states. features: [rows, features], any values for context rows.
+        draft_index: int64 [rows], CONTEXT or the draft's number, 1 ... position: int64 [rows], in the text.
+        mask: bool [rows, rows], True where a row (first) may attend to another (second).
+        """
+        x = self.inputs(hidden, features, draft_index, exit_layer).unsqueeze(0)
+        rotary = self.rotary(x, position.unsqueeze(0))
+        out = self.layer(x, attention_mask=mask[None, None], position_embeddings=rotary)
+        out = out[0] if isinstance(out, tuple) else out
+        return self.head(self.norm(out[0])).squeeze(-1).float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeanPreVerifier:
+    """The network as it decodes: `layer` runs rows through the decoder layer (its cache is the caller's) and the head.
+
+    Of `layer`, a LayerSkipModel of one layer, `run_layers(x, 0, 1, ...)` and `logits`, [rows, 1], are used.
+    """
+
+    config: PreVerifierConfig
+    layer: LayerSkipModel
+    input_norm: RMSNorm
+    position: Tensor | None  # [max_drafts + 1, hidden]
+    exit: Tensor | None  # [exit layers, hidden]
+    features: PlainLinear | None
+
+    def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
+        x = self.input_norm(hidden)
+        return x if self.exit is None else x.add_(self.exit[self.config.exit_layers.index(exit_layer)])
+
+    def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
+        """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
+        x = self.context_inputs(hidden, exit_layer)
+        if self.position is not None:
+            rows = torch.arange(first_index, first_index + x.shape[0], device=x.device)
+            x = x.add_(self.position[rows.clamp(max=self.config.max_drafts)])
+        if self.features is not None:
+            x = x.add_(self.features(features.to(x.dtype)))
+        return x
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole network."""
+        return count_parameters(self.config)
+
+
+def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> LeanPreVerifier:
+    """The trained module in the layout that decoding is fast with, on the base model's device and in its dtype."""
+    config, llama = module.config, module.config.llama_config()
+
+    def tensor(value: Tensor) -> Tensor:
+        return value.detach().to(device=device, dtype=dtype, copy=True)
+
+    with torch.inference_mode(False), torch.no_grad():
+        converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: "plain")
+        layer = LayerSkipModel(
+            llama,
+            dtype=dtype,
+            embedding=torch.zeros(1, llama.hidden_size, dtype=dtype, device=device),
+            layers=[converted],
+            final_norm=RMSNorm(tensor(module.norm.weight), llama.rms_norm_eps),
+            head=PlainLinear(tensor(module.head.weight), tensor(module.head.bias)),
+            inv_freq=module.rotary.inv_freq.detach().float().to(device),
+            rotary_scaling=float(module.rotary.attention_scaling),
+            generation_config=GenerationConfig(),
+        )
+        features = module.features
+        return LeanPreVerifier(
+            config=config,
+            layer=layer,
+            input_norm=RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps),
+            position=None if module.position is None else tensor(module.position.weight),
+            exit=None if module.exit is None else tensor(module.exit.weight),
+            features=None if features is None else PlainLinear(tensor(features.weight), tensor(features.bias)),
+        )
+
+
+def draft_features(logits: Tensor) -> Tensor:
+    """FEATURES of each row's unfiltered distribution: float32 [rows, vocab] -> [rows, 3]."""
+    log_p = logits.float().log_softmax(dim=-1)
+    best = log_p.topk(2, dim=-1).values
+    # A probability of 0 contributes nothing; its logarithm times it would be NaN.
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
+    return torch.stack([best[:, 0], best[:, 0] - best[:, 1], entropy], dim=-1)
+
+
+def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
+    """16 numbers that tell a model's weights from others of its shape, whatever their dtype, device and layout.
+
+    Logits of some tokens after a fixed short text, less their mean: all weights have a part in them.
+    """
+    tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % model.vocab_size
+    with torch.inference_mode():
+        hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, _OneTextCache(model), 0)
+        logits = model.logits(hidden[-1:])[0]
+    chosen = logits[torch.arange(1, 17, device=model.device) * 104729 % model.vocab_size]
+    return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
+
+
+class _OneTextCache:
+    """A KV cache for the few rows of a probe."""
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        model.prepare(_PROBE_TOKENS)
+        shape = (model.num_layers, model.num_kv_heads, _PROBE_TOKENS, model.head_dim)
+        self._values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self._keys = torch.zeros_like(self._values)
+
+    def window(self, start: int, stop: int, position: int, end: int) -> Any:
+        for keys, values in zip(self._keys[start:stop, :, :end], self._values[start:stop, :, :end]):
+            yield keys[:, position:].transpose(0, 1), values[:, position:].transpose(0, 1), keys.mT, values
+
+
+def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> None:
+    """ValueError unless the pre-verifier was trained for this model."""
+    wanted = (
+        f"{where} is a pre-verifier for exit layers {', '.join(map(str, config.exit_layers))} of {config.base_model}"
+    )
+    remedy = "train one for this model with selfspec train-pacer"
+    described = json.loads(json.dumps(describe_layer(model.config)))
+    if described != config.layer or max(config.exit_layers) >= model.num_layers:
+        raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
+    ours, theirs = torch.tensor(fingerprint(model)), torch.tensor(config.fingerprint)
+    if ours.shape != theirs.shape or float(torch.cosine_similarity(ours, theirs, dim=0)) < _LEAST_COSINE:
+        raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")
+
+
+def count_parameters(config: PreVerifierConfig) -> int:
+    """Parameters of the network, without making it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in PreVerifierModule(config).parameters())
+
+
+def save_preverifier(module: PreVerifierModule, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write config and weights into an existing folder; dtype: of the weights, None for theirs."""
+    config = asdict(module.config)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    weights = {name: value.to(dtype or value.dtype).contiguous() for name, value in module.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "cpu") -> PreVerifierModule:
+    """Read what `save_preverifier` wrote, in float32. Raises FileNotFoundError or ValueError that says what is wrong."""
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(
+            f"no pre-verifier at {folder}: {CONFIG_FILE} is missing; train one with selfspec train-pacer"
+        )
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        for name in ("fingerprint", "exit_layers"):
+            values[name] = tuple(values[name])
+        config = PreVerifierConfig(**values)
+        module = PreVerifierModule(config)
+        module.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
+    except (TypeError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} holds no pre-verifier that can be read: {' '.join(str(error).split())}") from error
+    return module.to(map_location).eval()

@@ -1,0 +1,141 @@
+"""Pacer's blockwise stopping: every b tokens a trained layer says how likely they are to be accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from policies.base import ContextStates, DraftRow, Needs, NeverStop, Plan, Spent
+
+BLOCK = 4
+THRESHOLD = 0.7
+GROWTH = 1.05
+MAX_LENGTH = 32
+CRITERIA = ("mean", "any", "last")
+
+
+class PreVerifier(Protocol):
+    """What the stopping rule asks; the engine's is `selfspec.preverify.PreVerification`."""
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """The layers whose drafts it was trained on."""
+        ...
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Its own best settings: exit_layer, and b, t, rho of the rule; any may be missing."""
+        ...
+
+    def estimate(
+        self,
+        context: ContextStates,
+        exit_layer: int,
+        position: int,
+        first_index: int,
+        hidden: Tensor,
+        features: Tensor,
+        scope: str | None,
+    ) -> list[float]:
+        """Chance that each draft of a block is accepted (so all before it are), one pass over the block.
+
+        position: of the row that produced the block's first draft. first_index: that draft's number in the round, from 1; the
+        blocks of a round come in order. hidden [rows, hidden], features [rows, F]: of the rows that produced the drafts.
+        scope: which rows they may attend to; None for the one it was trained with.
+        """
+        ...
+
+
+class PacerStopping(NeverStop):
+    """Draft in blocks of b tokens; stop, keeping the block, when its mean estimated acceptance is at most t; then t *= rho.
+
+    t is back at its start in every round (our reading of Algorithm 1). criterion: "mean" of the block, "any" token of it, or
+    its "last" one is compared with t. scope: see `PreVerifier.estimate`. max_length: of a draft; a block that ends there, or
+    at the plan's cap, is not judged, since nothing would come after it.
+    Keeping what was drawn is exact for any rule, so this one is for sampling, too (policies.base).
+    Raises ValueError for settings out of range.
+    Source: Pacer (Zhang et al. 2025), section 3.2 and Algorithm 1; criteria as in Table 7.
+    """
+
+    def __init__(
+        self,
+        preverifier: PreVerifier,
+        *,
+        b: int = BLOCK,
+        t: float = THRESHOLD,
+        rho: float = GROWTH,
+        criterion: str = "mean",
+        scope: str | None = None,
+        max_length: int = MAX_LENGTH,
+    ) -> None:
+        for name, value in (("b", b), ("max_length", max_length)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 < t < 1:
+            raise ValueError(f"t must be in (0, 1), got {t}")
+        if rho <= 0:
+            raise ValueError(f"rho must be above 0, got {rho}")
+        if criterion not in CRITERIA:
+            raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
+        self.preverifier = preverifier
+        self.exit_layers = preverifier.exit_layers
+        self.b, self.t, self.rho, self.criterion, self.scope = b, t, rho, criterion, scope
+        self.max_length = max_length
+        self.needs = Needs(exit_hidden=True, features=True, context_layers=self.exit_layers)
+        self._current = t
+        self._cap = max_length
+        self._block: list[DraftRow] = []
+        self._spent = Spent()
+
+    def start_round(self, plan: Plan) -> None:
+        """No block yet; t at its start. Raises ValueError for an exit layer that it was not trained on."""
+        if plan.exit_layer not in self.exit_layers:
+            layers = ", ".join(map(str, self.exit_layers))
+            raise ValueError(f"this pre-verifier judges exit layers {layers}, the plan's is {plan.exit_layer}")
+        self._current = self.t
+        self._cap = min(self.max_length, plan.max_speculations)
+        self._block = []
+        self._spent = Spent()
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        """At the end of a block: when its estimates are too low. At the cap always."""
+        self._block.append(row)
+        if row.num_drafted + 1 >= self._cap:
+            return True
+        if len(self._block) < self.b:
+            return False
+        stops = self._score(self._block) <= self._current
+        self._current *= self.rho
+        self._block = []
+        return stops
+
+    def _score(self, block: list[DraftRow]) -> float:
+        """What is compared with t. One pass of the pre-verifier, with one wait for the device."""
+        started = perf_counter()
+        first = block[0]
+        assert first.context is not None
+        estimates = self.preverifier.estimate(
+            first.context,
+            first.exit_layer,
+            first.position,
+            first.num_drafted + 1,
+            torch.stack([row.exit_hidden for row in block if row.exit_hidden is not None]),
+            torch.stack([row.features for row in block if row.features is not None]),
+            self.scope,
+        )
+        self._spent = self._spent + Spent(layers=1, seconds=perf_counter() - started)
+        if self.criterion == "mean":
+            return sum(estimates) / len(estimates)
+        return min(estimates) if self.criterion == "any" else estimates[-1]
+
+    def threshold(self, exit_layer: int) -> float:
+        """t, for the next block."""
+        return self._current
+
+    def spent(self) -> Spent:
+        """The pre-verifier's passes in this round, each a layer, and their time."""
+        return self._spent

@@ -1,0 +1,140 @@
+"""Pacer's pre-verifier at work: which rows its layer must still see, in its own KV cache, and what it says of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.preverifier import (
+    CONFIG_FILE,
+    FOLDER,
+    SCOPES,
+    LeanPreVerifier,
+    check_fits,
+    lean,
+    load_preverifier,
+)
+from policies import ContextStates
+from selfspec.kv_cache import KVCache
+
+_CHUNK = 1024  # rows per pass over a long context
+
+
+class PreVerification:
+    """A pre-verifier for one policy. Lazy: nothing runs for an exit layer before its first block of a text.
+
+    The cache of an exit layer holds the committed rows it has seen, without draft-position embedding, and behind them the
+    blocks of the round. What a round committed enters in the next round's first pass, over what its drafts had left there: so
+    the cache is rolled back with the main one, by a number.
+    """
+
+    def __init__(self, network: LeanPreVerifier) -> None:
+        self.network = network
+        self._caches: dict[int, KVCache] = {}
+        self._committed: dict[int, int] = {}  # exit layer -> committed rows in its cache
+        self._reliability = 1.0  # chance that all drafts of the round so far are accepted
+        self._text: ReferenceType[ContextStates] | None = None
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """Those it was trained on."""
+        return self.network.config.exit_layers
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Best settings of the stopping rule, as measured where it was trained."""
+        return self.network.config.policy
+
+    def estimate(
+        self,
+        context: ContextStates,
+        exit_layer: int,
+        position: int,
+        first_index: int,
+        hidden: Tensor,
+        features: Tensor,
+        scope: str | None,
+    ) -> list[float]:
+        """See `policies.PreVerifier`. Raises ValueError for an unknown scope."""
+        scope = self.network.config.scope if scope is None else scope
+        if scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+        if self._text is None or self._text() is not context:
+            self._text = ref(context)
+            self._committed.clear()
+        cache = self._cache(exit_layer, context.max_length)
+        rows = self.network.draft_inputs(hidden, features, first_index, exit_layer)
+        if scope == "full":
+            start = position - first_index + 1  # of the draft: the committed rows are those before it
+            seen = self._committed.get(exit_layer, 0)
+            while start - seen > _CHUNK:
+                self._run(self._context(context, exit_layer, seen, seen + _CHUNK), cache, seen)
+                seen += _CHUNK
+            where = position
+            if seen < start and first_index == 1:  # in one pass with the block
+                rows = torch.cat([self._context(context, exit_layer, seen, start), rows])
+                where = seen
+            self._committed[exit_layer] = start
+        else:  # rotary positions are relative, so what is out of scope may as well not be there
+            where = first_index - 1 if scope == "draft" else 0
+        out = self._run(rows, cache, where)[-hidden.shape[0] :]
+        estimates = self.network.layer.logits(out)[:, 0].sigmoid()
+        if self.network.config.estimates == "prefix":
+            return estimates.tolist()
+        before = 1.0 if first_index == 1 else self._reliability
+        chances = (estimates.cumprod(0) * before).tolist()
+        self._reliability = chances[-1]
+        return chances
+
+    def _context(self, context: ContextStates, exit_layer: int, start: int, stop: int) -> Tensor:
+        return self.network.context_inputs(context.rows(exit_layer, start, stop), exit_layer)
+
+    def _run(self, rows: Tensor, cache: KVCache, position: int) -> Tensor:
+        return self.network.layer.run_layers(rows, 0, 1, cache, position)
+
+    def _cache(self, exit_layer: int, max_length: int) -> KVCache:
+        cache = self._caches.get(exit_layer)
+        if cache is None or cache.max_length < max_length:
+            cache = self._caches[exit_layer] = KVCache(self.network.layer, max_length)
+            self._committed.pop(exit_layer, None)
+        return cache
+
+
+class PreVerifiers:
+    """Loads pre-verifiers for one model, each once: what `parse_policy` is given."""
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        self._model = model
+        self._loaded: dict[str, LeanPreVerifier] = {}
+
+    def __call__(self, folder: str | None = None) -> PreVerification:
+        """From a folder, or the one beside the checkpoint, ready for one policy.
+
+        Raises FileNotFoundError or ValueError if there is none, or if it was trained for another model.
+        """
+        path = self.beside() if folder is None else folder
+        if path not in self._loaded:
+            module = load_preverifier(path)
+            check_fits(module.config, self._model, path)
+            self._loaded[path] = lean(module, self._model.dtype, self._model.device)
+        return PreVerification(self._loaded[path])
+
+    def beside(self) -> str:
+        """The folder of the pre-verifier that lies beside the model's weights. ValueError if there is none."""
+        name = self._model.name
+        if not has_preverifier(name):
+            raise ValueError(
+                f"there is no pre-verifier beside {name or 'this model'}: train one with selfspec train-pacer and say"
+                " pacer:FOLDER"
+            )
+        return str(Path(name or "") / FOLDER)
+
+
+def has_preverifier(name: str | None) -> bool:
+    """Whether one lies beside the checkpoint of this name, a folder."""
+    return name is not None and (Path(name) / FOLDER / CONFIG_FILE).is_file()
