@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 BLOCKS = (1, 2, 3, 4, 6, 8)
-THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GROWTHS = (1.0, 1.05, 1.1)
 
 
