@@ -111,7 +111,7 @@ def test_int8_speculation_gives_the_int8_model_s_own_output(dtype: torch.dtype) 
         model = engine.model
         prompt = [seed, 3, 20 - seed]
         for name in EVERY_POLICY:
-            new = engine.generate(prompt, max_new_tokens=20, policy=named_policy(name, 2, 4)).new_tokens
+            new = engine.generate(prompt, max_new_tokens=20, policy=named_policy(name, 2, model)).new_tokens
             text = torch.tensor(prompt + new)
             logits = model.logits(model.run_layers(model.embed(text), 0, 4, KVCache(model, len(text)), 0))
             own = logits[len(prompt) - 1 : -1]
