@@ -99,6 +99,9 @@ def sweep(
             )
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
+        for cell in grid:
+            if "pacer" in cell.name:
+                generator.resolve_policy(cell.name)
     network = generator.model
     num_timed = min(num_timed, len(grid))
     axes = {name: list(dict.fromkeys(cell.values[name] for cell in grid)) for name in grid[0].values}
@@ -173,5 +176,6 @@ def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: i
 
 def _is_fixed(cell: GridPolicy, num_layers: int) -> bool:
     """Whether replay decides a policy's rounds. Raises ValueError for a name that is none."""
-    parse_policy(cell.name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
+    if "pacer" not in cell.name:  # which can be resolved for the loaded model only
+        parse_policy(cell.name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
     return fixed_setting_of(cell.name) is not None
