@@ -121,7 +121,7 @@ def test_sweep_over_two_parameters_of_a_policy_draws_a_heat_map(checkpoint, tmp_
         (["peers", "--policy", "ar"], "must be a fixed setting"),
         (["peers", "--policy", "ls:9-2"], "exit_layer must be in [1, 3]"),
         (["peers", "--prompts", "missing.jsonl"], "missing.jsonl"),
-        (["peers", "--dtype", "int8"], "dtype must be one of"),
+        (["peers", "--dtype", "int4"], "dtype must be one of"),
         (["sweep", "--exit-layers", "2-x"], '--exit-layers must look like "1-8"'),
         (["sweep", "--exit-layers", "1-4"], "--exit-layers must be in [1, 3]"),
         (["sweep", "--num-speculations", "0-2"], "--num-speculations must be numbers from 1 on"),
