@@ -46,8 +46,10 @@ PROMPT_ROWS = 16
 PROMPT_EVERY = 6
 LEARN_EVERY = 8
 LEARN_FIRST = 16
-_PRIOR_COUNT = 2.0  # what the bin's midpoint is worth in the average over layers, in observations
+_PRIOR_COUNT = 2.0  # what the prior is worth in a bin's average over layers, in observations
 _POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
+# An exit is right more often than it is sure, and what is never drafted is learned slowly: better to start too high.
+_PRIOR: NDArray[np.float64] = np.asarray(MIDPOINTS) ** 0.6
 _NEWS = 1.3  # values are solved anew when so many times as many rows were observed: each solution costs a millisecond
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
@@ -171,7 +173,7 @@ class AutoLearner:
         self._solved_at = self._rows
         seen = np.array([self.table.seen[layer] for layer in self.layers])
         accepted = np.array([self.table.accepted[layer] for layer in self.layers])
-        pooled = (accepted.sum(axis=0) + _PRIOR_COUNT * np.asarray(MIDPOINTS)) / (seen.sum(axis=0) + _PRIOR_COUNT)
+        pooled = (accepted.sum(axis=0) + _PRIOR_COUNT * _PRIOR) / (seen.sum(axis=0) + _PRIOR_COUNT)
         self.acceptance = (accepted + _POOLED_COUNT * pooled) / (seen + _POOLED_COUNT)
         counts = self.frequency + (self.frequency.sum(axis=0) + 1 / NUM_BINS) / max(self.frequency.sum(), 1.0)
         frequency = counts / counts.sum(axis=1, keepdims=True)
@@ -225,10 +227,17 @@ class AutoLearner:
         self._solve(passes=1)
 
 
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Every exit layer up to L/4, then every second one up to L/2: a deeper one costs more than half a pass per draft and
+    was never best, and one layer between two that are learned is worth little more than they are."""
+    half, quarter = max(num_layers // 2, 1), max(num_layers // 4, min(num_layers // 2, 4))
+    return (*range(1, quarter + 1), *range(quarter + 2, half + 1, 2))
+
+
 class AutoExit(Unlearning):
     """Exit at the layer whose round is worth most at the current rate; a plain step where none is.
 
-    layers: candidates; None for 1 .. L/2 (a deeper exit costs more than half a pass per draft and was never best).
+    layers: candidates; None for those of `default_layers`.
     cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
     learn_every, learn_first: shadow tokens of the first rows of a call and of one in so many after; what it drafts or drops
         teaches in every round.
@@ -249,9 +258,7 @@ class AutoExit(Unlearning):
         for name, value in (("max_speculations", max_speculations), ("learn_every", learn_every)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        candidates = check_layers(
-            tuple(range(1, max(num_layers // 2, 1) + 1) if layers is None else layers), num_layers
-        )
+        candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
         self.needs = Needs(
             confidence=True,
