@@ -99,9 +99,9 @@ def sweep(
             )
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
-        for cell in grid:
-            if "pacer" in cell.name:
-                generator.resolve_policy(cell.name)
+        for named in grid:
+            if "pacer" in named.name:
+                generator.resolve_policy(named.name)
     network = generator.model
     num_timed = min(num_timed, len(grid))
     axes = {name: list(dict.fromkeys(cell.values[name] for cell in grid)) for name in grid[0].values}

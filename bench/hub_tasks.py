@@ -21,7 +21,8 @@ SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/sp
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTask:
     """One task. path, config, split: of `datasets.load_dataset`. render: a row as (prompt, answer); shots: how many
-    examples stand before it, out of shot_split; files: for a path that reads files. kind: a row's own task name."""
+    examples stand before it, out of shot_split; files: for a path that reads files; revision: of the repository, where its
+    main one holds a loading script, which `datasets` no longer runs. kind: a row's own task name."""
 
     path: str
     split: str
@@ -30,6 +31,7 @@ class HubTask:
     shots: int = 0
     shot_split: str = "train"
     files: str | None = None
+    revision: str | None = None
     kind: Callable[[Row], str] | None = None
 
 
@@ -65,7 +67,9 @@ HUB_TASKS: Mapping[str, HubTask] = {
         path="abisee/cnn_dailymail", config="3.0.0", split="test", render=_summary("article", "highlights"), shots=1
     ),
     "cnn_dm_lm": HubTask(path="abisee/cnn_dailymail", config="3.0.0", split="test", render=_continuation),
-    "xsum_summarization": HubTask(path="EdinburghNLP/xsum", split="test", render=_summary("document", "summary")),
+    "xsum_summarization": HubTask(
+        path="EdinburghNLP/xsum", revision="refs/convert/parquet", split="test", render=_summary("document", "summary")
+    ),
     "aqua_rat": HubTask(path="deepmind/aqua_rat", config="raw", split="test", render=_aqua, shots=5),
     "wmt14_de_en": HubTask(path="wmt/wmt14", config="de-en", split="test", render=_translation),
     "spec_bench": HubTask(
@@ -87,7 +91,8 @@ def load_hub_task(
         raise ValueError(f"unknown task {name!r}: on the hub there are {', '.join(HUB_TASKS)}")
     task = HUB_TASKS[name]
     load = load or _load_dataset
-    more = {} if task.files is None else {"data_files": task.files}
+    more = {"data_files": task.files, "revision": task.revision}
+    more = {option: value for option, value in more.items() if value is not None}
     rows = load(task.path, task.config, split=task.split, **more)
     random = Random(seed)
     before = ""

@@ -131,3 +131,15 @@ def test_rows_of_datasets_itself(name: str, tmp_path: Path, monkeypatch: pytest.
     assert [(p.id, p.task, p.prompt, p.reference) for p in prompts] == [
         (p.id, p.task, p.prompt, p.reference) for p in expected
     ]
+
+
+def test_a_repository_with_a_loading_script_is_read_from_its_converted_files() -> None:
+    asked = []
+
+    def noting(*arguments: Any, **options: Any) -> Sequence[Row]:
+        asked.append(options.get("revision"))
+        return load(*arguments, **options)
+
+    for name in ("xsum_summarization", "humaneval"):
+        load_hub_task(name, 1, load=noting)
+    assert asked == ["refs/convert/parquet", None]
