@@ -16,7 +16,8 @@ PRECISIONS = ("fp32", "bf16")
 OWN_TEXT_PROMPT = 64  # tokens of training text before a continuation of the model's own
 
 
-def _option(default: Any, help: str) -> Any:
+def option(default: Any, help: str) -> Any:
+    """A field of a training configuration with its help text, which the command line shows."""
     return field(default=default, metadata={"help": help})
 
 
@@ -26,86 +27,86 @@ class TrainingConfig:
 
     data: tuple[str, ...] = field(metadata={"help": "PATH[:weight] of a .txt, .txt.gz or .py file or a folder."})
     output_dir: str = field(metadata={"help": "Folder for log, checkpoints and the finished model."})
-    init: str | None = _option(None, "Llama checkpoint to continue (hub name or path); without it, from scratch.")
-    tokenizer: str | None = _option(None, "Tokenizer folder; without it, init's, or one trained on the data.")
-    exclude: tuple[str, ...] = _option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
-    holdout_fraction: float = _option(0.01, "Share of the documents kept out of training, for evaluation.")
+    init: str | None = option(None, "Llama checkpoint to continue (hub name or path); without it, from scratch.")
+    tokenizer: str | None = option(None, "Tokenizer folder; without it, init's, or one trained on the data.")
+    exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
+    holdout_fraction: float = option(0.01, "Share of the documents kept out of training, for evaluation.")
 
-    vocab_size: int = _option(4096, "Size of a tokenizer trained here (from scratch only, like the shape below).")
-    hidden_size: int = _option(192, "Width of the hidden states.")
-    num_layers: int = _option(12, "Number of layers L.")
-    num_heads: int = _option(3, "Attention heads.")
-    num_kv_heads: int = _option(1, "Key-value heads; divides num_heads.")
-    head_dim: int = _option(64, "Width of a head.")
-    intermediate_size: int = _option(576, "Width inside the MLP.")
-    context_length: int = _option(2048, "max_position_embeddings of the model.")
-    rope_theta: float = _option(10000.0, "Base of the rotary embedding.")
+    vocab_size: int = option(4096, "Size of a tokenizer trained here (from scratch only, like the shape below).")
+    hidden_size: int = option(192, "Width of the hidden states.")
+    num_layers: int = option(12, "Number of layers L.")
+    num_heads: int = option(3, "Attention heads.")
+    num_kv_heads: int = option(1, "Key-value heads; divides num_heads.")
+    head_dim: int = option(64, "Width of a head.")
+    intermediate_size: int = option(576, "Width inside the MLP.")
+    context_length: int = option(2048, "max_position_embeddings of the model.")
+    rope_theta: float = option(10000.0, "Base of the rotary embedding.")
 
-    max_steps: int = _option(1000, "Optimiser steps T.")
-    batch_tokens: int = _option(8192, "Tokens per optimiser step, over all processes.")
-    micro_batch_tokens: int = _option(1024, "Tokens per forward pass of one process.")
-    sequence_length: int = _option(256, "Tokens per sequence.")
-    long_sequence_length: int = _option(2048, "Tokens per sequence in the last long_steps steps.")
-    long_steps: int = _option(0, "Steps at the end with long sequences, so that long contexts work.")
-    loss_chunk_rows: int = _option(1024, "Rows whose logits exist at once.")
-    optimizer: str = _option("muon", "muon (layers' matrices; AdamW for the rest) or adamw.")
-    learning_rate: float = _option(3e-3, "Peak learning rate.")
-    lr_schedule: str = _option("wsd", "cosine, or wsd: constant, then down to zero over the last decay_fraction.")
-    decay_fraction: float = _option(0.4, "Share of the steps in which wsd goes down.")
-    warmup_steps: int = _option(30, "Steps in which the learning rate rises.")
-    weight_decay: float = _option(0.1, "Decoupled weight decay of matrices (not embeddings, not norms).")
-    max_grad_norm: float = _option(1.0, "The gradient is scaled down to this norm.")
-    precision: str = _option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
+    max_steps: int = option(1000, "Optimiser steps T.")
+    batch_tokens: int = option(8192, "Tokens per optimiser step, over all processes.")
+    micro_batch_tokens: int = option(1024, "Tokens per forward pass of one process.")
+    sequence_length: int = option(256, "Tokens per sequence.")
+    long_sequence_length: int = option(2048, "Tokens per sequence in the last long_steps steps.")
+    long_steps: int = option(0, "Steps at the end with long sequences, so that long contexts work.")
+    loss_chunk_rows: int = option(1024, "Rows whose logits exist at once.")
+    optimizer: str = option("muon", "muon (layers' matrices; AdamW for the rest) or adamw.")
+    learning_rate: float = option(3e-3, "Peak learning rate.")
+    lr_schedule: str = option("wsd", "cosine, or wsd: constant, then down to zero over the last decay_fraction.")
+    decay_fraction: float = option(0.4, "Share of the steps in which wsd goes down.")
+    warmup_steps: int = option(30, "Steps in which the learning rate rises.")
+    weight_decay: float = option(0.1, "Decoupled weight decay of matrices (not embeddings, not norms).")
+    max_grad_norm: float = option(1.0, "The gradient is scaled down to this norm.")
+    precision: str = option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
 
-    compile: bool = _option(False, "torch.compile the layers: faster steps, rounded otherwise; needs a C++ compiler.")
+    compile: bool = option(False, "torch.compile the layers: faster steps, rounded otherwise; needs a C++ compiler.")
 
-    layer_dropout: float = _option(0.0, "p_max: the last layer's dropout probability at its highest.")
-    dropout_time: str = _option("scratch", "S(t): scratch (rises from 0) or continual (constant 1).")
-    exit_weights: str = _option("uniform", "uniform, published, or L numbers separated by commas.")
-    e_scale: float = _option(0.2, "Scale of the lower exits in the published weights.")
-    last_exit_weight: float = _option(3.0, "The last layer's weight when uniform (each other exit has 1).")
-    curriculum: str = _option("rotational", "rotational, gradual, all, or none (plain training).")
-    rotation: int = _option(4, "R of the rotational curriculum: every R-th layer, rotating.")
-    own_text_steps: int = _option(0, "Last steps that also train on the model's own greedy text, against its loops.")
-    own_text_rows: int = _option(16, "Prompts continued in each of these steps, over all processes.")
-    own_text_tokens: int = _option(100, "Greedy tokens after each of these prompts, which are 64 tokens long.")
-    own_text_weight: float = _option(0.5, "Weight of that loss beside the loss on the data, which has 1.")
+    layer_dropout: float = option(0.0, "p_max: the last layer's dropout probability at its highest.")
+    dropout_time: str = option("scratch", "S(t): scratch (rises from 0) or continual (constant 1).")
+    exit_weights: str = option("uniform", "uniform, published, or L numbers separated by commas.")
+    e_scale: float = option(0.2, "Scale of the lower exits in the published weights.")
+    last_exit_weight: float = option(3.0, "The last layer's weight when uniform (each other exit has 1).")
+    curriculum: str = option("rotational", "rotational, gradual, all, or none (plain training).")
+    rotation: int = option(4, "R of the rotational curriculum: every R-th layer, rotating.")
+    own_text_steps: int = option(0, "Last steps that also train on the model's own greedy text, against its loops.")
+    own_text_rows: int = option(16, "Prompts continued in each of these steps, over all processes.")
+    own_text_tokens: int = option(100, "Greedy tokens after each of these prompts, which are 64 tokens long.")
+    own_text_weight: float = option(0.5, "Weight of that loss beside the loss on the data, which has 1.")
 
-    eval_every: int = _option(100, "Steps between evaluations on held-out text.")
-    eval_tokens: int = _option(8192, "Held-out tokens per evaluation.")
-    log_every: int = _option(10, "Steps between lines in the log.")
-    save_every: int = _option(100, "Steps between checkpoints; at most so many are lost when killed.")
-    export_dtype: str = _option("bfloat16", "Type of the finished model: bfloat16, float16 or float32.")
-    seed: int = _option(0, "Seed of initial weights, data order and dropout.")
+    eval_every: int = option(100, "Steps between evaluations on held-out text.")
+    eval_tokens: int = option(8192, "Held-out tokens per evaluation.")
+    log_every: int = option(10, "Steps between lines in the log.")
+    save_every: int = option(100, "Steps between checkpoints; at most so many are lost when killed.")
+    export_dtype: str = option("bfloat16", "Type of the finished model: bfloat16, float16 or float32.")
+    seed: int = option(0, "Seed of initial weights, data order and dropout.")
 
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data must name at least one file or folder (--data PATH[:weight])")
         self.sources()
         for name in _POSITIVE_INTEGERS:
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("long_steps", "own_text_steps", "warmup_steps", "seed"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("learning_rate", "last_exit_weight", "max_grad_norm", "rope_theta"):
-            _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
+            require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
         for name in ("weight_decay", "e_scale", "own_text_weight"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("layer_dropout", "holdout_fraction"):
-            _require(0 <= getattr(self, name) < 1, name, "in [0, 1)", getattr(self, name))
-        _require(0 < self.decay_fraction <= 1, "decay_fraction", "in (0, 1]", self.decay_fraction)
+            require(0 <= getattr(self, name) < 1, name, "in [0, 1)", getattr(self, name))
+        require(0 < self.decay_fraction <= 1, "decay_fraction", "in (0, 1]", self.decay_fraction)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        _require(
+        require(
             self.long_steps <= self.max_steps,
             "long_steps",
             f"at most max_steps ({self.max_steps})",
             self.long_steps,
         )
-        _require(self.num_layers >= 2, "num_layers", "at least 2", self.num_layers)
+        require(self.num_layers >= 2, "num_layers", "at least 2", self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
-        _require(self.head_dim % 2 == 0, "head_dim", "even", self.head_dim)
+        require(self.head_dim % 2 == 0, "head_dim", "even", self.head_dim)
         for length in {self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1)}:
             if self.batch_tokens % length:
                 raise ValueError(
@@ -167,7 +168,8 @@ _CHOICES = {
 OPERATIONAL_FIELDS = ("output_dir", "eval_every", "eval_tokens", "log_every", "save_every", "export_dtype")
 
 
-def _require(holds: bool, name: str, wanted: str, value: object) -> None:
+def require(holds: bool, name: str, wanted: str, value: object) -> None:
+    """Raise ValueError that says what the option must be and is, unless it holds."""
     if not holds:
         raise ValueError(f"{name} must be {wanted}, got {value}")
 

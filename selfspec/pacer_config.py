@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from layerskip_models.preverifier import ESTIMATES, SCOPES
+from layerskip_models.training_config import option, require
 from layerskip_models.training_data import DEFAULT_EXCLUDES, DataSource, parse_data_source
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,48 +19,46 @@ class PreVerifierTraining:
         }
     )
     output_dir: str = field(metadata={"help": "Folder for data, log, checkpoints and the finished pre-verifier."})
-    model: str | None = _option(None, "Hub name or folder of the LayerSkip checkpoint; without it, the demo model.")
-    dtype: str = _option("auto", "The model's: auto, float32, bfloat16, float16.")
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...")
-    exit_layers: tuple[int, ...] = _option((), "Exit layer to judge; repeatable. Without it, a quarter of the layers.")
-    evaluate_on: tuple[str, ...] = _option(
+    model: str | None = option(None, "Hub name or folder of the LayerSkip checkpoint; without it, the demo model.")
+    dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    exit_layers: tuple[int, ...] = option((), "Exit layer to judge; repeatable. Without it, a quarter of the layers.")
+    evaluate_on: tuple[str, ...] = option(
         (), "As data, for the held-out figures; without it, held-out documents of data."
     )
-    exclude: tuple[str, ...] = _option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
-    holdout_fraction: float = _option(0.02, "Share of the documents kept out of training, for evaluation.")
+    exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
+    holdout_fraction: float = option(0.02, "Share of the documents kept out of training, for evaluation.")
 
-    num_prompts: int = _option(1000, "Responses to train on.")
-    num_held_out: int = _option(64, "Responses to evaluate on.")
-    prompt_tokens: int = _option(256, "Most tokens of a prompt; pieces of text have an eighth of it at least.")
-    response_tokens: int = _option(128, "Most tokens of a response.")
-    window: int = _option(50, "Tokens per draft, fewer at the response's end.")
-    behind: int = _option(
+    num_prompts: int = option(1000, "Responses to train on.")
+    num_held_out: int = option(64, "Responses to evaluate on.")
+    prompt_tokens: int = option(256, "Most tokens of a prompt; pieces of text have an eighth of it at least.")
+    response_tokens: int = option(128, "Most tokens of a response.")
+    window: int = option(50, "Tokens per draft, fewer at the response's end.")
+    behind: int = option(
         4, "Tokens that a draft goes on for behind its first mismatch; the window for the paper's labels."
     )
-    positions: int = _option(48, "Positions to draft from, a random sample of each response's; 0 for all.")
-    ignore_eos: bool = _option(False, "Neither responses nor drafts end with an EOS token.")
-    shard_responses: int = _option(16, "Responses per file of data; at most so many are lost when killed.")
+    positions: int = option(48, "Positions to draft from, a random sample of each response's; 0 for all.")
+    ignore_eos: bool = option(False, "Neither responses nor drafts end with an EOS token.")
+    shard_responses: int = option(16, "Responses per file of data; at most so many are lost when killed.")
 
-    position_embedding: bool = _option(True, "Tell the network the number of a draft token.")
-    features: bool = _option(True, "Tell it confidence, margin and entropy of a draft token's distribution.")
-    estimates: str = _option(
-        "conditional", "Of a token: conditional (earlier drafts hold), or prefix, as in the paper."
-    )
-    scope: str = _option("full", "What a draft token attends to: full, draft, or block.")
-    block: int = _option(4, "Block size for scope block.")
+    position_embedding: bool = option(True, "Tell the network the number of a draft token.")
+    features: bool = option(True, "Tell it confidence, margin and entropy of a draft token's distribution.")
+    estimates: str = option("conditional", "Of a token: conditional (earlier drafts hold), or prefix, as in the paper.")
+    scope: str = option("full", "What a draft token attends to: full, draft, or block.")
+    block: int = option(4, "Block size for scope block.")
 
-    epochs: float = _option(4.0, "Passes over the data.")
-    batch_responses: int = _option(4, "Responses, each at one exit layer, per optimiser step, over all processes.")
-    learning_rate: float = _option(
+    epochs: float = option(4.0, "Passes over the data.")
+    batch_responses: int = option(4, "Responses, each at one exit layer, per optimiser step, over all processes.")
+    learning_rate: float = option(
         1e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine."
     )
-    warmup_steps: int = _option(40, "Steps in which the learning rate rises.")
-    weight_decay: float = _option(0.05, "Decoupled weight decay of matrices.")
-    max_grad_norm: float = _option(1.0, "The gradient is scaled down to this norm.")
-    precision: str = _option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
-    log_every: int = _option(20, "Steps between lines in the log.")
-    save_every: int = _option(100, "Steps between checkpoints; at most so many are lost when killed.")
-    seed: int = _option(0, "Seed of prompts, positions, initial weights and order.")
+    warmup_steps: int = option(40, "Steps in which the learning rate rises.")
+    weight_decay: float = option(0.05, "Decoupled weight decay of matrices.")
+    max_grad_norm: float = option(1.0, "The gradient is scaled down to this norm.")
+    precision: str = option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
+    log_every: int = option(20, "Steps between lines in the log.")
+    save_every: int = option(100, "Steps between checkpoints; at most so many are lost when killed.")
+    seed: int = option(0, "Seed of prompts, positions, initial weights and order.")
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -75,13 +69,13 @@ class PreVerifierTraining:
             "num_prompts", "num_held_out", "prompt_tokens", "response_tokens", "window", "shard_responses", "block",
             "batch_responses", "log_every", "save_every",
         ):  # fmt: skip
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("positions", "behind", "warmup_steps", "weight_decay", "seed"):
-            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+            require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("epochs", "learning_rate", "max_grad_norm"):
-            _require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
-        _require(0 < self.holdout_fraction < 1, "holdout_fraction", "in (0, 1)", self.holdout_fraction)
-        _require(self.response_tokens >= 3, "response_tokens", "at least 3", self.response_tokens)
+            require(getattr(self, name) > 0, name, "above 0", getattr(self, name))
+        require(0 < self.holdout_fraction < 1, "holdout_fraction", "in (0, 1)", self.holdout_fraction)
+        require(self.response_tokens >= 3, "response_tokens", "at least 3", self.response_tokens)
         for name, choices in (("scope", SCOPES), ("estimates", ESTIMATES), ("precision", ("fp32", "bf16"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -94,8 +88,3 @@ class PreVerifierTraining:
 
 OPERATIONAL_FIELDS = ("output_dir", "device", "log_every", "save_every")
 """What may differ when a run is taken up again."""
-
-
-def _require(holds: bool, name: str, wanted: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {wanted}, got {value}")

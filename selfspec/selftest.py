@@ -218,12 +218,13 @@ def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Ch
     """Every text equals the reference's but for near-ties, and the KV cache afterwards a fresh pass over the text."""
     near_ties = rejected = 0
     worst = 0.0
+    load_preverifier = PreVerifiers(model)
     for prompt, text, logits in zip(reference.prompts, reference.texts, reference.logits):
         chosen = parse_policy(
             policy,
             num_layers=model.num_layers,
             measure=lambda: measured_cost(model),
-            preverifier=PreVerifiers(model),
+            preverifier=load_preverifier,
         )
         decoding = _decode(model, prompt, chosen, max_new_tokens=len(text), do_sample=False)
         new = decoding.tokens[0, prompt.numel() : decoding.length].tolist()
