@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +16,21 @@ from layerskip_models import checkpoints, training_data
 from layerskip_models.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
 
 
-def claim_output_dir(config: TrainingConfig, output_dir: Path) -> None:
+class TrainingOptions(Protocol):
+    """A dataclass of a training run's options."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def output_dir(self) -> str:
+        """Folder of the run."""
+        ...
+
+
+def claim_output_dir(config: TrainingOptions, output_dir: Path, may_differ: Sequence[str] = OPERATIONAL_FIELDS) -> None:
     """Make output_dir and record the configuration in it, or find the same one there (a run to take up again).
 
+    config: a dataclass with a field output_dir. may_differ: its fields that do not decide what comes out.
     Raises ValueError when the folder holds a run with other options, or something else.
     """
     recorded_path = output_dir / "config.json"
@@ -27,7 +41,7 @@ def claim_output_dir(config: TrainingConfig, output_dir: Path) -> None:
         changed = sorted(
             name
             for name in mine.keys() | recorded.keys()
-            if name not in OPERATIONAL_FIELDS and mine.get(name) != recorded.get(name)
+            if name not in may_differ and mine.get(name) != recorded.get(name)
         )
         if changed:
             raise ValueError(

@@ -30,6 +30,7 @@ from layerskip_models.preverifier import (
     save_preverifier,
 )
 from layerskip_models.training_data import block_order
+from layerskip_models.training_setup import claim_output_dir
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from policies.pacer_training import (
@@ -64,7 +65,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     )
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
-        _claim(config, output_dir)
+        claim_output_dir(config, output_dir, OPERATIONAL_FIELDS)
         generator = load_generator(config.model, config.dtype, config.device, console)
         layers = config.exit_layers or (max(generator.model.num_layers // 4, 1),)
         for layer in layers:
@@ -129,23 +130,6 @@ def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], windo
 def _name(model: str | None) -> str:
     """The hub name, or the last part of a path: where it lies on this machine says nothing to others."""
     return DEMO_PATH.name if model is None else Path(model).name if Path(model).exists() else model
-
-
-def _claim(config: PreVerifierTraining, output_dir: Path) -> None:
-    """Make output_dir for this run, or find the same run's there."""
-    recorded = output_dir / "config.json"
-    mine = json.loads(json.dumps(asdict(config)))
-    if recorded.exists():
-        before = json.loads(recorded.read_text(encoding="utf-8"))
-        changed = sorted(k for k in mine if k not in OPERATIONAL_FIELDS and mine[k] != before.get(k))
-        if changed:
-            raise ValueError(
-                f"output_dir {config.output_dir!r} holds a run with another {', '.join(changed)}:"
-                " choose another output_dir, or repeat that run's options to resume it"
-            )
-        return
-    output_dir.mkdir(parents=True, exist_ok=True)
-    checkpoints.write_text(recorded, json.dumps(mine, indent=1) + "\n")
 
 
 def _make_data(
