@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -60,6 +61,22 @@ def train(config: TrainingConfig) -> Path:
         model, tokenizer = model_and_tokenizer(config, output_dir)
         streams = token_streams(config, output_dir, tokenizer)
     return _Run(config, accelerator, model.to(accelerator.device), tokenizer, streams).execute()
+
+
+def sum_over_processes(accelerator: Accelerator, parameters: Iterable[Parameter], totals: Tensor) -> Tensor:
+    """Sum the parameters' gradients in place, and return the sums of `totals` [n], in one message."""
+    if accelerator.num_processes == 1:
+        return totals
+    gradients = []
+    for parameter in parameters:  # every process must send as many numbers
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
+    pieces = accelerator.reduce(flat, reduction="sum").split([*(g.numel() for g in gradients), totals.numel()])
+    for gradient, piece in zip(gradients, pieces):
+        gradient.copy_(piece.view_as(gradient))
+    return pieces[-1]
 
 
 @dataclass(slots=True)
@@ -205,15 +222,8 @@ class _Run:
         for parameter in parameters:  # a layer that all samples skipped has none; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.accelerator.num_processes > 1:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            flat = torch.cat([gradient.flatten() for gradient in gradients] + [torch.stack(list(totals.values()))])
-            summed = self.accelerator.reduce(flat, reduction="sum")
-            pieces = summed.split([gradient.numel() for gradient in gradients] + [len(totals)])
-            for gradient, piece in zip(gradients, pieces):
-                gradient.copy_(piece.view_as(gradient))
-            totals = dict(zip(totals, pieces[-1]))
-        return {layer: float(total) for layer, total in totals.items()}
+        losses = sum_over_processes(self.accelerator, parameters, torch.stack(list(totals.values())))
+        return dict(zip(totals, losses.tolist()))
 
     def _evaluate(self) -> dict[str, list[float]] | None:
         """Loss and agreement with the last layer for every exit on held-out text; None without such text."""

@@ -29,6 +29,7 @@ from layerskip_models.preverifier import (
     fingerprint,
     save_preverifier,
 )
+from layerskip_models.training import sum_over_processes
 from layerskip_models.training_data import block_order
 from layerskip_models.training_setup import claim_output_dir
 from policies.base import check_exit_layer
@@ -258,16 +259,7 @@ class _Run:
                 loss = trace_loss(self.module, self.traces[index]) / size
             loss.backward()
             total += loss.detach()
-        if accelerator.num_processes > 1:
-            parameters = list(self.module.parameters())
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            flat = torch.cat([gradient.flatten() for gradient in gradients] + [total.view(1)])
-            summed = accelerator.reduce(flat, reduction="sum")
-            pieces = summed.split([gradient.numel() for gradient in gradients] + [1])
-            for parameter, piece in zip(parameters, pieces):
-                parameter.grad = piece.view_as(parameter).clone()
-            total = pieces[-1][0]
-        return float(total)
+        return float(sum_over_processes(accelerator, self.module.parameters(), total.view(1)))
 
     def _save(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         folder = self.output_dir / "checkpoints"
