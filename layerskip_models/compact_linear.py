@@ -18,7 +18,7 @@ _HALF_EXPONENT = 15  # largest power of two that a float16 holds is 2^15
 
 def _exponent_to_half(weight: Tensor) -> int | None:
     """k such that weight * 2^k is the same numbers in float16, all of them, or None."""
-    peak = float(weight.abs().max())
+    peak = float(weight.detach().abs().max())
     if not 0 < peak < float("inf"):
         return 0 if peak == 0 else None
     exponent = _HALF_EXPONENT - int(torch.frexp(torch.tensor(peak)).exponent)

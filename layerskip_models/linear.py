@@ -1,10 +1,10 @@
 """The fastest linear for a weight's shape on this device, chosen by timing when the model is loaded.
 
-On a CPU four compete: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
-packed into the blocked layout its kernels read, and FBGEMM's with one kept in float16, where that loses nothing. Which one
-wins depends on the processor, the shape and the number of rows (on one Xeon the plain kernels won for matrices under 5 MB and
-the packed one by up to 1.8 times for 4 rows and more above that; on one EPYC the packed one won everywhere, by 1.6 to 8
-times), so it is measured, not assumed. The chosen layout replaces the plain weight: nothing is resident twice.
+On a CPU five compete: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
+packed into the blocked layout its kernels read, FBGEMM's with one kept in float16, where that loses nothing, and our own
+kernels where they can be compiled. Which one wins depends on the processor, the shape and the number of rows (on one Xeon
+PyTorch's plain kernels beat its packed ones for matrices under 5 MB; on one EPYC the packed ones won everywhere), so it is
+measured, not assumed. The chosen layout replaces the plain weight: nothing is resident twice.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
+from layerskip_models.native_linear import NativeInt8Linear, NativeLinear, native_works
 
-Layout = Literal["plain", "transposed", "packed", "half", "int8"]
+Layout = Literal["plain", "transposed", "packed", "half", "int8", "native"]
 """How a weight is stored: row major as in the checkpoint, column major, in oneDNN's blocked layout, in float16 without loss,
-or in 8 bits, which changes the model and is therefore never chosen by timing."""
-COMPACT: frozenset[Layout] = frozenset({"half", "int8"})
+in 8 bits, which changes the model and is therefore never chosen by timing, or for our own kernels, without loss, too."""
+COMPACT: frozenset[Layout] = frozenset({"half", "int8", "native"})
 """Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
 
 _PACK_ROWS = 8  # row count the packed layout is laid out for; 4 to 16 measured alike
 _TIMED_ROWS = (1, 5)  # a draft or autoregressive step, and a typical verification
 _TIMED_BYTES = 64 << 20
 _TURNS = 7
-# Packing must win clearly: alone in a loop a packed kernel looks better than between a layer's other operations. With
-# 1.05 the demo's larger matrices were packed on a Xeon, and its autoregressive step took 6.6 ms instead of 4.3.
-_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5, "half": 1.0}
+# Our own kernels run whole layers, which their time alone does not show. Packing must win clearly: alone in a loop a packed
+# kernel looks better than between a layer's other operations. With 1.05 the demo's larger matrices were packed on a
+# Xeon, and its autoregressive step took 6.6 ms instead of 4.3.
+_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5, "half": 1.0, "native": 0.8}
 
 
 class Linear(Protocol):
@@ -96,12 +98,19 @@ class PackedLinear:
         return self._run_binary(x, residual, self.weight, self.bias, "add")
 
 
+def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A weight in 8 bits: on our own kernels, which do not round inputs, or where there are none on FBGEMM's, which do."""
+    native = native_works(weight.device, weight.dtype)
+    return NativeInt8Linear(weight, bias) if native else Int8Linear(weight, bias)
+
+
 LAYOUTS: dict[Layout, Callable[[Tensor, Tensor | None], Linear]] = {
     "plain": PlainLinear,
     "transposed": TransposedLinear,
     "packed": PackedLinear,
     "half": HalfLinear,
-    "int8": Int8Linear,
+    "int8": int8_linear,
+    "native": NativeLinear,
 }
 
 
@@ -136,17 +145,26 @@ def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
         layouts.append("packed")
     if half_works(weight.device, weight.dtype) and fits_half(weight):
         layouts.append("half")
+    if native_works(weight.device, weight.dtype):
+        layouts.append("native")
     return tuple(layouts)
 
 
 def check_layout(layout: Layout, weight: Tensor) -> Layout:
     """Return a layout asked for by name. Raises ValueError if this device or build has no kernels for it in this dtype."""
-    works = {"packed": packing_works(weight)}
+    native = native_works(weight.device, weight.dtype)
+    works = {"packed": packing_works(weight), "native": native}
     if layout in COMPACT:
-        works = {kind: test(weight.device, weight.dtype) for kind, test in (("half", half_works), ("int8", int8_works))}
+        works["half"] = half_works(weight.device, weight.dtype)
+        works["int8"] = native or int8_works(weight.device, weight.dtype)
     if not works.get(layout, True):
+        needs = (
+            "a C compiler, a CPU and float32"
+            if layout == "native"
+            else "an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16"
+        )
         raise ValueError(
-            f"layout {layout!r} needs an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16; "
+            f"layout {layout!r} needs {needs}; "
             f"this is {weight.device.type} and {str(weight.dtype).removeprefix('torch.')}"
         )
     return layout

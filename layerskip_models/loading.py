@@ -105,8 +105,8 @@ def load_model(
 ) -> LayerSkipModel:
     """Load a Llama-family checkpoint by hub name or local folder.
 
-    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype; "int8" on an x86 CPU: weights
-        and matrix inputs rounded to 8 bits, all else in float32 (another model, a little; `Int8Linear` says how).
+    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype; "int8" on a CPU: weights
+        rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
     layout: of the weights; None times the possible ones and takes the fastest for each shape.
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     Raises ValueError for another architecture, FileNotFoundError or OSError (transformers' own) when it cannot be found.

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.linear import Linear
+from layerskip_models.native_layers import MOST_ROWS, NativeLayers
 from layerskip_models.norm import RMSNorm
 
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
@@ -114,13 +115,23 @@ class LayerSkipModel:
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
+        self._native: NativeLayers | None = None
+        if NativeLayers.possible(layers):
+            self._native = NativeLayers(
+                layers,
+                hidden_size=self.hidden_size,
+                heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                eps=config.rms_norm_eps,
+            )
         # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
         self._scale = torch.tensor(self.head_dim**-0.5, dtype=self.dtype, device=self.device)
 
     @property
     def transposed_keys(self) -> bool:
         """Whether the KV cache shall keep keys [head_dim, positions]: products with few queries then take half the time."""
-        return self._unfused
+        return self._unfused and self._native is None
 
     @property
     def layer_bytes(self) -> int:
@@ -183,6 +194,9 @@ class LayerSkipModel:
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = self._rotary[position:end]
+        if self._native is not None and rows <= MOST_ROWS:
+            windows = cache.window(start, stop, position, end)
+            return self._native.run(hidden, start, windows, rotary, position, capture)
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend

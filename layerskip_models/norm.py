@@ -24,6 +24,11 @@ class RMSNorm:
         self._weight: Tensor | None = weight if self._through_float32 else weight * size**0.5
         self._root = torch.full((1, 1), (size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
+    @property
+    def factors(self) -> Tensor | None:
+        """sqrt(h) weight, float32 [hidden]; None in other dtypes, and once the next matrix has taken them."""
+        return None if self._through_float32 else self._weight
+
     def fold(self) -> Tensor | None:
         """Stop applying the factors and return them, [hidden]: the caller multiplies the next matrix's columns by them.
 

@@ -10,6 +10,7 @@ Source: Pacer (Zhang et al. 2025), section 3.2.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def describe_layer(config: LlamaConfig) -> dict[str, Any]:
 class PreVerifierModule(nn.Module):
     """The network as it is trained; float32 or autocast, on any device."""
 
+    calibration: Tensor
+
     def __init__(self, config: PreVerifierConfig) -> None:
         super().__init__()
         llama = config.llama_config()
@@ -106,6 +109,8 @@ class PreVerifierModule(nn.Module):
         self.rotary = LlamaRotaryEmbedding(llama)
         self.norm = LlamaRMSNorm(size, llama.rms_norm_eps)
         self.head = nn.Linear(size, 1)
+        # Factor and summand of the logits of each exit layer, fitted once the rest is trained.
+        self.register_buffer("calibration", torch.tensor([[1.0, 0.0]] * len(config.exit_layers)))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -140,18 +145,20 @@ class PreVerifierModule(nn.Module):
         rotary = self.rotary(x, position.unsqueeze(0))
         out = self.layer(x, attention_mask=mask[None, None], position_embeddings=rotary)
         out = out[0] if isinstance(out, tuple) else out
-        return self.head(self.norm(out[0])).squeeze(-1).float()
+        scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
+        return self.head(self.norm(out[0])).squeeze(-1).float() * scale + shift
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeanPreVerifier:
     """The network as it decodes: `layer` runs rows through the decoder layer (its cache is the caller's) and the head.
 
-    Of `layer`, a LayerSkipModel of one layer, `run_layers(x, 0, 1, ...)` and `logits`, [rows, 1], are used.
+    Of `layer`, a LayerSkipModel of one layer, `run_layers(x, 0, 1, ...)` is used, and by `estimates` its `logits`, [rows, 1].
     """
 
     config: PreVerifierConfig
     layer: LayerSkipModel
+    calibration: tuple[tuple[float, float], ...]  # per exit layer: factor and summand of the logits
     input_norm: RMSNorm
     position: Tensor | None  # [max_drafts + 1, hidden]
     exit: Tensor | None  # [exit layers, hidden]
@@ -171,6 +178,11 @@ class LeanPreVerifier:
         if self.features is not None:
             x = x.add_(self.features(features.to(x.dtype)))
         return x
+
+    def estimates(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        """What the network says of rows that the decoder layer put out: [rows, hidden] -> float32 [rows], in (0, 1)."""
+        scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
+        return self.layer.logits(hidden)[:, 0].mul_(scale).add_(shift).sigmoid_()
 
     @property
     def num_parameters(self) -> int:
@@ -202,6 +214,7 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
         return LeanPreVerifier(
             config=config,
             layer=layer,
+            calibration=tuple((scale, shift) for scale, shift in module.calibration.tolist()),
             input_norm=RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps),
             position=None if module.position is None else tensor(module.position.weight),
             exit=None if module.exit is None else tensor(module.exit.weight),
@@ -231,6 +244,13 @@ def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
     return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
 
 
+def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
+    if len(one) != len(other):
+        return False
+    return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0)) >= _LEAST_COSINE
+
+
 class _OneTextCache:
     """A KV cache for the few rows of a probe."""
 
@@ -254,8 +274,7 @@ def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> 
     described = json.loads(json.dumps(describe_layer(model.config)))
     if described != config.layer or max(config.exit_layers) >= model.num_layers:
         raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
-    ours, theirs = torch.tensor(fingerprint(model)), torch.tensor(config.fingerprint)
-    if ours.shape != theirs.shape or float(torch.cosine_similarity(ours, theirs, dim=0)) < _LEAST_COSINE:
+    if not same_weights(fingerprint(model), config.fingerprint):
         raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")
 
 

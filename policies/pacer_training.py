@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from policies.acceptance_table import AcceptanceTable
@@ -152,6 +153,29 @@ def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
         for confidence, label in zip(trace.features[known, 0].exp().tolist(), trace.labels()[known].tolist()):
             table.add(trace.exit_layer, min(confidence, 1.0), label)
     return table
+
+
+def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """(a, b) for which a * logits + b has the least binary cross-entropy against labels 0 and 1, [tokens] each.
+
+    Platt's scaling. Of labels that are all alike (1, 0): there is nothing to learn from them.
+    """
+    if not 0 < float(labels.mean()) < 1:
+        return 1.0, 0.0
+    x, y = logits.double(), labels.double()
+    with torch.enable_grad():
+        fitted = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
+        optimizer = torch.optim.LBFGS([fitted], max_iter=200, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = F.binary_cross_entropy_with_logits(x * fitted[0] + fitted[1], y)
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+    scale, shift = fitted.tolist()
+    return scale, shift
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from layerskip_models.native_linear import operators_only
+
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""
 
@@ -66,7 +68,7 @@ class RecordedOperations(TorchDispatchMode):
         super().__init__()
         self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.num_bytes = 0
-        with self:
+        with self, operators_only():
             body()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

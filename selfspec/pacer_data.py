@@ -23,7 +23,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.batched_drafts import accepted_counts, draft_side_by_side
 from layerskip_models.checkpoints import write_text
 from layerskip_models.evaluation import read_prompts
-from layerskip_models.preverifier import fingerprint
+from layerskip_models.preverifier import fingerprint, same_weights
 from layerskip_models.training_data import DataSource, is_held_out, read_documents
 from policies.pacer_training import DraftTrace
 from selfspec.generator import SelfSpecGenerator
@@ -110,7 +110,9 @@ def make_data(
     mine = json.loads(json.dumps(_description(generator.model, prompts, plan)))
     recorded = folder / "data.json"
     if recorded.exists():
-        if json.loads(recorded.read_text(encoding="utf-8")) != mine:
+        theirs = json.loads(recorded.read_text(encoding="utf-8"))
+        known = same_weights(theirs.pop("fingerprint", ()), mine["fingerprint"])
+        if not known or theirs != {name: value for name, value in mine.items() if name != "fingerprint"}:
             raise ValueError(f"{folder} holds data made with other options: choose another folder, or delete it")
     else:
         write_text(recorded, json.dumps(mine, indent=1) + "\n")

@@ -83,7 +83,7 @@ class PreVerification:
         else:  # rotary positions are relative, so what is out of scope may as well not be there
             where = first_index - 1 if scope == "draft" else 0
         out = self._run(rows, cache, where)[-hidden.shape[0] :]
-        estimates = self.network.layer.logits(out)[:, 0].sigmoid()
+        estimates = self.network.estimates(out, exit_layer)
         if self.network.config.estimates == "prefix":
             return estimates.tolist()
         before = 1.0 if first_index == 1 else self._reliability

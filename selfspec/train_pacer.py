@@ -39,6 +39,7 @@ from policies.pacer_training import (
     behind_mismatch,
     confidence_estimates,
     confidence_table,
+    fit_calibration,
     pack,
     quality,
     running_products,
@@ -126,6 +127,22 @@ def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], windo
         ]
     module.train()
     return played
+
+
+@torch.no_grad()  # not inference mode, in which nothing could be fitted
+def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace]) -> None:
+    """Fit the network's `calibration`, per exit layer, to responses that it did not learn from: it is too sure of itself."""
+    module.eval()
+    module.calibration.copy_(torch.tensor([1.0, 0.0]).expand_as(module.calibration))
+    for index, layer in enumerate(module.config.exit_layers):
+        those = [trace for trace in traces if trace.exit_layer == layer]
+        if module.config.estimates == "conditional":
+            those = [behind_mismatch(trace, 0) for trace in those]
+        if those:
+            logits = torch.cat([trace_logits(module, trace).cpu() for trace in those])
+            fitted = fit_calibration(logits, torch.cat([trace.labels() for trace in those]))
+            module.calibration[index] = torch.tensor(fitted)
+    module.train()
 
 
 def _name(model: str | None) -> str:
@@ -226,6 +243,7 @@ class _Run:
                     self._save(done, optimizer)
         if is_main:
             target = self.output_dir / MODEL_FOLDER
+            calibrate_estimates(self.module, self.kept_back)
             self._choose_settings()
             checkpoints.write_folder(target, lambda path: save_preverifier(self.module, path))
             held_out = list(read_traces(self.output_dir / "data" / "held-out"))

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.linear import Layout, packing_works
+from layerskip_models.native_linear import native_works
 from selfspec import SelfSpecGenerator
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.runner import RunnerName
@@ -122,6 +123,8 @@ def pool_model(
         seed=index,
     )
     layout: Layout = "packed" if index % 4 == 1 and packing_works(llama.lm_head.weight) else "plain"
+    if index % 4 == 2 and native_works(llama.device, dtype):
+        layout = "native"
     if index % 4 == 3 and half_works(llama.device, dtype):
         layout = "half"
         for parameter in llama.parameters():

@@ -1,0 +1,104 @@
+"""Decoder layers over a few rows in one call of our own kernels: norms, attention and matrices without PyTorch in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, c_int64, sizeof
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from layerskip_models.native import Layer, Shape, kernels
+from layerskip_models.native_linear import NativeLinear
+
+if TYPE_CHECKING:
+    from layerskip_models.model import DecoderLayer, LayerWindow
+
+MOST_ROWS = 48
+"""Rows of one call at most: more are faster with full matrix products, which use a processor's arithmetic better."""
+
+
+class NativeLayers:
+    """All layers of a model whose matrices are `NativeLinear`. float32, one CPU.
+
+    A row's result does not depend on the rows beside it: what verification computes for a drafted token is, bit for bit,
+    what decoding it alone would have.
+    """
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], *, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float
+    ) -> None:
+        library = kernels()
+        assert library is not None
+        self._library = library
+        self._shape = Shape(hidden_size, heads, kv_heads, head_dim, eps, head_dim**-0.5)
+        self._layers = (Layer * len(layers))()
+        self._first = addressof(self._layers)
+        self._norms: list[Tensor] = []  # the pointers below do not keep them alive
+        for described, layer in zip(self._layers, layers):
+            for name in ("qkv", "output", "gate_up", "down"):
+                linear = getattr(layer, name)
+                assert isinstance(linear, NativeLinear)
+                setattr(described, name, linear.matrix)
+            for name in ("input_norm", "post_attention_norm"):
+                factors = getattr(layer, name).factors.contiguous()
+                setattr(described, name, factors.data_ptr())
+                self._norms.append(factors)
+        self._scratch = threading.local()
+
+    @staticmethod
+    def possible(layers: Sequence[DecoderLayer]) -> bool:
+        """Whether every matrix of these layers is one that the kernels can read."""
+        return all(
+            isinstance(linear, NativeLinear) and layer.input_norm.factors is not None
+            for layer in layers
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        )
+
+    def run(
+        self,
+        hidden: Tensor,
+        start: int,
+        windows: Iterable[LayerWindow],
+        rotary: Tensor,
+        position: int,
+        capture: Callable[[int, Tensor], None] | None,
+    ) -> Tensor:
+        """`LayerSkipModel.run_windows` for rows from `position` on; the windows' keys are not transposed in memory."""
+        hidden = hidden.contiguous()
+        rows, size = hidden.shape
+        places: list[int] = []
+        for new_keys, new_values, keys, values in windows:
+            assert isinstance(new_keys, Tensor) and isinstance(new_values, Tensor)
+            places += (new_keys.data_ptr(), new_values.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0))
+        count = len(places) // 5
+        outputs = hidden.new_empty(1 if capture is None else count, rows, size)
+        threads = torch.get_num_threads()
+        self._library.run(
+            self._shape,
+            self._first + start * sizeof(Layer),
+            (c_int64 * len(places))(*places),
+            count,
+            hidden.data_ptr(),
+            rows,
+            position,
+            rotary.data_ptr(),
+            outputs.data_ptr(),
+            0 if capture is None else rows * size,
+            self._scratch_for(rows, position + rows, threads),
+            threads,
+        )
+        if capture is not None:
+            for index in range(count):
+                capture(start + index + 1, outputs[index])
+        return outputs[-1]
+
+    def _scratch_for(self, rows: int, end: int, threads: int) -> int:
+        """Address of memory for one call, this thread's own; it grows with the longest text."""
+        size = self._library.scratch_size(self._shape, self._first, rows, end, threads)
+        held: Tensor | None = getattr(self._scratch, "memory", None)
+        if held is None or held.numel() < size:
+            held = self._scratch.memory = torch.empty(2 * size)
+        return held.data_ptr()

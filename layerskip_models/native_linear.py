@@ -1,0 +1,115 @@
+"""Linears on our own kernels: as fast as the weight comes from memory, for one row as for eight. See `kernels.c`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import addressof
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip_models.native import Matrix, kernels
+
+_MANY_ROWS = 48  # from here on arithmetic is what costs, and a full matrix product is faster
+_operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
+
+
+@contextmanager
+def operators_only() -> Iterator[None]:
+    """Within it linears are computed by PyTorch's operators: for those who watch these."""
+    token = _operators_only.set(True)
+    try:
+        yield
+    finally:
+        _operators_only.reset(token)
+
+
+class NativeLinear:
+    """x W^T + b in float32, W kept in bfloat16 where that loses nothing (as of most checkpoints), else in float32.
+
+    A row's result does not depend on the rows beside it, nor on the number of threads, as long as there are fewer than 48.
+    Raises RuntimeError where there are no kernels (`native_works`).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight = weight.float()
+        half = weight.bfloat16()
+        self._set(half if torch.equal(half.float(), weight) else weight.contiguous(), None, bias)
+
+    def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+        library = kernels()
+        if library is None:
+            raise RuntimeError("no native kernels here: they need a C compiler")
+        self.stored = stored
+        self._scale = scale
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._out, size = stored.shape
+        self._run = library.linear
+        self.matrix = Matrix(
+            stored.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            stored.element_size(),
+            size,
+            self._out,
+        )
+        self._address = addressof(self.matrix)
+        self.num_bytes = stored.numel() * stored.element_size() + (0 if scale is None else 4 * self._out)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        full = self.stored.float()
+        return full if self._scale is None else full.mul_(self._scale.unsqueeze(1))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in]. Returns [rows, out]."""
+        rows = x.shape[0]
+        if rows >= _MANY_ROWS or _operators_only.get():
+            return F.linear(x, self.weight, self._bias)
+        x = x.contiguous()
+        y = x.new_empty(rows, self._out)
+        self._run(self._address, x.data_ptr(), rows, None, y.data_ptr(), torch.get_num_threads())
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        rows = x.shape[0]
+        if rows >= _MANY_ROWS or _operators_only.get():
+            return F.linear(x, self.weight, self._bias).add_(residual)
+        x, residual = x.contiguous(), residual.contiguous()
+        y = torch.empty_like(residual)
+        self._run(self._address, x.data_ptr(), rows, residual.data_ptr(), y.data_ptr(), torch.get_num_threads())
+        return y
+
+
+class NativeInt8Linear(NativeLinear):
+    """The same with W rounded to 8 bits, one scale per output; the inputs are not rounded.
+
+    Another model than the one with the full weights: "the model's own output" then means this one's.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight = weight.float()
+        scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        self._set((weight / scale.unsqueeze(1)).round_().to(torch.int8), scale, bias)
+
+
+@cache
+def _compute_right() -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(37, 53, generator=generator)
+    x = torch.randn(11, 53, generator=generator)
+    for linear in (NativeLinear(weight), NativeLinear(weight.bfloat16()), NativeInt8Linear(weight)):
+        if not torch.allclose(linear(x), F.linear(x, linear.weight), rtol=1e-4, atol=1e-4):
+            return False
+    return True
+
+
+def native_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for this device and dtype, and they compute what `F.linear` does."""
+    return device.type == "cpu" and dtype == torch.float32 and kernels() is not None and _compute_right()
