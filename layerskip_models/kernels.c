@@ -50,7 +50,6 @@ INLINE vf load_2(const uint16_t *p) {
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
 }
 INLINE vf load_1(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
-INLINE float sum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
 #elif defined(__AVX2__)
 INLINE vf load_2(const uint16_t *p) {
   return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16);
@@ -60,9 +59,32 @@ INLINE vf load_1(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8
 INLINE vf load_2(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh_memory *)p, vu) << 16); }
 INLINE vf load_1(const int8_t *p) { return __builtin_convertvector(__builtin_convertvector(*(const vb_memory *)p, vi), vf); }
 #endif
-#if !defined(__AVX512F__)
-INLINE float sum(vf v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+/* y[0 .. 3] = the sums of four vectors' elements. */
+INLINE void sum_4(vf a, vf b, vf c, vf d, float *y) {
+#if defined(__AVX512F__)
+  __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+  __m512 cd = _mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d);
+  __m512d low = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), high = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+  __m512 all = (__m512)low + (__m512)high;
+  __m256 half = _mm512_castps512_ps256(all) + (__m256)_mm512_extractf64x4_pd((__m512d)all, 1);
+  _mm_storeu_ps(y, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  __m256 all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+  _mm_storeu_ps(y, _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
+#else
+  y[0] = y[1] = y[2] = y[3] = 0;
+  for (int i = 0; i < LANES; i++) y[0] += a[i], y[1] += b[i], y[2] += c[i], y[3] += d[i];
 #endif
+}
+INLINE float sum(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
+}
+
 INLINE float one_4(const float *p) { return *p; }
 INLINE float one_2(const uint16_t *p) {
   uint32_t bits = (uint32_t)*p << 16;
@@ -100,39 +122,38 @@ typedef struct {
   int64_t bytes, in, out;
 } Matrix;
 
-#define ROWS 6   /* rows that a weight serves at once: more sums would not stay in registers */
-#define GROUP 16 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
 #define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
+#define GROUP 16 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
+#define AHEAD 4096 /* bytes; what memory delivers while it is waited for */
+#if LANES == 16
+#define ROWS 6 /* rows that a weight serves at once: with BLOCK sums for each, that is what 32 registers hold */
+#else
+#define ROWS 3 /* of 16 registers */
+#endif
 
-/* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows, O outputs at a time, so that all sums stay in registers.
- * x is packed (see `pack`). Meanwhile the weights of the next outputs are fetched: left alone, processors do that too late,
- * at every row of the matrix anew. */
-#define DOTS(T, BYTES, R, O) \
+/* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). Meanwhile the weights of the next
+ * outputs are fetched: left alone, processors do that too late, at every row of the matrix anew. */
+#define DOTS(T, BYTES, R) \
   INLINE void dots_##BYTES##_##R(const T *w, const float *x, int64_t in, int fetch, float *y) { \
-    for (int part = 0; part < BLOCK; part += O, w += O * in, y += O) { \
-      vf total[O][R]; \
-      UNROLL for (int o = 0; o < O; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
-      int64_t i = 0; \
-      for (; i + LANES <= in; i += LANES) { \
-        vf rows[R]; \
-        UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
-        if (fetch && !(i * BYTES & 63)) UNROLL for (int o = 0; o < O; o++) __builtin_prefetch(w + (o + BLOCK) * in + i); \
-        UNROLL for (int o = 0; o < O; o++) { \
-          vf v = load_##BYTES(w + o * in + i); \
-          UNROLL for (int r = 0; r < R; r++) total[o][r] += v * rows[r]; \
-        } \
-      } \
-      UNROLL for (int o = 0; o < O; o++) UNROLL for (int r = 0; r < R; r++) { \
-        float result = sum(total[o][r]); \
-        for (int64_t j = i; j < in; j++) result += one_##BYTES(w + o * in + j) * x[i * R + r * (in - i) + j - i]; \
-        y[r * BLOCK + o] = result; \
+    vf total[BLOCK][R]; \
+    UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+    int64_t i = 0; \
+    for (; i + LANES <= in; i += LANES) { \
+      vf rows[R]; \
+      UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
+      if (fetch && !(i * BYTES & 63)) UNROLL for (int o = 0; o < BLOCK; o++) __builtin_prefetch(w + (o + fetch) * in + i); \
+      UNROLL for (int o = 0; o < BLOCK; o++) { \
+        vf v = load_##BYTES(w + o * in + i); \
+        UNROLL for (int r = 0; r < R; r++) total[o][r] += v * rows[r]; \
       } \
     } \
+    UNROLL for (int r = 0; r < R; r++) sum_4(total[0][r], total[1][r], total[2][r], total[3][r], y + r * BLOCK); \
+    for (int64_t j = i; j < in; j++) \
+      for (int r = 0; r < R; r++) \
+        for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] += one_##BYTES(w + o * in + j) * x[i * R + r * (in - i) + j - i]; \
   }
-enum { FEWER = LANES == 16 ? 4 : 2 }; /* of 32 registers or of 16 */
 #define DOTS_OF(T, BYTES) \
-  DOTS(T, BYTES, 1, 4) DOTS(T, BYTES, 2, 4) DOTS(T, BYTES, 3, FEWER) DOTS(T, BYTES, 4, FEWER) \
-  DOTS(T, BYTES, 5, FEWER) DOTS(T, BYTES, 6, FEWER) \
+  DOTS(T, BYTES, 1) DOTS(T, BYTES, 2) DOTS(T, BYTES, 3) DOTS(T, BYTES, 4) DOTS(T, BYTES, 5) DOTS(T, BYTES, 6) \
   static void dots_##BYTES(const T *w, const float *x, int64_t rows, int64_t in, int fetch, float *y) { \
     switch (rows) { \
     case 1: dots_##BYTES##_1(w, x, in, fetch, y); break; \
@@ -204,6 +225,7 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
         y[r * BLOCK + o] = result;
       }
   }
+  if (!m->scale && !m->bias) return;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t o = 0; o < count; o++) {
       if (m->scale) y[r * BLOCK + o] *= m->scale[first + o];
@@ -216,17 +238,23 @@ INLINE int64_t part(int64_t size, int thread, int threads) {
   return least((size + BLOCK - 1) / BLOCK * thread / threads * BLOCK, size);
 }
 
+/* How many outputs before their use weights are fetched. */
+INLINE int64_t outputs_ahead(const Matrix *m) {
+  int64_t bytes = BLOCK * m->in * m->bytes;
+  return (AHEAD + bytes - 1) / bytes * BLOCK;
+}
+
 /* This thread's outputs of y = residual + x W^T; y, residual: [rows, out], residual may be NULL. */
 static void multiply(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y) {
   int t = omp_get_thread_num(), n = omp_get_num_threads();
-  int64_t end = part(m->out, t + 1, n);
+  int64_t end = part(m->out, t + 1, n), ahead = outputs_ahead(m);
   x = packed_rows(x, rows, m->in);
   for (int64_t first = part(m->out, t, n); first < end; first += GROUP)
     for (int64_t r = 0; r < rows; r += together(r, rows)) {
       int64_t count = together(r, rows);
       for (int64_t o = first; o < least(first + GROUP, end); o += BLOCK) {
         float block[ROWS * BLOCK];
-        outputs(m, o, x + r * m->in, count, r == 0 && o + 2 * BLOCK <= end, block);
+        outputs(m, o, x + r * m->in, count, r == 0 && o + ahead + BLOCK <= end ? ahead : 0, block);
         for (int64_t i = 0; i < count; i++)
           for (int64_t j = 0; j < least(BLOCK, m->out - o); j++) {
             int64_t at = (r + i) * m->out + o + j;
@@ -239,7 +267,7 @@ static void multiply(const Matrix *m, const float *x, int64_t rows, const float 
 /* This thread's part of silu(gate) * up, [rows, out / 2]; the matrix holds gate above up. */
 static void multiply_gated(const Matrix *m, const float *x, int64_t rows, float *y) {
   int t = omp_get_thread_num(), n = omp_get_num_threads();
-  int64_t size = m->out / 2, end = part(size, t + 1, n);
+  int64_t size = m->out / 2, end = part(size, t + 1, n), ahead = outputs_ahead(m);
   x = packed_rows(x, rows, m->in);
   Matrix gate = *m;
   gate.out = size; /* its last outputs must not run on into up's */
@@ -248,7 +276,7 @@ static void multiply_gated(const Matrix *m, const float *x, int64_t rows, float 
       int64_t count = together(r, rows);
       for (int64_t o = first; o < least(first + GROUP, end); o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        int fetch = r == 0 && o + 2 * BLOCK <= end;
+        int fetch = r == 0 && o + ahead + BLOCK <= end ? ahead : 0;
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
         outputs(m, size + o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {
@@ -274,10 +302,9 @@ typedef struct {
 } Shape;
 
 typedef struct {
-  float *new_keys, *new_values;   /* where the rows' own go, [kv_heads, rows, head_dim] */
-  const float *keys, *values;     /* of all positions up to the last row's, [kv_heads, positions, head_dim] */
-  int64_t head_stride;            /* from a head to the next, of all four */
-} Window;
+  float *keys, *values; /* of the first layer to run, [kv_heads, positions, head_dim] */
+  int64_t layer_stride, head_stride;
+} Cache;
 
 INLINE float dot(const float *a, const float *b, int64_t n) {
   vf total = {0};
@@ -360,6 +387,17 @@ void linear(const Matrix *m, const float *x, int64_t rows, const float *residual
   multiply(m, x, rows, residual, y);
 }
 
+/* The same of normalised rows: y = norm(x) W^T. normed: room for threads * rows * in numbers. */
+void normalised_linear(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, float *normed, float *y,
+                       int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    float *own = normed + omp_get_thread_num() * rows * m->in;
+    normalise(x, norm, eps, rows, m->in, own);
+    multiply(m, own, rows, NULL, y);
+  }
+}
+
 /* Numbers of scratch that `run` wants for so many rows, positions and threads. */
 int64_t scratch_size(const Shape *s, const Layer *layer, int64_t rows, int64_t end, int64_t threads) {
   int64_t shared = rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 2 * s->hidden);
@@ -368,7 +406,7 @@ int64_t scratch_size(const Shape *s, const Layer *layer, int64_t rows, int64_t e
 
 /* Layers over consecutive rows, the first of which is at `position`. Layer i writes its output to outputs + i * stride,
  * [rows, hidden]; a stride of 0 keeps the last one's only. x: [rows, hidden]. rotary: [rows, head_dim]. */
-void run(const Shape *s, const Layer *layers, const Window *windows, int64_t count, const float *x, int64_t rows,
+void run(const Shape *s, const Layer *layers, int64_t count, const Cache *cache, const float *x, int64_t rows,
          int64_t position, const float *rotary, float *outputs, int64_t stride, float *scratch, int threads) {
   int64_t dim = s->head_dim, size = s->hidden, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
   float *qkv = scratch, *attended = qkv + rows * width, *gated = attended + rows * s->heads * dim;
@@ -382,7 +420,7 @@ void run(const Shape *s, const Layer *layers, const Window *windows, int64_t cou
     const float *input = x;
     for (int64_t l = 0; l < count; l++) {
       const Layer *layer = layers + l;
-      const Window *window = windows + l;
+      float *keys = cache->keys + l * cache->layer_stride, *values = cache->values + l * cache->layer_stride;
       float *result = stride ? outputs + l * stride : l + 1 < count ? between : outputs;
       normalise(input, layer->input_norm, s->eps, rows, size, normed); /* every thread for itself: cheaper than waiting */
       multiply(&layer->qkv, normed, rows, NULL, qkv);
@@ -390,15 +428,16 @@ void run(const Shape *s, const Layer *layers, const Window *windows, int64_t cou
       for (int64_t unit = t; unit < rows * s->kv_heads; unit += n) {
         int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
         const float *key = qkv + r * width + (s->heads + head) * dim, *value = key + s->kv_heads * dim;
-        rotate(key, rotary + r * dim, 1.0f, dim, window->new_keys + head * window->head_stride + r * dim);
-        memcpy(window->new_values + head * window->head_stride + r * dim, value, dim * sizeof(float));
+        int64_t place = head * cache->head_stride + (position + r) * dim;
+        rotate(key, rotary + r * dim, 1.0f, dim, keys + place);
+        memcpy(values + place, value, dim * sizeof(float));
       }
 #pragma omp barrier
       /* Each thread takes neighbours among the queries, counted head by head: those of one head share its keys. */
       int64_t per_head = rows * group, unit = rows * s->heads * t / n, stop = rows * s->heads * (t + 1) / n;
       while (unit < stop) {
         int64_t head = unit / per_head, chosen = least(least(QUERIES, stop - unit), (head + 1) * per_head - unit);
-        int64_t ends[QUERIES], offset = head * window->head_stride;
+        int64_t ends[QUERIES], offset = head * cache->head_stride;
         float *places[QUERIES];
         for (int64_t q = 0; q < chosen; q++, unit++) {
           int64_t r = unit % per_head / group, at = head * group + unit % group;
@@ -406,7 +445,7 @@ void run(const Shape *s, const Layer *layers, const Window *windows, int64_t cou
           ends[q] = position + r + 1;
           places[q] = attended + (r * s->heads + at) * dim;
         }
-        attend(queries, chosen, ends, window->keys + offset, window->values + offset, dim, room, scores, places);
+        attend(queries, chosen, ends, keys + offset, values + offset, dim, room, scores, places);
       }
 #pragma omp barrier
       multiply(&layer->output, attended, rows, input, middle);

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.linear import Linear
 from layerskip_models.native_layers import MOST_ROWS, NativeLayers
+from layerskip_models.native_linear import NativeLinear
 from layerskip_models.norm import RMSNorm
 
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
@@ -40,7 +41,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class LayerCache(Protocol):
-    """What `run_layers` needs of a KV cache."""
+    """What `run_layers` needs of a KV cache. Both are in memory as [layers, num_kv_heads, positions, head_dim], unless the
+    model wants `transposed_keys`."""
+
+    keys: Tensor  # [layers, num_kv_heads, head_dim, positions]
+    values: Tensor  # [layers, num_kv_heads, positions, head_dim]
 
     def window(self, start: int, stop: int, position: int, end: int) -> Iterator[LayerWindow]:
         """For layers [start, stop): where rows position .. end-1 are written, and all positions before `end`."""
@@ -195,8 +200,7 @@ class LayerSkipModel:
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = self._rotary[position:end]
         if self._native is not None and rows <= MOST_ROWS:
-            windows = cache.window(start, stop, position, end)
-            return self._native.run(hidden, start, windows, rotary, position, capture)
+            return self._native.run(hidden, start, stop, cache, position, rotary, capture)
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend
@@ -301,6 +305,8 @@ class LayerSkipModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
+        if isinstance(self._head, NativeLinear):
+            return self._head.of_normalised(self._final_norm, hidden)
         return self._head(self._final_norm(hidden)).float()
 
     def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:

@@ -63,9 +63,15 @@ class Shape(Structure):
     )
 
 
+class Cache(Structure):
+    """`Cache` of kernels.c."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("head_stride", c_int64))
+
+
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The compiled functions `linear`, `run` and `scratch_size`, or None where they cannot be had."""
+    """The compiled functions `linear`, `normalised_linear`, `run` and `scratch_size`, or None where they cannot be had."""
     if os.environ.get("SELFSPEC_NATIVE") == "0":
         return None
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -120,8 +126,13 @@ def bind(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.linear.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
     library.linear.restype = None
+    library.normalised_linear.argtypes = [
+        c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int,
+    ]  # fmt: skip
+    library.normalised_linear.restype = None
     library.run.argtypes = [
-        POINTER(Shape), c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int,
+        POINTER(Shape), c_void_p, c_int64, POINTER(Cache), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p,
+        c_int,
     ]  # fmt: skip
     library.run.restype = None
     library.scratch_size.argtypes = [POINTER(Shape), c_void_p, c_int64, c_int64, c_int64]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from ctypes import addressof, c_int64, sizeof
+from collections.abc import Callable, Sequence
+from ctypes import addressof, sizeof
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from layerskip_models.native import Layer, Shape, kernels
+from layerskip_models.native import Cache, Layer, Shape, kernels
 from layerskip_models.native_linear import NativeLinear
 
 if TYPE_CHECKING:
-    from layerskip_models.model import DecoderLayer, LayerWindow
+    from layerskip_models.model import DecoderLayer, LayerCache
 
 MOST_ROWS = 48
 """Rows of one call at most: more are faster with full matrix products, which use a processor's arithmetic better."""
@@ -61,26 +61,27 @@ class NativeLayers:
         self,
         hidden: Tensor,
         start: int,
-        windows: Iterable[LayerWindow],
-        rotary: Tensor,
+        stop: int,
+        cache: LayerCache,
         position: int,
+        rotary: Tensor,
         capture: Callable[[int, Tensor], None] | None,
     ) -> Tensor:
-        """`LayerSkipModel.run_windows` for rows from `position` on; the windows' keys are not transposed in memory."""
+        """`LayerSkipModel.run_layers`; rotary: complex [rows, 1, head_dim / 2], of the rows' positions."""
+        keys, values = cache.keys, cache.values
+        layer_stride, head_stride, _, _ = values.stride()
+        first = start * layer_stride * values.element_size()
+        where = Cache(keys.data_ptr() + first, values.data_ptr() + first, layer_stride, head_stride)
         hidden = hidden.contiguous()
         rows, size = hidden.shape
-        places: list[int] = []
-        for new_keys, new_values, keys, values in windows:
-            assert isinstance(new_keys, Tensor) and isinstance(new_values, Tensor)
-            places += (new_keys.data_ptr(), new_values.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0))
-        count = len(places) // 5
+        count = stop - start
         outputs = hidden.new_empty(1 if capture is None else count, rows, size)
         threads = torch.get_num_threads()
         self._library.run(
             self._shape,
             self._first + start * sizeof(Layer),
-            (c_int64 * len(places))(*places),
             count,
+            where,
             hidden.data_ptr(),
             rows,
             position,

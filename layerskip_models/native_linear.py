@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.native import Matrix, kernels
+from layerskip_models.norm import RMSNorm
 
 _MANY_ROWS = 48  # from here on arithmetic is what costs, and a full matrix product is faster
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
@@ -49,6 +50,7 @@ class NativeLinear:
         self._bias = None if bias is None else bias.float().contiguous()
         self._out, size = stored.shape
         self._run = library.linear
+        self._run_normalised = library.normalised_linear
         self.matrix = Matrix(
             stored.data_ptr(),
             None if scale is None else scale.data_ptr(),
@@ -84,6 +86,20 @@ class NativeLinear:
         x, residual = x.contiguous(), residual.contiguous()
         y = torch.empty_like(residual)
         self._run(self._address, x.data_ptr(), rows, residual.data_ptr(), y.data_ptr(), torch.get_num_threads())
+        return y
+
+    def of_normalised(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """norm(x) W^T + b in one call; x: [rows, in]."""
+        rows, size = x.shape
+        factors = norm.factors
+        if factors is None or rows >= _MANY_ROWS or _operators_only.get():
+            return self(norm(x))
+        x, threads = x.contiguous(), torch.get_num_threads()
+        y = x.new_empty(rows, self._out)
+        normed = x.new_empty(threads, rows, size)
+        self._run_normalised(
+            self._address, factors.data_ptr(), norm.eps, x.data_ptr(), rows, normed.data_ptr(), y.data_ptr(), threads
+        )
         return y
 
 

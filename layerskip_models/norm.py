@@ -19,7 +19,7 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[-1]
         self._size = size
-        self._eps = eps
+        self.eps = eps
         self._through_float32 = weight.dtype != torch.float32
         self._weight: Tensor | None = weight if self._through_float32 else weight * size**0.5
         self._root = torch.full((1, 1), (size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
@@ -42,7 +42,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, hidden]. Returns the same shape and dtype."""
         if self._through_float32:
-            normed = F.rms_norm(x.float(), (self._size,), None, self._eps).to(x.dtype)
+            normed = F.rms_norm(x.float(), (self._size,), None, self.eps).to(x.dtype)
         else:
             length = torch.linalg.vector_norm(x, 2.0, -1, True).hypot_(self._root)
             normed = torch.div(x, length)

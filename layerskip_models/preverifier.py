@@ -257,12 +257,12 @@ class _OneTextCache:
     def __init__(self, model: LayerSkipModel) -> None:
         model.prepare(_PROBE_TOKENS)
         shape = (model.num_layers, model.num_kv_heads, _PROBE_TOKENS, model.head_dim)
-        self._values = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self._keys = torch.zeros_like(self._values)
+        self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.keys = torch.zeros_like(self.values).mT
 
     def window(self, start: int, stop: int, position: int, end: int) -> Any:
-        for keys, values in zip(self._keys[start:stop, :, :end], self._values[start:stop, :, :end]):
-            yield keys[:, position:].transpose(0, 1), values[:, position:].transpose(0, 1), keys.mT, values
+        for keys, values in zip(self.keys[start:stop, ..., :end], self.values[start:stop, :, :end]):
+            yield keys[..., position:].permute(2, 0, 1), values[:, position:].transpose(0, 1), keys, values
 
 
 def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from layerskip_models.preverifier import ESTIMATES, SCOPES
 from layerskip_models.training_config import option, require
@@ -29,6 +30,10 @@ class PreVerifierTraining:
     exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
     holdout_fraction: float = option(0.02, "Share of the documents kept out of training, for evaluation.")
 
+    data_of: str | None = option(
+        None,
+        "Folder of another run whose data to use, instead of making the same ones again: options of data must be equal.",
+    )
     num_prompts: int = option(1000, "Responses to train on.")
     num_held_out: int = option(64, "Responses to evaluate on.")
     prompt_tokens: int = option(256, "Most tokens of a prompt; pieces of text have an eighth of it at least.")
@@ -79,6 +84,11 @@ class PreVerifierTraining:
         for name, choices in (("scope", SCOPES), ("estimates", ESTIMATES), ("precision", ("fp32", "bf16"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+    @property
+    def data_folder(self) -> Path:
+        """Where the draft traces lie, or will."""
+        return Path(self.data_of or self.output_dir) / "data"
 
     @staticmethod
     def sources(paths: tuple[str, ...]) -> list[DataSource]:

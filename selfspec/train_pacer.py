@@ -73,7 +73,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         for layer in layers:
             check_exit_layer(layer, generator.model.num_layers)
         if accelerator.is_main_process:
-            _make_data(config, generator, tuple(sorted(set(layers))), output_dir, console)
+            _make_data(config, generator, tuple(sorted(set(layers))), console)
     torch.manual_seed(config.seed)
     described = PreVerifierConfig(
         base_model=_name(config.model),
@@ -88,7 +88,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         block=config.block,
     )
     module = PreVerifierModule(described).to(accelerator.device)
-    traces = list(read_traces(output_dir / "data" / "train"))
+    traces = list(read_traces(config.data_folder / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
     mine, kept_back = split_responses(traces)
@@ -154,7 +154,6 @@ def _make_data(
     config: PreVerifierTraining,
     generator: SelfSpecGenerator,
     layers: tuple[int, ...],
-    output_dir: Path,
     console: Console,
 ) -> None:
     assert generator.tokenizer is not None
@@ -191,7 +190,7 @@ def _make_data(
                     advance(f"drafting, {name}")
                 shown = max(shown, done)
 
-            make_data(generator, prompts, plan, output_dir / "data" / name, show)
+            make_data(generator, prompts, plan, config.data_folder / name, show)
 
 
 @dataclass(slots=True)
@@ -246,7 +245,7 @@ class _Run:
             calibrate_estimates(self.module, self.kept_back)
             self._choose_settings()
             checkpoints.write_folder(target, lambda path: save_preverifier(self.module, path))
-            held_out = list(read_traces(self.output_dir / "data" / "held-out"))
+            held_out = list(read_traces(self.config.data_folder / "held-out"))
             measured = evaluate(self.module, held_out, self.traces)
             checkpoints.write_text(self.output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")
             self.console.print("\n".join(quality_lines(measured)))

@@ -34,6 +34,8 @@ def random_module(model: LayerSkipModel, *, seed: int = 0, **changes: Any) -> Pr
                     1.0 if parameter.ndim == 1 or "position" in name or "exit" in name else parameter.shape[1] ** -0.5
                 )
                 parameter.normal_(0.0, scale, generator=generator)
+        module.calibration[:, 0].uniform_(0.5, 1.5, generator=generator)
+        module.calibration[:, 1].uniform_(-0.3, 0.3, generator=generator)
     return module.eval()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from policies.pacer_training import (
     calibration_error,
     confidence_estimates,
     confidence_table,
+    fit_calibration,
     pack,
     quality,
 )
@@ -198,7 +200,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(checkpoint: Path, output: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint),
+        "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint), "dtype": "float64",
         "exit_layers": (1, 2), "num_prompts": 6, "num_held_out": 3, "prompt_tokens": 12, "response_tokens": 20,
         "window": 6, "positions": 6, "holdout_fraction": 0.3, "epochs": 2.0, "batch_responses": 2, "save_every": 4,
         "log_every": 1, "warmup_steps": 2, **changes,
@@ -221,6 +223,14 @@ def test_a_killed_training_ends_as_the_uninterrupted_one(checkpoint: Path, tmp_p
     parts = train_preverifier(config)
     one, other = load_preverifier(whole), load_preverifier(parts)
     assert all(a.equal(b) for a, b in zip(one.state_dict().values(), other.state_dict().values()))
+    again = PreVerifierTraining(**options(checkpoint, tmp_path / "again", data_of=str(tmp_path / "whole")))
+    assert all(
+        a.equal(b)
+        for a, b in zip(one.state_dict().values(), load_preverifier(train_preverifier(again)).state_dict().values())
+    )
+    assert not (tmp_path / "again" / "data").exists()
+    with pytest.raises(ValueError, match="other options"):
+        train_preverifier(replace(again, output_dir=str(tmp_path / "more"), window=7))
     steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 13))
     measured = json.loads((tmp_path / "whole" / "quality.json").read_text())
@@ -247,6 +257,49 @@ def test_the_loss_learns_what_the_features_say() -> None:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.1 < losses[0]
+
+
+def test_calibration_undoes_what_was_too_sure() -> None:
+    """Labels drawn from known chances; logits that exaggerate them by known numbers."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(20_000, generator=generator) * 2
+    labels = (torch.rand(20_000, generator=generator) < truth.sigmoid()).float()
+    scale, shift = fit_calibration(3.0 * truth + 1.5, labels)
+    assert scale == pytest.approx(1 / 3, abs=0.02)
+    assert shift == pytest.approx(-0.5, abs=0.05)
+    assert fit_calibration(truth, torch.ones(20_000)) == (1.0, 0.0)
+
+
+def test_each_exit_layer_has_its_own_calibration() -> None:
+    model = from_transformers(tiny_llama(num_layers=3, seed=1), layout="plain")
+    module = random_module(model, exit_layers=(1, 2))
+    accepted = [number % 4 for number in range(30)]
+    traces = [trace([2] * 30, accepted, [5] * 30), replace(trace([2] * 30, accepted, [5] * 30), exit_layer=2)]
+    module.calibration.copy_(torch.tensor([1.0, 0.0]).expand(2, 2))
+    before = float(train_pacer.trace_loss(module, traces[0]).detach())
+    train_pacer.calibrate_estimates(module, traces[:1])
+    assert float(train_pacer.trace_loss(module, traces[0]).detach()) < before - 0.1
+    assert torch.equal(module.calibration[1], torch.tensor([1.0, 0.0]))
+
+
+def test_data_may_be_taken_up_with_another_layout_but_not_with_other_weights(tmp_path: Path) -> None:
+    """Rounding differs with the layout that is fastest today, so a fingerprint's last digit may."""
+    make_data(generator(), PROMPTS[:2], PLAN, tmp_path)
+    described = json.loads((tmp_path / "data.json").read_text())
+    described["fingerprint"][0] += 1e-4
+    (tmp_path / "data.json").write_text(json.dumps(described))
+    make_data(generator(), PROMPTS[:2], PLAN, tmp_path)
+    described["fingerprint"] = described["fingerprint"][::-1]
+    (tmp_path / "data.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match="other options"):
+        make_data(generator(), PROMPTS[:2], PLAN, tmp_path)
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="holds no training run"):
+        train_preverifier(PreVerifierTraining(**options(checkpoint, tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path) -> None:

@@ -72,17 +72,19 @@ def test_all_policies_are_there() -> None:
 
 
 def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification writes the last layer's values one position late."""
-    original = KVCache.window
+    """Verification writes the last layer's values one position early."""
+    original = LayerSkipModel.run_layers
 
-    def shifted(self: KVCache, start: int, stop: int, position: int, end: int) -> Any:
-        windows = list(original(self, start, stop, position, end))
+    def shifted(
+        self: LayerSkipModel, hidden: Tensor, start: int, stop: int, cache: KVCache, position: int, *rest: Any
+    ) -> Tensor:
+        out = original(self, hidden, start, stop, cache, position, *rest)
         if start > 0 and position > 1:
-            keys, _, all_keys, values = windows[-1]
-            windows[-1] = (keys, list(original(self, start, stop, position - 1, end - 1))[-1][1], all_keys, values)
-        return iter(windows)
+            end = position + hidden.shape[0]
+            cache.values[-1, :, position - 1 : end - 1] = cache.values[-1, :, position:end].clone()
+        return out
 
-    monkeypatch.setattr(KVCache, "window", shifted)
+    monkeypatch.setattr(LayerSkipModel, "run_layers", shifted)
 
 
 def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
