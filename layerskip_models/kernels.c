@@ -123,7 +123,7 @@ typedef struct {
 } Matrix;
 
 #define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
-#define GROUP 16 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
+#define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
 #define AHEAD 4096 /* bytes; what memory delivers while it is waited for */
 #if LANES == 16
 #define ROWS 6 /* rows that a weight serves at once: with BLOCK sums for each, that is what 32 registers hold */

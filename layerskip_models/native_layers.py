@@ -16,9 +16,6 @@ from layerskip_models.native_linear import NativeLinear
 if TYPE_CHECKING:
     from layerskip_models.model import DecoderLayer, LayerCache
 
-MOST_ROWS = 48
-"""Rows of one call at most: more are faster with full matrix products, which use a processor's arithmetic better."""
-
 
 class NativeLayers:
     """All layers of a model whose matrices are `NativeLinear`. float32, one CPU.

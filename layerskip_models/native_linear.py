@@ -15,7 +15,11 @@ from torch import Tensor
 from layerskip_models.native import Matrix, kernels
 from layerskip_models.norm import RMSNorm
 
-_MANY_ROWS = 48  # from here on arithmetic is what costs, and a full matrix product is faster
+MOST_ROWS = 128
+"""Rows that the kernels take at once; of more, arithmetic is all that costs, and full matrix products are faster."""
+_CONVERTED = (
+    1 << 23
+)  # numbers of a weight that are float32 at a time in such a product: in memory that is at hand already
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
 
 
@@ -32,7 +36,7 @@ def operators_only() -> Iterator[None]:
 class NativeLinear:
     """x W^T + b in float32, W kept in bfloat16 where that loses nothing (as of most checkpoints), else in float32.
 
-    A row's result does not depend on the rows beside it, nor on the number of threads, as long as there are fewer than 48.
+    A row's result does not depend on the rows beside it, nor on the number of threads, up to 128 of them.
     Raises RuntimeError where there are no kernels (`native_works`).
     """
 
@@ -71,18 +75,32 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
         rows = x.shape[0]
-        if rows >= _MANY_ROWS or _operators_only.get():
-            return F.linear(x, self.weight, self._bias)
+        if rows > MOST_ROWS or _operators_only.get():
+            return self._by_operators(x)
         x = x.contiguous()
         y = x.new_empty(rows, self._out)
         self._run(self._address, x.data_ptr(), rows, None, y.data_ptr(), torch.get_num_threads())
         return y
 
+    def _by_operators(self, x: Tensor) -> Tensor:
+        if self.stored.dtype == torch.float32:
+            return F.linear(x, self.stored, self._bias)
+        step = max(_CONVERTED // self.stored.shape[1], 1)
+        y = x.new_empty(x.shape[0], self._out)
+        room = x.new_empty(min(step, self._out), self.stored.shape[1])
+        for first in range(0, self._out, step):
+            part = self.stored[first : first + step]
+            full = room[: part.shape[0]].copy_(part)
+            torch.mm(x, full.t(), out=y[:, first : first + step])
+        if self._scale is not None:
+            y.mul_(self._scale)
+        return y if self._bias is None else y.add_(self._bias)
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""
         rows = x.shape[0]
-        if rows >= _MANY_ROWS or _operators_only.get():
-            return F.linear(x, self.weight, self._bias).add_(residual)
+        if rows > MOST_ROWS or _operators_only.get():
+            return self._by_operators(x).add_(residual)
         x, residual = x.contiguous(), residual.contiguous()
         y = torch.empty_like(residual)
         self._run(self._address, x.data_ptr(), rows, residual.data_ptr(), y.data_ptr(), torch.get_num_threads())
@@ -92,7 +110,7 @@ class NativeLinear:
         """norm(x) W^T + b in one call; x: [rows, in]."""
         rows, size = x.shape
         factors = norm.factors
-        if factors is None or rows >= _MANY_ROWS or _operators_only.get():
+        if factors is None or rows > MOST_ROWS or _operators_only.get():
             return self(norm(x))
         x, threads = x.contiguous(), torch.get_num_threads()
         y = x.new_empty(rows, self._out)
