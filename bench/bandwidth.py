@@ -43,22 +43,40 @@ def measure_bandwidth(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """Bytes read per pass. layer: one decoder layer's weights; head: norm and head; kv: one layer's cache per position."""
+    """Bytes read per pass. layer: one decoder layer's weights; head: norm and head; kv: one layer's cache per position;
+    draft_head: norm and the head that drafts are chosen with."""
 
     layer: int
     head: int
     kv: int
+    draft_head: int
 
     @classmethod
     def of(cls, model: LayerSkipModel) -> WeightBytes:
         """Of a model as it is stored: 16-bit weights count as such, whatever dtype they are computed in."""
         size = torch.empty(0, dtype=model.dtype).element_size()
         kv = 2 * model.num_kv_heads * model.head_dim * size
-        return cls(layer=model.layer_bytes, head=model.head_bytes, kv=kv)
+        return cls(layer=model.layer_bytes, head=model.head_bytes, kv=kv, draft_head=model.draft_head_bytes)
+
+    @classmethod
+    def from_line(cls, limits: Mapping[str, Any]) -> WeightBytes:
+        """From a record's line of kind "limits"; older ones know one head only."""
+        head = limits["head_bytes"]
+        draft_head = limits.get("draft_head_bytes", head)
+        return cls(layer=limits["layer_bytes"], head=head, kv=limits["kv_bytes"], draft_head=draft_head)
+
+    def as_line(self) -> dict[str, int]:
+        """For a record's line of kind "limits"."""
+        return {
+            "layer_bytes": self.layer,
+            "head_bytes": self.head,
+            "kv_bytes": self.kv,
+            "draft_head_bytes": self.draft_head,
+        }
 
     def moved(self, stats: Mapping[str, Any]) -> float:
         """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`."""
         context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
         loaded = stats["loaded_layers"] + stats.get("preverifier_layers", 0)  # Pacer's layer is one of the model's kind
         layers = loaded * (self.layer + self.kv * context)
-        return float(layers + (stats["rounds"] + stats["num_drafted"]) * self.head)
+        return float(layers + stats["rounds"] * self.head + stats["num_drafted"] * self.draft_head)

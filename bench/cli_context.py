@@ -69,6 +69,7 @@ def context(
     generator = SelfSpecGenerator(skip)
     prompts = [long_prompt(tokenizer, length) for length in lengths]
     weights = WeightBytes.of(skip)
+    heads = weights.head if weights.draft_head == weights.head else weights.head + weights.draft_head
     embedding = 0 if skip.config.tie_word_embeddings else weights.head
     description: dict[str, Any] = {
         "kind": "run",
@@ -77,7 +78,7 @@ def context(
             **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
             "num_layers": skip.num_layers,
             "prefill": prefill,
-            "weight_bytes": skip.num_layers * weights.layer + weights.head + embedding,
+            "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
         },
         "engines": {},
         "provenance": provenance(skip.device, skip.dtype),

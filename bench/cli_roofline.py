@@ -82,9 +82,7 @@ def roofline(
             {
                 "kind": "limits",
                 "bytes_per_second": measure_bandwidth(network.device),
-                "layer_bytes": weights.layer,
-                "head_bytes": weights.head,
-                "kv_bytes": weights.kv,
+                **weights.as_line(),
             }
         )
         for call in calls(cost, weights, context=timed, exit_layers=layers, learning=learning):

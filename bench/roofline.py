@@ -57,14 +57,20 @@ def calls(
     ]
     for exit_layer in exit_layers:
         seconds = exit_layer * cost.layer_seconds[0] + cost.look(exit_layer)
-        found.append(Call(name=f"draft step, E = {exit_layer}", seconds=seconds, num_bytes=exit_layer * layer + head))
+        found.append(
+            Call(
+                name=f"draft step, E = {exit_layer}", seconds=seconds, num_bytes=exit_layer * layer + weights.draft_head
+            )
+        )
     for rows in ROWS:
         if rows <= len(cost.layer_seconds):
             seconds = layers * cost.layer_seconds[rows - 1] + cost.head_seconds[rows - 1]
             name = f"all layers and head, {rows} row{'s' if rows > 1 else ''}"
             found.append(Call(name=name, seconds=seconds, num_bytes=layers * layer + head))
     for rows, seconds in learning.items():
-        found.append(Call(name=f"learning, {rows} row{'s' if rows > 1 else ''}", seconds=seconds, num_bytes=head))
+        found.append(
+            Call(name=f"learning, {rows} row{'s' if rows > 1 else ''}", seconds=seconds, num_bytes=weights.draft_head)
+        )
     return found
 
 
@@ -86,11 +92,11 @@ def phase_bytes(
             # Stopped before a draw, the last row has been through E layers already; else verification does that.
             early = record.stop_cause == "before_draw"
             looks = record.num_drafted + early
-            read["draft"] += looks * (record.exit_layer * layer + weights.head)
+            read["draft"] += looks * (record.exit_layer * layer + weights.draft_head)
             read["verify"] -= early * record.exit_layer * layer
             seconds += cost.round(record.exit_layer, record.num_drafted) + early * cost.look(record.exit_layer)
         if record.shadow is not None:
-            read["learn"] += weights.head
+            read["learn"] += weights.draft_head
     return read, seconds
 
 

@@ -76,7 +76,7 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
     runs = [line for line in samples.samples if line["engine"] == engine]
     if limits is None or not all(line["stats"] for line in runs):
         return None
-    weights = WeightBytes(layer=limits["layer_bytes"], head=limits["head_bytes"], kv=limits["kv_bytes"])
+    weights = WeightBytes.from_line(limits)
     moved = sum(weights.moved(line["stats"]) for line in runs)
     return float(moved / sum(line["decode_seconds"] for line in runs) / limits["bytes_per_second"])
 

@@ -93,9 +93,7 @@ class Run:
                 {
                     "kind": "limits",
                     "bytes_per_second": measure_bandwidth(model.device),
-                    "layer_bytes": weights.layer,
-                    "head_bytes": weights.head,
-                    "kv_bytes": weights.kv,
+                    **weights.as_line(),
                 }
             )
 

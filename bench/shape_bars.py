@@ -61,7 +61,7 @@ def shape_bars(lines: Sequence[Line]) -> list[Line]:
             add(f"plain over transformers' {name}", samples.speedup(PLAIN, peer).value, at_least=least)
     add("auto over plain", gain, at_least=2.3)
     if limits is not None:
-        weights = WeightBytes(layer=limits["layer_bytes"], head=limits["head_bytes"], kv=limits["kv_bytes"])
+        weights = WeightBytes.from_line(limits)
         plain_bytes, auto_bytes = bytes_per_token(PLAIN, weights), bytes_per_token(AUTO, weights)
         if plain and plain_bytes:
             add("plain, share of bandwidth", plain_bytes / plain / limits["bytes_per_second"], at_least=0.8)

@@ -83,7 +83,7 @@ def draft_side_by_side(
             attended = of_text.view(kv_heads, rows, -1, dim).transpose(0, 1)
             attended = attended + weights[..., end:] @ own[1, index, :, :, : step + 1]
             x = model.finish_layer(index, x, attended.reshape(rows, heads * dim))
-        logits = model.logits(x)
+        logits = model.draft_logits(x)
         current = logits.argmax(dim=-1)
         tokens[going, step], hidden_states[going, step], features[going, step] = current, x, draft_features(logits)
 

@@ -37,6 +37,9 @@ LAYERSKIP_CHECKPOINTS = (
 )
 """Meta's LayerSkip checkpoints, all of the Llama family."""
 
+DRAFT_HEAD_BYTES = 16 << 20
+"""Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
+
 _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -230,6 +233,9 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         head_weight = embedding if tied else head_weight.clone()
     head_layout = layout_of("head", head_weight)
     head = LAYOUTS[head_layout](head_weight, None)
+    draft_head = None
+    if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
+        draft_head = LAYOUTS["int8"](head_weight, None)
     if tied and isinstance(head, PlainLinear):
         embedding = head.weight  # of a transposed head a view: one copy serves both
     elif head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding):
@@ -241,6 +247,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         layers=layers,
         final_norm=norm(decoder.norm.weight),
         head=head,
+        draft_head=draft_head,
         inv_freq=decoder.rotary_emb.inv_freq.detach().float().clone(),
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
         generation_config=copy.deepcopy(model.generation_config),

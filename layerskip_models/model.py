@@ -94,6 +94,7 @@ class LayerSkipModel:
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
         head: Linear,
+        draft_head: Linear | None = None,
         inv_freq: Tensor,
         rotary_scaling: float,
         generation_config: GenerationConfig,
@@ -115,6 +116,7 @@ class LayerSkipModel:
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
+        self._draft_head = head if draft_head is None else draft_head
         self._inv_freq = inv_freq  # float32 [head_dim / 2]
         self._rotary_scaling = rotary_scaling
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
@@ -152,6 +154,11 @@ class LayerSkipModel:
     def head_bytes(self) -> int:
         """Bytes of norm and head as they are stored."""
         return self._head.num_bytes + self.hidden_size * self._scale.element_size()
+
+    @property
+    def draft_head_bytes(self) -> int:
+        """The same of the head that drafts are chosen with."""
+        return self._draft_head.num_bytes + self.hidden_size * self._scale.element_size()
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -305,9 +312,20 @@ class LayerSkipModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
-        if isinstance(self._head, NativeLinear):
-            return self._head.of_normalised(self._final_norm, hidden)
-        return self._head(self._final_norm(hidden)).float()
+        return self._logits(self._head, hidden)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """What early exits propose: the same, but through weights of 8 bits where the head is large and our kernels run.
+
+        A draft may be chosen in any way, as long as the distribution it was drawn from is the one that it is verified with;
+        and at a large vocabulary reading the head is most of what a draft costs. What verifies is `logits`.
+        """
+        return self._logits(self._draft_head, hidden)
+
+    def _logits(self, head: Linear, hidden: Tensor) -> Tensor:
+        if isinstance(head, NativeLinear):
+            return head.of_normalised(self._final_norm, hidden)
+        return head(self._final_norm(hidden)).float()
 
     def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:
         """Rotary embedding, in place, of the first `num_rotated` interleaved heads of [rows, heads, head_dim]."""

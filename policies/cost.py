@@ -58,7 +58,8 @@ class MeasuredCost:
 
     layer_seconds: of one layer over 1, 2, ... rows; head_seconds: of norm + head over 1, 2, ... rows; a round of more rows
         than were timed goes on along the line of the last two.
-    draft_seconds: what a draft step costs beside its layers and head (token choice, bookkeeping).
+    draft_seconds: what a draft step costs beside its layers and head (token choice, bookkeeping); below 0 if the head that
+        drafts are chosen with is faster by more than that.
     round_seconds: what a speculative round costs beside its draft steps and verification, compared with a plain one.
     description: of model, device and threads, for the record.
     Raises ValueError for timings that are missing or not positive.

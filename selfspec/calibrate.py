@@ -67,7 +67,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         num_layers=model.num_layers,
         layer_seconds=layer_seconds,
         head_seconds=head_seconds,
-        draft_seconds=max(step, 0.0),
+        draft_seconds=max(step, -0.9 * head_seconds[0]),
         description=f"{model.device.type} {dtype}, {torch.get_num_threads()} threads, {runner}",
     )
 

@@ -93,7 +93,7 @@ class Drafter:
             hidden = model.run_layers(model.embed_one(token), 0, exit_layer, cache, position, watch)
             self._hidden[num_rows] = hidden[0]
             num_rows += 1
-            logits = model.logits(hidden)
+            logits = model.draft_logits(hidden)
             row = _look(len(drafts), exit_layer, position, logits, self._hidden[num_rows - 1], needs, context)
             if row.confidence is not None:
                 seen.append(row.confidence)

@@ -115,7 +115,8 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
             choices: list[torch.Tensor] = []
 
             def choose(layers_done: int, hidden: torch.Tensor, into: list[torch.Tensor] = choices) -> None:
-                into.append(model.logits(hidden).argmax(dim=-1))
+                head = model.logits if layers_done == model.num_layers else model.draft_logits
+                into.append(head(hidden).argmax(dim=-1))
 
             model.run_layers(model.embed(ids[start : start + _CHUNK]), 0, model.num_layers, cache, start, choose)
             for layer, choice in enumerate(choices):

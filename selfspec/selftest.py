@@ -188,7 +188,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
     with torch.inference_mode():
         cache = KVCache(model, len(ids))
         early = model.run_layers(model.embed(ids), 0, exit_layer, cache, 0)
-        q = model.logits(early).softmax(dim=-1)
+        q = model.draft_logits(early).softmax(dim=-1)
         p = model.logits(model.run_layers(early, exit_layer, model.num_layers, cache, 0)).softmax(dim=-1)
         for row in range(len(ids)):
             pair, draft_law = p[row].repeat(2, 1), q[row : row + 1]

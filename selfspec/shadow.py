@@ -51,7 +51,7 @@ class ShadowRecorder:
         target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling.
         """
         hidden = self._hidden[:, :num_rows].reshape(-1, self._model.hidden_size)
-        logits = self._model.logits(hidden)
+        logits = self._model.draft_logits(hidden)
         tokens = logits.argmax(dim=-1).view(len(self.layers), num_rows)
         probabilities = None
         if p is not None:

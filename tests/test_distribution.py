@@ -28,6 +28,7 @@ from transformers import (
 
 import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.native_linear import native_works
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
 from selfspec.captured import CapturedRunner
@@ -206,6 +207,18 @@ def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCa
     law = enumerated_law(model, POLICIES[name](), 3, top_k=2)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, expected) < 1e-5
+
+
+@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no C compiler here")
+@pytest.mark.parametrize("name", ["ls:1-3", "stop after a draw", "changing plans", "del", "auto:cost=layers"])
+def test_drafts_may_be_chosen_by_another_head(
+    name: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layerskip_models.loading.DRAFT_HEAD_BYTES", 0)
+    model = from_transformers(llama, layout="native")
+    hidden = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(model.draft_logits(hidden), model.logits(hidden))
+    assert distance(enumerated_law(model, POLICIES[name](), 3, top_k=2), exact_law(llama, 3, top_k=2)) < 1e-5
 
 
 CAPTURED = ("ar", "ls:1-3", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")

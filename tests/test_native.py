@@ -16,7 +16,7 @@ from scripted_policies import EVERY_POLICY, named_policy
 from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 from torch import Tensor
 
-from layerskip_models import LayerSkipModel, from_transformers, native
+from layerskip_models import LayerSkipModel, from_transformers, loading, native
 from layerskip_models.linear import possible_layouts
 from layerskip_models.native_linear import MOST_ROWS, NativeInt8Linear, NativeLinear, native_works, operators_only
 from selfspec import SelfSpecGenerator
@@ -142,8 +142,11 @@ def test_what_verification_computes_is_what_decoding_would_have() -> None:
 
 @needs_native
 @pytest.mark.parametrize("name", EVERY_POLICY)
-@pytest.mark.parametrize("layout", ["native", "int8"])
-def test_every_policy_is_exact_bit_for_bit(name: str, layout: Any) -> None:
+@pytest.mark.parametrize("layout", ["native", "int8", "native with a draft head"])
+def test_every_policy_is_exact_bit_for_bit(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "draft" in layout:
+        monkeypatch.setattr(loading, "DRAFT_HEAD_BYTES", 0)
+        layout = "native"
     model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=layout)
     plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
     speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
