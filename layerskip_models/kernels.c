@@ -33,6 +33,8 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef float vf_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t vb_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -244,6 +246,17 @@ INLINE int64_t outputs_ahead(const Matrix *m) {
   return (AHEAD + bytes - 1) / bytes * BLOCK;
 }
 
+/* y[at ..] = residual[at ..] + block, `count` <= BLOCK numbers. */
+INLINE void put(const float *block, const float *residual, int64_t at, int64_t count, float *y) {
+  if (count == BLOCK) {
+    v4 v = *(const v4_memory *)block;
+    if (residual) v += *(const v4_memory *)(residual + at);
+    *(v4_memory *)(y + at) = v;
+  } else {
+    for (int64_t j = 0; j < count; j++) y[at + j] = residual ? residual[at + j] + block[j] : block[j];
+  }
+}
+
 /* This thread's outputs of y = residual + x W^T; y, residual: [rows, out], residual may be NULL. */
 static void multiply(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y) {
   int t = omp_get_thread_num(), n = omp_get_num_threads();
@@ -256,10 +269,7 @@ static void multiply(const Matrix *m, const float *x, int64_t rows, const float 
         float block[ROWS * BLOCK];
         outputs(m, o, x + r * m->in, count, r == 0 && o + ahead + BLOCK <= end ? ahead : 0, block);
         for (int64_t i = 0; i < count; i++)
-          for (int64_t j = 0; j < least(BLOCK, m->out - o); j++) {
-            int64_t at = (r + i) * m->out + o + j;
-            y[at] = residual ? residual[at] + block[i * BLOCK + j] : block[i * BLOCK + j];
-          }
+          put(block + i * BLOCK, residual, (r + i) * m->out + o, least(BLOCK, m->out - o), y);
       }
     }
 }
@@ -284,7 +294,7 @@ static void multiply_gated(const Matrix *m, const float *x, int64_t rows, float 
           store(gates + i, g / (1.0f + exponential(-g)) * load(ups + i));
         }
         for (int64_t i = 0; i < count; i++)
-          for (int64_t j = 0; j < least(BLOCK, size - o); j++) y[(r + i) * size + o + j] = gates[i * BLOCK + j];
+          put(gates + i * BLOCK, NULL, (r + i) * size + o, least(BLOCK, size - o), y);
       }
     }
 }
@@ -315,6 +325,19 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
   return result;
 }
 
+/* y[0 .. 3] = query . keys[0 .. 3]. */
+INLINE void dots(const float *query, const float *keys, int64_t dim, float *y) {
+  vf total[4] = {{0}};
+  int64_t i = 0;
+  for (; i + LANES <= dim; i += LANES) {
+    vf x = load(query + i);
+    UNROLL for (int k = 0; k < 4; k++) total[k] += x * load(keys + k * dim + i);
+  }
+  sum_4(total[0], total[1], total[2], total[3], y);
+  for (; i < dim; i++)
+    for (int k = 0; k < 4; k++) y[k] += query[i] * keys[k * dim + i];
+}
+
 static void normalise(const float *x, const float *weight, float eps, int64_t rows, int64_t size, float *y) {
   for (int64_t r = 0; r < rows; r++, x += size, y += size) {
     float factor = 1.0f / sqrtf(dot(x, x, size) + size * eps);
@@ -343,7 +366,9 @@ static void attend(const float *queries, int64_t count, const int64_t *ends, con
   for (int64_t first = 0; first < end; first += POSITIONS)
     for (int64_t q = 0; q < count; q++) {
       int64_t last = least(first + POSITIONS, ends[q]);
-      for (int64_t p = first; p < last; p++) scores[q * room + p] = dot(queries + q * dim, keys + p * dim, dim);
+      int64_t p = first; /* steps start at the same positions for every query, so a score does not depend on its company */
+      for (; p + 4 <= last; p += 4) dots(queries + q * dim, keys + p * dim, dim, scores + q * room + p);
+      for (; p < last; p++) scores[q * room + p] = dot(queries + q * dim, keys + p * dim, dim);
     }
   for (int64_t q = 0; q < count; q++) {
     float *own = scores + q * room, peak = -INFINITY;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,15 @@ from selfspec.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no C compiler here")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="no C compiler here")
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """Or a mistake in the source would only skip the tests below. It must compile without a warning, too."""
+    assert native_works(CPU, torch.float32)
+    flags = [flag for flag in native.FLAGS if flag != "-w"]
+    command = ["cc", *flags, "-Wall", "-Wextra", "-Wno-psabi", "-c", str(native.SOURCE), "-o", "/dev/null"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
