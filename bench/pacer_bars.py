@@ -21,7 +21,7 @@ from selfspec.cli_common import one_line_errors
 
 
 def bars_table(lines: list[Line], exit_layer: int) -> Table:
-    """A row for the best fixed length of each kind, and one for each policy that exits at this layer only, best first.
+    """Rows for the best fixed length of each kind, the best one of all, and each policy that exits at this layer only, best first.
 
     Raises ValueError for a record without a grid, or without that layer.
     """
@@ -43,7 +43,7 @@ def bars_table(lines: list[Line], exit_layer: int) -> Table:
             counts = ((line["task"], line["num_new_tokens"] - 1, all_layers(line["stats"])) for line in own)
             by_policy[f"`{engine.removeprefix('selfspec:')}`"] = pooled(counts)
     ordered = dict(sorted(by_policy.items(), key=lambda item: -item[1][ALL]))
-    fixed = with_setting(grid, best)
+    fixed, one = with_setting(grid, best), with_setting(grid, {ALL: best[ALL]})
     tasks = [*dict.fromkeys(line["task"] for line in grid), ALL]
     scale = lines[0]["configuration"]["num_layers"]
     return Table(
@@ -53,6 +53,10 @@ def bars_table(lines: list[Line], exit_layer: int) -> Table:
         rows=(
             ("*best fixed length per kind, in hindsight*", *(number(fixed.get(t), "{:.3f}", scale) for t in tasks)),
             ("*that length*", *(length.get(t, UNKNOWN) if t != ALL else "per kind" for t in tasks)),
+            (
+                f"*best one length, `{best[ALL]}`, in hindsight*",
+                *(number(one.get(t), "{:.3f}", scale) for t in tasks),
+            ),
             *((name, *(number(row.get(t), "{:.3f}", scale) for t in tasks)) for name, row in ordered.items()),
         ),
     )

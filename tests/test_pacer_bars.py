@@ -35,6 +35,7 @@ def test_table_by_hand() -> None:
     assert [row[:2] for row in table.rows] == [
         ("*best fixed length per kind, in hindsight*", "2.000"),
         ("*that length*", "1"),
+        ("*best one length, `ls:2-1`, in hindsight*", "2.000"),
         ("`pacer`", "2.000"),
         ("`dv:2`", "1.000"),
     ]
