@@ -21,7 +21,7 @@ from selfspec.cli_common import one_line_errors
 
 
 def bars_table(lines: list[Line], exit_layer: int) -> Table:
-    """Rows for the best fixed length of each kind, the best one of all, and each policy that exits at this layer only, best first.
+    """Rows for the best fixed length of each kind, the best one of all, and each policy at this layer only, best first.
 
     Raises ValueError for a record without a grid, or without that layer.
     """

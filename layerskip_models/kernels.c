@@ -338,6 +338,11 @@ INLINE void dots(const float *query, const float *keys, int64_t dim, float *y) {
     for (int k = 0; k < 4; k++) y[k] += query[i] * keys[k * dim + i];
 }
 
+/* Memory that will soon be read; it may end before that. */
+INLINE void fetch(const float *p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(p + i);
+}
+
 static void normalise(const float *x, const float *weight, float eps, int64_t rows, int64_t size, float *y) {
   for (int64_t r = 0; r < rows; r++, x += size, y += size) {
     float factor = 1.0f / sqrtf(dot(x, x, size) + size * eps);
@@ -367,13 +372,22 @@ static void attend(const float *queries, int64_t count, const int64_t *ends, con
     for (int64_t q = 0; q < count; q++) {
       int64_t last = least(first + POSITIONS, ends[q]);
       int64_t p = first; /* steps start at the same positions for every query, so a score does not depend on its company */
-      for (; p + 4 <= last; p += 4) dots(queries + q * dim, keys + p * dim, dim, scores + q * room + p);
+      for (; p + 4 <= last; p += 4) {
+        if (!q) fetch(keys + (p + POSITIONS) * dim, 4 * dim);
+        dots(queries + q * dim, keys + p * dim, dim, scores + q * room + p);
+      }
       for (; p < last; p++) scores[q * room + p] = dot(queries + q * dim, keys + p * dim, dim);
     }
   for (int64_t q = 0; q < count; q++) {
     float *own = scores + q * room, peak = -INFINITY;
-    for (int64_t p = 0; p < ends[q]; p++) peak = own[p] > peak ? own[p] : peak;
     for (int64_t p = ends[q]; p < ends[q] + LANES; p++) own[p] = -INFINITY; /* nothing comes of these */
+    vf most = all(-INFINITY);
+    for (int64_t p = 0; p < ends[q]; p += LANES) {
+      vf v = load(own + p);
+      vi larger = v > most;
+      most = (vf)(((vi)v & larger) | ((vi)most & ~larger));
+    }
+    for (int i = 0; i < LANES; i++) peak = most[i] > peak ? most[i] : peak;
     vf total = {0};
     for (int64_t p = 0; p < ends[q]; p += LANES) {
       vf e = exponential(load(own + p) - peak);
@@ -390,8 +404,10 @@ static void attend(const float *queries, int64_t count, const int64_t *ends, con
       for (; d + 4 * LANES <= dim; d += 4 * LANES) {
         vf out[4];
         UNROLL for (int k = 0; k < 4; k++) out[k] = load(y[q] + d + k * LANES);
-        for (int64_t p = first; p < last; p++)
+        for (int64_t p = first; p < last; p++) {
+          if (!q) fetch(values + (p + POSITIONS) * dim + d, 4 * LANES);
           UNROLL for (int k = 0; k < 4; k++) out[k] += own[p] * load(values + p * dim + d + k * LANES);
+        }
         UNROLL for (int k = 0; k < 4; k++) store(y[q] + d + k * LANES, out[k]);
       }
       for (; d < dim; d++) {
