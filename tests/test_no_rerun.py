@@ -25,7 +25,7 @@ class CountingModel:
     def __init__(self, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: Counter[tuple[int, int]] = Counter()
         self.heads = 0
-        run_layers, logits = model.run_layers, model.logits
+        run_layers, logits, draft_logits = model.run_layers, model.logits, model.draft_logits
 
         def counted_layers(
             hidden: Tensor,
@@ -44,7 +44,13 @@ class CountingModel:
             return logits(hidden)
 
         monkeypatch.setattr(model, "run_layers", counted_layers)
+
+        def counted_draft_logits(hidden: Tensor) -> Tensor:
+            self.heads += hidden.shape[0]
+            return draft_logits(hidden)
+
         monkeypatch.setattr(model, "logits", counted_logits)
+        monkeypatch.setattr(model, "draft_logits", counted_draft_logits)
 
     def take(self) -> tuple[Counter[tuple[int, int]], int]:
         """What ran since the last call."""
