@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,10 @@ CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no C compiler here")
 
 
-@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="no C compiler here")
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None or os.environ.get("SELFSPEC_NATIVE") == "0",
+    reason="no C compiler here, or switched off",
+)
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
     """Or a mistake in the source would only skip the tests below. It must compile without a warning, too."""
     assert native_works(CPU, torch.float32)
