@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.linear import Linear
 from layerskip_models.native_layers import NativeLayers
-from layerskip_models.native_linear import MOST_ROWS, NativeLinear
+from layerskip_models.native_linear import NativeLinear
 from layerskip_models.norm import RMSNorm
 
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
@@ -206,7 +206,7 @@ class LayerSkipModel:
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = self._rotary[position:end]
-        if self._native is not None and rows <= MOST_ROWS:
+        if self._native is not None:
             return self._native.run(hidden, start, stop, cache, position, rotary, capture)
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))

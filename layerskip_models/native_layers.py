@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.native import Cache, Layer, Shape, kernels
-from layerskip_models.native_linear import NativeLinear
+from layerskip_models.native_linear import MOST_ROWS, NativeLinear
 
 if TYPE_CHECKING:
     from layerskip_models.model import DecoderLayer, LayerCache
@@ -74,20 +74,22 @@ class NativeLayers:
         count = stop - start
         outputs = hidden.new_empty(1 if capture is None else count, rows, size)
         threads = torch.get_num_threads()
-        self._library.run(
-            self._shape,
-            self._first + start * sizeof(Layer),
-            count,
-            where,
-            hidden.data_ptr(),
-            rows,
-            position,
-            rotary.data_ptr(),
-            outputs.data_ptr(),
-            0 if capture is None else rows * size,
-            self._scratch_for(rows, position + rows, threads),
-            threads,
-        )
+        for done in range(0, rows, MOST_ROWS):
+            piece = min(MOST_ROWS, rows - done)
+            self._library.run(
+                self._shape,
+                self._first + start * sizeof(Layer),
+                count,
+                where,
+                hidden.data_ptr() + 4 * done * size,
+                piece,
+                position + done,
+                rotary.data_ptr() + 4 * done * self._shape.head_dim,
+                outputs.data_ptr() + 4 * done * size,
+                0 if capture is None else rows * size,
+                self._scratch_for(piece, position + done + piece, threads),
+                threads,
+            )
         if capture is not None:
             for index in range(count):
                 capture(start + index + 1, outputs[index])

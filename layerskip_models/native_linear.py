@@ -16,10 +16,10 @@ from layerskip_models.native import Matrix, kernels
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
-"""Rows that the kernels take at once; of more, arithmetic is all that costs, and full matrix products are faster."""
+"""Rows that the kernels take at once, which bounds their scratch; of so many, reading the weights costs next to nothing."""
 _CONVERTED = (
     1 << 23
-)  # numbers of a weight that are float32 at a time in such a product: in memory that is at hand already
+)  # numbers of a weight that are float32 at a time for PyTorch's product: memory that is at hand already
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
 
 
@@ -36,7 +36,7 @@ def operators_only() -> Iterator[None]:
 class NativeLinear:
     """x W^T + b in float32, W kept in bfloat16 where that loses nothing (as of most checkpoints), else in float32.
 
-    A row's result does not depend on the rows beside it, nor on the number of threads, up to 128 of them.
+    A row's result does not depend on the rows beside it, nor on the number of threads.
     Raises RuntimeError where there are no kernels (`native_works`).
     """
 
@@ -74,12 +74,23 @@ class NativeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
-        rows = x.shape[0]
-        if rows > MOST_ROWS or _operators_only.get():
+        if _operators_only.get():
             return self._by_operators(x)
-        x = x.contiguous()
-        y = x.new_empty(rows, self._out)
-        self._run(self._address, x.data_ptr(), rows, None, y.data_ptr(), torch.get_num_threads())
+        return self._multiply(x.contiguous(), None)
+
+    def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """x, residual: contiguous."""
+        rows, size = x.shape
+        y, threads = x.new_empty(rows, self._out), torch.get_num_threads()
+        for done in range(0, rows, MOST_ROWS):
+            self._run(
+                self._address,
+                x.data_ptr() + 4 * done * size,
+                min(MOST_ROWS, rows - done),
+                None if residual is None else residual.data_ptr() + 4 * done * self._out,
+                y.data_ptr() + 4 * done * self._out,
+                threads,
+            )
         return y
 
     def _by_operators(self, x: Tensor) -> Tensor:
@@ -98,26 +109,30 @@ class NativeLinear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b."""
-        rows = x.shape[0]
-        if rows > MOST_ROWS or _operators_only.get():
+        if _operators_only.get():
             return self._by_operators(x).add_(residual)
-        x, residual = x.contiguous(), residual.contiguous()
-        y = torch.empty_like(residual)
-        self._run(self._address, x.data_ptr(), rows, residual.data_ptr(), y.data_ptr(), torch.get_num_threads())
-        return y
+        return self._multiply(x.contiguous(), residual.contiguous())
 
     def of_normalised(self, norm: RMSNorm, x: Tensor) -> Tensor:
         """norm(x) W^T + b in one call; x: [rows, in]."""
-        rows, size = x.shape
         factors = norm.factors
-        if factors is None or rows > MOST_ROWS or _operators_only.get():
+        if factors is None or _operators_only.get():
             return self(norm(x))
         x, threads = x.contiguous(), torch.get_num_threads()
+        rows, size = x.shape
         y = x.new_empty(rows, self._out)
-        normed = x.new_empty(threads, rows, size)
-        self._run_normalised(
-            self._address, factors.data_ptr(), norm.eps, x.data_ptr(), rows, normed.data_ptr(), y.data_ptr(), threads
-        )
+        normed = x.new_empty(threads, min(rows, MOST_ROWS), size)
+        for done in range(0, rows, MOST_ROWS):
+            self._run_normalised(
+                self._address,
+                factors.data_ptr(),
+                norm.eps,
+                x.data_ptr() + 4 * done * size,
+                min(MOST_ROWS, rows - done),
+                normed.data_ptr(),
+                y.data_ptr() + 4 * done * self._out,
+                threads,
+            )
         return y
 
 

@@ -92,6 +92,9 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads(threads: int) -> No
         torch.set_num_threads(threads)
         for rows in range(1, 21):
             assert torch.equal(linear(x[:rows]), alone[:rows])
+        many = x.repeat(2 * MOST_ROWS // len(x), 1)
+        assert torch.equal(linear(many), alone.repeat(len(many) // len(x), 1))
+        assert torch.equal(linear.add_to(linear(many), many), 2 * linear(many))
     finally:
         torch.set_num_threads(before)
 
@@ -126,7 +129,7 @@ def test_layers_are_those_of_transformers(changes: dict[str, Any]) -> None:
         for token in torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 9,), generator=torch.Generator().manual_seed(1))
     ]
     expected = full_logits(llama, text)
-    for rows in (1, 2, 7, MOST_ROWS, len(text)):  # the last one by full matrix products
+    for rows in (1, 2, 7, MOST_ROWS, len(text)):  # the last one in two pieces
         cache, parts = KVCache(model, len(text)), []
         for first in range(0, len(text), rows):
             chunk, seen = torch.tensor(text[first : first + rows]), dict[int, Tensor]()
@@ -140,12 +143,12 @@ def test_layers_are_those_of_transformers(changes: dict[str, Any]) -> None:
 def test_what_verification_computes_is_what_decoding_would_have() -> None:
     """Bit for bit: so near-ties cannot tell speculative from plain decoding."""
     _, model = native_model(seed=7)
-    tokens = torch.randint(0, VOCAB_SIZE, (MOST_ROWS,), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 7,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        one = KVCache(model, MOST_ROWS)
+        one = KVCache(model, len(tokens))
         alone = torch.cat([model.run_layers(model.embed(t), 0, 4, one, i) for i, t in enumerate(tokens.split(1))])
-        for rows in (2, 3, 5, 6, 7, 11, 13, 24, MOST_ROWS):
-            cache = KVCache(model, MOST_ROWS)
+        for rows in (2, 3, 5, 6, 7, 11, 13, 24, MOST_ROWS, len(tokens)):
+            cache = KVCache(model, len(tokens))
             together = [
                 model.run_layers(model.embed(part), 0, 4, cache, rows * i) for i, part in enumerate(tokens.split(rows))
             ]
