@@ -6,11 +6,12 @@ so a draft is worth its cost exactly when
 
     (chance that the drafts before it are accepted) * (its own chance) + (what going on is worth) >= r * (cost of a draft).
 
-Chances come from SPIDE's confidence -> acceptance tables, one per exit layer, fed with shadow tokens; "what going on is
-worth" is the left side less the right, one draft later, averaged over the confidences which that layer has been showing: a
-small dynamic program, solved anew whenever something was learned. Its value at the round's start ranks the exit layers, and
-r falls out of it. So SPIDE's tau is no hyperparameter any more (tau = r * cost, less the value of going on), nor are the
-length and the layer, and DEL's TPL is the special case in which confidence says nothing.
+Chances come from SPIDE's confidence -> acceptance tables, one per exit layer, fed with shadow tokens, and from what such
+tables have in common (`acceptance_model.py`). "What going on is worth" is the left side less the right, one draft later,
+averaged over the confidences which that layer has been showing: a small dynamic program, solved anew whenever something was
+learned. Its value at the round's start ranks the exit layers, and r falls out of it. So SPIDE's tau is no hyperparameter
+any more (tau = r * cost, less the value of going on), nor are the length and the layer, and DEL's TPL is the special case in
+which confidence says nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.acceptance_table import (
-    MIDPOINTS,
-    NUM_BINS,
-    AcceptanceTable,
-    confidence_bin,
-)
+from policies.acceptance_model import AcceptanceModel
+from policies.acceptance_table import NUM_BINS, AcceptanceTable, confidence_bin
 from policies.base import (
     DraftRow,
     Needs,
@@ -42,15 +39,12 @@ from policies.base import (
 from policies.cost import CostModel, LayerCost
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
-PROMPT_ROWS = 16
-PROMPT_EVERY = 6
-LEARN_EVERY = 8
-LEARN_FIRST = 16
-_PRIOR_COUNT = 2.0  # what the prior is worth in a bin's average over layers, in observations
-_POOLED_COUNT = 4.0  # what that average is worth in a layer's own bin
-# An exit is right more often than it is sure, and what is never drafted is learned slowly: better to start too high.
-_PRIOR: NDArray[np.float64] = np.asarray(MIDPOINTS) ** 0.6
-_NEWS = 1.3  # values are solved anew when so many times as many rows were observed: each solution costs a millisecond
+PROMPT_ROWS = 12
+PROMPT_EVERY = 8
+LEARN_EVERY = 32
+_NEWS = 1.8  # values are solved anew when so many times as many rows were observed: each solution takes half a millisecond
+_SETTLED = 0.05  # relative change of the rate below which it is not worth another
+_PASSES = 5  # and most of them at a time
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
 
@@ -124,6 +118,7 @@ class AutoLearner:
         self.cost = cost
         self.max_speculations = max_speculations
         self.table = AcceptanceTable(layers, decay=decay)
+        self.model = AcceptanceModel(layers, cost.num_layers)
         self._decay = decay
         self._index = {layer: index for index, layer in enumerate(layers)}
         rounds = np.array([[cost.round(layer, count) for count in range(max_speculations + 1)] for layer in layers])
@@ -137,15 +132,16 @@ class AutoLearner:
         """Back to the prior."""
         self.table.reset()
         self.frequency = np.zeros((len(self.layers), NUM_BINS))
-        self._rows = 0  # observed, of whatever layer
+        self.model.reset()
+        self._rows = self._solved_at = 0  # observed, of whatever layer
         self._next_rate = 1 / self.cost.autoregressive()
-        self._solve(passes=3)
+        self._solve()
 
     def observe_shadow(self, shadow: ShadowTokens) -> None:
         """Learn from the prompt's last rows."""
         self.table.observe_shadow(shadow)
         self._count(shadow)
-        self._solve(passes=3)
+        self._learn()
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round: what it drafted or dropped always, all layers when it has shadow tokens."""
@@ -155,7 +151,7 @@ class AutoLearner:
         elif record.exit_layer is not None:
             self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
         if self._rows > _NEWS * self._solved_at:
-            self._solve(passes=1)
+            self._learn()
 
     def _count(self, shadow: ShadowTokens) -> None:
         # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
@@ -168,30 +164,38 @@ class AutoLearner:
                 for confidence in confidences:
                     self.frequency[index, confidence_bin(confidence)] += 1
 
-    def _solve(self, passes: int) -> None:
-        """Estimates, values and rate from the counts."""
+    def _learn(self) -> None:
+        """Everything from the counts."""
         self._solved_at = self._rows
-        seen = np.array([self.table.seen[layer] for layer in self.layers])
-        accepted = np.array([self.table.accepted[layer] for layer in self.layers])
-        pooled = (accepted.sum(axis=0) + _PRIOR_COUNT * _PRIOR) / (seen.sum(axis=0) + _PRIOR_COUNT)
-        self.acceptance = (accepted + _POOLED_COUNT * pooled) / (seen + _POOLED_COUNT)
+        self.model.fit(*self._accepted_and_seen())
+        self._solve()
+
+    def _accepted_and_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Counts, [layers, bins] each."""
+        accepted, seen = self.table.accepted, self.table.seen
+        return np.array([accepted[layer] for layer in self.layers]), np.array([seen[layer] for layer in self.layers])
+
+    def _solve(self) -> None:
+        """Estimates, values and rate from counts and fit."""
+        self.acceptance = self.model.acceptance(*self._accepted_and_seen())
         counts = self.frequency + (self.frequency.sum(axis=0) + 1 / NUM_BINS) / max(self.frequency.sum(), 1.0)
         frequency = counts / counts.sum(axis=1, keepdims=True)
         self._chances: list[list[float]] = self.acceptance.tolist()
         self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
         plain = self.cost.autoregressive()
-        for _ in range(passes):
+        for _ in range(_PASSES):
             self.rate = self._next_rate
             self.values = DraftValues(frequency, self.acceptance, self.rate * self._steps, self.rate * self._look)
             start = self.values.start()
-            self._rounds = 1 - self.rate * self._empty_round + start
+            rounds = 1 - self.rate * self._empty_round + start
             # Dinkelbach's step: the tokens per cost of the round that is best at the present rate.
-            best = int(self._rounds.argmax())
+            best = int(rounds.argmax())
             tokens = 1 + float(self.values.accepted()[best])
-            cost = (tokens - float(self._rounds[best])) / self.rate
+            cost = (tokens - float(rounds[best])) / self.rate
             self._next_rate = max(tokens / cost, 1 / plain)
-        best = int(self._rounds.argmax())
-        pays = self.values.start()[best] > 0 and self._rounds[best] > 1 - self.rate * plain
+            if abs(self._next_rate / self.rate - 1) < _SETTLED:
+                break
+        pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain
         self.best_layer = self.layers[best] if pays else None
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
@@ -214,7 +218,12 @@ class AutoLearner:
 
     def state(self) -> dict[str, Any]:
         """Tables, frequencies and rate, for JSON."""
-        return {"table": self.table.state(), "frequency": self.frequency.tolist(), "rate": self.rate}
+        return {
+            "table": self.table.state(),
+            "frequency": self.frequency.tolist(),
+            "fit": self.model.state(),
+            "rate": self.rate,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave. Raises ValueError if it is for other layers."""
@@ -222,9 +231,10 @@ class AutoLearner:
         if frequency.shape != self.frequency.shape:
             raise ValueError(f"the saved state is for {len(frequency)} exit layers, this policy has {len(self.layers)}")
         self.table.restore(state["table"])
+        self.model.restore(state["fit"])
         self.frequency = frequency
         self._next_rate = float(state["rate"])
-        self._solve(passes=1)
+        self._solve()
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -253,7 +263,7 @@ class AutoExit(Unlearning):
         max_speculations: int = MAX_SPECULATIONS,
         decay: float = 1.0,
         learn_every: int = LEARN_EVERY,
-        learn_first: int = LEARN_FIRST,
+        learn_first: int = 0,
     ) -> None:
         for name, value in (("max_speculations", max_speculations), ("learn_every", learn_every)):
             if value < 1:

@@ -1,0 +1,106 @@
+"""How often tokens are accepted at layers of which little was seen: what layers and confidences have in common.
+
+In every model we looked at, and at each of its layers, the log odds of acceptance are close to a line in the log odds of
+confidence; slopes are alike (0.9 to 1.4 at layers worth exiting at), and the line rises from layer to layer. So
+
+    log odds(acceptance) = height[layer] + slope * log odds(confidence)
+
+with a prior that says just this is fitted to a handful of rows, and a bin's own observations then correct it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.acceptance_table import MIDPOINTS
+
+Array = NDArray[np.float64]
+
+_HEIGHT, _SLOPE = 1.0, 1.0  # an exit is right more often than it is sure
+_HEIGHT_SPREAD = 1.0  # standard deviations: of all heights together,
+_STEP_SPREAD = 0.3  # of the way from a layer to one twice as deep (in a model of 24 layers),
+_OWN_SPREAD = 0.3  # of a layer from that line,
+_SLOPE_SPREAD = 0.3  # and of the slope
+_FIT_COUNT = 8.0  # how many observations the fit is worth in a bin
+_ITERATIONS = 3  # of Newton's method, each time from where the last fit ended
+_CONFIDENCE: Array = np.clip(MIDPOINTS, 0.03, 0.997)
+_LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
+
+
+class AcceptanceModel:
+    """Acceptance per exit layer and confidence bin, from counts and from what is usual.
+
+    layers: the exit layers, ascending. num_layers: of the model, L.
+    """
+
+    def __init__(self, layers: Sequence[int], num_layers: int) -> None:
+        self._size = len(layers)
+        depth = np.log2(1 + 24 * np.asarray(layers) / num_layers)
+        spread = (
+            _HEIGHT_SPREAD**2 + _STEP_SPREAD**2 * np.minimum.outer(depth, depth) + _OWN_SPREAD**2 * np.eye(self._size)
+        )
+        self._precision = np.zeros((self._size + 1, self._size + 1))
+        self._precision[:-1, :-1] = np.linalg.inv(spread)
+        self._precision[-1, -1] = 1 / _SLOPE_SPREAD**2
+        self._prior = np.array([_HEIGHT] * self._size + [_SLOPE])
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to what is usual."""
+        self._parameters = self._prior.copy()
+
+    def fit(self, accepted: Array, seen: Array) -> None:
+        """Heights and slope from counts, [layers, bins], fractions allowed: a logistic regression with a Gaussian prior."""
+        for _ in range(_ITERATIONS):
+            expected = self._line()
+            missing = accepted - seen * expected
+            weight = seen * expected * (1 - expected)
+            gradient = -self._precision @ (self._parameters - self._prior)
+            gradient[:-1] += missing.sum(axis=1)
+            gradient[-1] += (missing * _LOG_ODDS).sum()
+            curvature = self._precision.copy()
+            curvature[range(self._size), range(self._size)] += weight.sum(axis=1)
+            shared = (weight * _LOG_ODDS).sum(axis=1)
+            curvature[:-1, -1] += shared
+            curvature[-1, :-1] += shared
+            curvature[-1, -1] += (weight * _LOG_ODDS**2).sum()
+            step, before = np.linalg.solve(curvature, gradient), self._log_probability(self._parameters, accepted, seen)
+            while self._log_probability(self._parameters + step, accepted, seen) < before and np.abs(step).max() > 1e-6:
+                step *= 0.25  # far from the optimum Newton's steps overshoot
+            self._parameters += step
+
+    def acceptance(self, accepted: Array, seen: Array) -> Array:
+        """The estimate for every layer and bin, in (0, 1): the mean of what the fit says and what was seen there."""
+        result: Array = (accepted + _FIT_COUNT * self._line()) / (seen + _FIT_COUNT)
+        return result
+
+    def _line(self) -> Array:
+        """What the parameters say, [layers, bins]."""
+        line: Array = 1 / (1 + np.exp(-_log_odds(self._parameters)))
+        return line
+
+    def _log_probability(self, parameters: Array, accepted: Array, seen: Array) -> float:
+        """Of these parameters, given the counts; but for a constant."""
+        odds, off = _log_odds(parameters), parameters - self._prior
+        return float((accepted * odds - seen * np.logaddexp(0.0, odds)).sum() - 0.5 * off @ self._precision @ off)
+
+    def state(self) -> dict[str, Any]:
+        """Where the last fit ended, for JSON."""
+        return {"parameters": self._parameters.tolist()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave. Raises ValueError if it is for another number of layers."""
+        parameters = np.asarray(state["parameters"], dtype=np.float64)
+        if parameters.shape != self._prior.shape:
+            raise ValueError(f"the saved fit has {parameters.size} parameters, this one {self._prior.size}")
+        self._parameters = parameters
+
+
+def _log_odds(parameters: Array) -> Array:
+    """Of acceptance, [layers, bins]; parameters: heights, then the slope."""
+    odds: Array = parameters[:-1, None] + parameters[-1] * _LOG_ODDS
+    return odds
