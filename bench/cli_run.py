@@ -56,6 +56,13 @@ def run(
             f"Default: {', '.join(DEFAULT_POLICIES)}."
         ),
     ] = None,
+    kept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy to run a second time, that keeps what it learned from prompt to prompt, as in use; repeatable. "
+            "Not with --resume."
+        ),
+    ] = None,
     baseline: Annotated[
         list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
     ] = None,
@@ -94,6 +101,8 @@ def run(
         checkpoint = str(model or DEMO_PATH)
         if resume and output is None:
             raise ValueError("--resume needs --output, the record that was being written")
+        if resume and kept:
+            raise ValueError("--resume cannot go on with --kept: what a policy had learned is not in the record")
         names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
@@ -105,7 +114,7 @@ def run(
             runner=resolve_runner(runner, workers.device),
         )
         num_layers = generator.model.num_layers
-        for name in names:  # mistakes are told before anything is measured
+        for name in [*names, *(kept or [])]:  # mistakes are told before anything is measured
             parse_policy(
                 name,
                 num_layers=num_layers,
@@ -116,6 +125,7 @@ def run(
             max_new_tokens=max_new_tokens, repeats=repeats, warmups=warmups, grid=grid, memory=memory
         )
         engines: list[Engine] = [SelfSpecEngine(generator, name) for name in dict.fromkeys(names)]
+        engines += [SelfSpecEngine(generator, name, kept=True) for name in dict.fromkeys(kept or [])]
         if network is not None:
             engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers))
         labels = {engine.name: engine.label for engine in engines}

@@ -42,6 +42,9 @@ def shapes(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(POLICIES)}.")
     ] = None,
+    kept: Annotated[
+        list[str] | None, typer.Option(help="Policy to run a second time, learning from prompt to prompt; repeatable.")
+    ] = None,
     output_dir: Annotated[Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.")] = Path("shapes"),
     num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 1,
     prompt_tokens: PromptTokensOption = 128,
@@ -69,6 +72,7 @@ def shapes(
             run(
                 model=PREFIX + name,
                 policy=list(policy or POLICIES),
+                kept=kept,
                 num_samples=num_samples,
                 prompt_tokens=prompt_tokens,
                 max_new_tokens=max_new_tokens,

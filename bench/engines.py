@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bench.record import KEPT
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
 from selfspec.kv_cache import KVCache
@@ -61,21 +62,40 @@ class SelfSpecEngine:
     """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0).
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
+    With `kept` it starts every run on a prompt with what it knew after the prompts before it (from as many runs of each).
     name, label: of the engine, when not the policy's.
     """
 
     def __init__(
-        self, generator: SelfSpecGenerator, policy: str, *, name: str | None = None, label: str | None = None
+        self,
+        generator: SelfSpecGenerator,
+        policy: str,
+        *,
+        kept: bool = False,
+        name: str | None = None,
+        label: str | None = None,
     ) -> None:
         self._generator = generator
         self._policy = policy
-        self.name = name or f"selfspec:{policy}"
+        self._kept = kept
+        self._prompt: Tensor | None = None
+        self._known: dict[str, Any] | None = None  # before this prompt
+        self._learned: dict[str, Any] | None = None  # after the last run
+        self.name = name or f"selfspec:{policy}{KEPT if kept else ''}"
         self.label = label or ("selfspec, autoregressive" if policy == "ar" else f"selfspec, {policy}")
+        if kept:
+            self.label += ", kept"
 
     def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
         """See `Engine`."""
         device = self._generator.model.device
-        self._generator.resolve_policy(self._policy).reset()
+        policy = self._generator.resolve_policy(self._policy)
+        policy.reset()
+        if self._kept:
+            if prompt is not self._prompt:
+                self._prompt, self._known = prompt, self._learned
+            if self._known is not None:
+                policy.restore(self._known)
         synchronize(device)
         start = perf_counter()
         result = self._generator.generate(
@@ -83,6 +103,8 @@ class SelfSpecEngine:
         )
         synchronize(device)
         seconds = perf_counter() - start
+        if self._kept:
+            self._learned = policy.state()
         first = result.stats.time_to_first_token
         return Generation(
             tokens=tuple(result.new_tokens),
@@ -91,6 +113,10 @@ class SelfSpecEngine:
             decode_seconds=seconds - first,
             stats={**result.stats.as_dict(), "policy": self._policy},
         )
+
+    def forget(self) -> None:
+        """What was learned from warm-up runs."""
+        self._prompt = self._known = self._learned = None
 
     def capture_ahead(self, max_length: int) -> None:
         """Capture what texts of up to `max_length` tokens may need, where the runner captures: not while a run is timed."""

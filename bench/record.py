@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 Line = dict[str, Any]
+KEPT = ":kept"
+"""Ends the name of an engine whose policy goes on learning from prompt to prompt."""
 
 
 class RecordWriter:

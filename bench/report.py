@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.context_tables import context_headline, context_tables
-from bench.record import Line
+from bench.record import KEPT, Line
 from bench.roofline_tables import roofline_headline, roofline_tables
 from bench.run_tables import run_tables
 from bench.startup import startup_headline, startup_tables
@@ -138,11 +138,12 @@ def _run_headline(lines: Sequence[Line], samples: Samples) -> str:
     model = configuration["model"]
     differing = sum(line["first_difference"] is not None for line in samples.outputs)
     near = sum(bool(line["near_tie"]) for line in samples.outputs)
+    kept = " (those called kept go on learning)" if any(name.endswith(KEPT) for name in samples.engines) else ""
     return (
         f"{model[0].upper()}{model[1:]} on {_device(lines)}, {lines[0]['provenance']['dtype']}, greedy: "
         f"{len(samples.engines)} engines on {len(samples.prompts)} prompts of {len(tasks)} kinds ({', '.join(tasks)}), "
         f"about {_mean_prompt(samples)} tokens each, {configuration['max_new_tokens']} new ones, EOS off, policies reset "
-        f"before every prompt; outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
+        f"before every prompt{kept}; outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
     )
 
 

@@ -131,6 +131,9 @@ class Run:
                 warmups=settings.warmups,
                 advance=self.advance,
             )
+            for engine in self._engines:
+                if isinstance(engine, SelfSpecEngine):
+                    engine.forget()
         for number, prompt in left:
             measure_prompt(
                 self._engines_for(prompt),

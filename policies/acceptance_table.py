@@ -61,9 +61,18 @@ class AcceptanceTable:
     def fade(self) -> None:
         """Let everything seen so far count `decay` times as much."""
         if self._decay < 1:
-            for counts in (self.accepted, self.seen):
-                for row in counts.values():
-                    row[:] = [value * self._decay for value in row]
+            self.scale(self._decay)
+
+    def scale(self, factor: float) -> None:
+        """Let everything seen so far count `factor` times as much."""
+        for counts in (self.accepted, self.seen):
+            for row in counts.values():
+                row[:] = [value * factor for value in row]
+
+    @property
+    def observations(self) -> float:
+        """What was seen and still counts, of all layers together."""
+        return sum(map(sum, self.seen.values()))
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round: its drafts, the row it stopped before, and the shadow tokens of all layers if it has them.

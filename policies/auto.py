@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,16 +34,20 @@ from policies.base import (
     RoundContext,
     RoundRecord,
     ShadowTokens,
-    Unlearning,
     check_layers,
 )
 from policies.cost import CostModel, LayerCost
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
 PROMPT_ROWS = 12
+PROMPT_ROWS_TAUGHT = 4  # once earlier calls taught more than
+TAUGHT = 24  # observations per layer
+MEMORY = 128  # observations per layer, as many of which earlier calls' at most count for when a call begins
 PROMPT_EVERY = 8
 LEARN_EVERY = 32
-_NEWS = 1.8  # values are solved anew when so many times as many rows were observed: each solution takes half a millisecond
+_NEWS = (
+    1.8  # values are solved anew when so many times as many rows were observed: each solution takes half a millisecond
+)
 _SETTLED = 0.05  # relative change of the rate below which it is not worth another
 _PASSES = 5  # and most of them at a time
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
@@ -137,8 +142,18 @@ class AutoLearner:
         self._next_rate = 1 / self.cost.autoregressive()
         self._solve()
 
-    def observe_shadow(self, shadow: ShadowTokens) -> None:
-        """Learn from the prompt's last rows."""
+    @property
+    def known(self) -> float:
+        """Observations per layer, the mean over layers."""
+        return self.table.observations / len(self.layers)
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Learn from the prompt's last rows; what earlier calls taught counts less from now on, if it was much."""
+        if self.known > MEMORY:
+            kept = MEMORY / self.known
+            self.table.scale(kept)
+            self.frequency *= kept
+            self._rows = int(self._rows * kept)
         self.table.observe_shadow(shadow)
         self._count(shadow)
         self._learn()
@@ -223,6 +238,7 @@ class AutoLearner:
             "frequency": self.frequency.tolist(),
             "fit": self.model.state(),
             "rate": self.rate,
+            "rows": self._rows,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -234,6 +250,7 @@ class AutoLearner:
         self.model.restore(state["fit"])
         self.frequency = frequency
         self._next_rate = float(state["rate"])
+        self._rows = self._solved_at = int(state["rows"])
         self._solve()
 
 
@@ -244,7 +261,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return (*range(1, quarter + 1), *range(quarter + 2, half + 1, 2))
 
 
-class AutoExit(Unlearning):
+class AutoExit:
     """Exit at the layer whose round is worth most at the current rate; a plain step where none is.
 
     layers: candidates; None for those of `default_layers`.
@@ -270,7 +287,7 @@ class AutoExit(Unlearning):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
-        self.needs = Needs(
+        self._needs = Needs(
             confidence=True,
             shadow_layers=candidates,
             prompt_rows=PROMPT_ROWS,
@@ -278,6 +295,12 @@ class AutoExit(Unlearning):
             learn_every=learn_every,
             learn_first=learn_first,
         )
+        self._needs_taught = replace(self._needs, prompt_rows=PROMPT_ROWS_TAUGHT)
+
+    @property
+    def needs(self) -> Needs:
+        """Fewer of the next prompt's rows when earlier calls have taught enough."""
+        return self._needs if self.learner.known < TAUGHT else self._needs_taught
 
     def plan(self, context: RoundContext) -> Plan:
         """The best layer and the cap, or a plain step."""
@@ -290,7 +313,7 @@ class AutoExit(Unlearning):
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
         """The prompt's last positions are the first observations."""
-        self.learner.observe_shadow(shadow)
+        self.learner.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round."""

@@ -223,7 +223,10 @@ class RoundRecord:
 class Learner(Protocol):
     """What both kinds of policy have: they look at outcomes, and what they learned can be dropped, kept and taken up."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What the engine shall compute; asked at the start of every call."""
+        ...
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
         """Called after prefill with the last prompt rows, if `needs.prompt_rows` asked for them."""
@@ -361,10 +364,24 @@ class Policy:
         if self.stopping is not None:
             self.stopping.reset()
 
+    def state(self) -> dict[str, Any]:
+        """What both have learned, as JSON can hold it."""
+        return {"exit": self.exit.state(), "stopping": None if self.stopping is None else self.stopping.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` of an equal policy gave. ValueError, and nothing changed, if it does not fit."""
+        before = self.exit.state()
+        self.exit.restore(state["exit"])
+        try:
+            if self.stopping is not None:
+                self.stopping.restore(state["stopping"])
+        except ValueError:
+            self.exit.restore(before)
+            raise
+
     def save(self, path: str | Path) -> None:
         """Write what both have learned to a JSON file."""
-        parts = {"exit": self.exit.state(), "stopping": None if self.stopping is None else self.stopping.state()}
-        Path(path).write_text(json.dumps({"policy": self.name, **parts}), encoding="utf-8")
+        Path(path).write_text(json.dumps({"policy": self.name, **self.state()}), encoding="utf-8")
 
     def load(self, path: str | Path) -> None:
         """Take up what a policy of the same name saved. ValueError, and nothing changed, for another one's file."""
@@ -372,14 +389,7 @@ class Policy:
         if not isinstance(saved, dict) or saved.get("policy") != self.name:
             found = saved.get("policy") if isinstance(saved, dict) else None
             raise ValueError(f"{path} holds the state of policy {found!r}, this one is {self.name!r}")
-        before = self.exit.state()
-        self.exit.restore(saved["exit"])
-        try:
-            if self.stopping is not None:
-                self.stopping.restore(saved["stopping"])
-        except ValueError:
-            self.exit.restore(before)
-            raise
+        self.restore(saved)
 
 
 def check_exit_layer(exit_layer: int, num_layers: int) -> int:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import finished, row, shadow
 
-from policies import AutoExit, AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_policy
+from policies import AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_policy
 from policies.acceptance_table import NUM_BINS
-from policies.auto import AutoLearner, DraftValues
+from policies.auto import MEMORY, PROMPT_ROWS_TAUGHT, TAUGHT, AutoExit, AutoLearner, DraftValues
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
 
@@ -157,3 +157,35 @@ def test_the_same_records_give_the_same_plans() -> None:
 def test_auto_refuses(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         AutoExit(num_layers=8, cost=LayerCost(8), **options)  # type: ignore[arg-type]
+
+
+def taught(policy: AutoExit, rows: int) -> AutoExit:
+    """After a prompt of so many rows, in which every layer was right half the time."""
+    layers = policy.learner.layers
+    policy.observe_prompt(shadow(layers, [[1, 0] * (rows // 2)] * len(layers), [[0.5] * rows] * len(layers)))
+    return policy
+
+
+def test_earlier_calls_save_learning_and_are_outweighed() -> None:
+    policy = AutoExit(num_layers=8)
+    fresh = policy.needs.prompt_rows
+    assert taught(policy, TAUGHT // 2).needs.prompt_rows == fresh
+    assert taught(policy, TAUGHT // 2).needs.prompt_rows == PROMPT_ROWS_TAUGHT < fresh
+    for _ in range(3):
+        taught(policy, MEMORY)
+        assert policy.learner.known <= 2 * MEMORY  # as much as MEMORY from before, and this prompt
+    other = AutoExit(num_layers=8)
+    other.restore(policy.state())
+    assert other.needs == policy.needs and other.plan(CONTEXT) == policy.plan(CONTEXT)
+    policy.reset()
+    assert policy.needs.prompt_rows == fresh
+
+
+def test_another_kind_of_text_is_soon_believed() -> None:
+    policy = AutoExit(num_layers=8, layers=[2, 4])
+    for _ in range(60):  # layer 2 was always right
+        policy.observe_prompt(shadow([2, 4], [[1] * 16] * 2, [[0.6] * 16] * 2))
+    assert policy.plan(CONTEXT).exit_layer == 2
+    for _ in range(12):  # and now only layer 4 is
+        policy.observe_prompt(shadow([2, 4], [[0] * 16, [1] * 16], [[0.6] * 16] * 2))
+    assert policy.plan(CONTEXT).exit_layer == 4

@@ -104,3 +104,33 @@ def test_selfspec_never_stops_and_tells_its_counts(engine64):
     assert len(first.tokens) == 20
     assert first.stats["rounds"] == 19 > second.stats["rounds"]
     assert plain.next_logits(prompt).argmax() == first.tokens[0]
+
+
+def test_a_kept_policy_begins_with_what_earlier_prompts_taught(engine64):
+    kept, reset = SelfSpecEngine(engine64, "auto:cost=layers", kept=True), SelfSpecEngine(engine64, "auto:cost=layers")
+    assert (kept.name, kept.label) == ("selfspec:auto:cost=layers:kept", "selfspec, auto:cost=layers, kept")
+    first, second = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
+    policy, known = engine64.resolve_policy("auto:cost=layers"), []
+    observe = policy.exit.plan
+
+    def plan(context):
+        if context.round_index == 0:
+            known.append(policy.exit.learner.known)
+        return observe(context)
+
+    policy.exit.plan = plan
+    for engine, prompt in (
+        (kept, first),
+        (reset, first),
+        (kept, first),
+        (kept, second),
+        (kept, second),
+        (reset, second),
+    ):
+        engine.generate(prompt, 24)
+    alone, again = known[1], known[5]
+    assert known[0] == known[2] == alone  # repeats of a prompt do not teach each other
+    assert known[3] == known[4] > again
+    kept.forget()
+    kept.generate(second, 24)
+    assert known[6] == again

@@ -64,13 +64,14 @@ def counts(lines: list[Line]) -> list[Any]:
 
 def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
-    arguments = ["--peers", "--policy", "auto:cost=layers", "--baseline", 1, "--num-samples", 2, "--output", record]
-    result = run(checkpoint, *arguments)
+    policies = ["--policy", "auto:cost=layers", "--kept", "auto:cost=layers", "--baseline", 1]
+    result = run(checkpoint, "--peers", *policies, "--num-samples", 2, "--output", record)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     engines = list(lines[0]["engines"])
     assert engines[:2] == ["selfspec:ar", "selfspec:auto:cost=layers"]
-    assert {"selfspec:spide:1,tau=0.7", "transformers:generate", BEST_FIXED} <= set(engines)
+    kept = "selfspec:auto:cost=layers:kept"
+    assert {"selfspec:spide:1,tau=0.7", kept, "transformers:generate", BEST_FIXED} <= set(engines)
     samples = [line for line in lines if line["kind"] == "sample"]
     assert len(samples) == len(engines) * 8 * 2
     assert len({line["task"] for line in samples}) == 4
@@ -87,7 +88,15 @@ def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     page = CliRunner().invoke(app, ["report", str(record)]).output
     plain = next(line for line in page.splitlines() if line.startswith("| `ar` |"))
     assert set(plain.split("|")[2:-1]) == {" 1.000 "}
-    for title in ("of bandwidth", "× transformers", "chosen on the other half", "memory, MiB", "draft passes"):
+    for title in (
+        "of bandwidth",
+        "auto:cost=layers, kept |",
+        "those called kept go on learning",
+        "× transformers",
+        "chosen on the other half",
+        "memory, MiB",
+        "draft passes",
+    ):
         assert title in page
     assert str(tmp_path) not in json.dumps(lines)
 
@@ -260,6 +269,8 @@ def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) ->
     ("arguments", "message"),
     [
         (["--resume"], "--resume needs --output"),
+        (["--resume", "--output", "x.jsonl", "--kept", "auto"], "cannot go on with --kept"),
+        (["--kept", "autoo"], "unknown policy"),
         (["--task", "poetry"], "no prompts of task poetry; there are code, english"),
         (["--policy", "dell"], "unknown policy"),
         (["--baseline", "9"], "exit_layer must be in [1, 3]"),
