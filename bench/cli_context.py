@@ -20,7 +20,7 @@ from bench.cli_common import (
     progress,
     show,
 )
-from bench.context import CONTEXTS, long_prompt, measure_context, measure_transformers, usable_contexts
+from bench.context import CONTEXTS, Context, long_prompt, measure_memory, measure_transformers, usable_contexts
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range
@@ -92,19 +92,19 @@ def context(
             measure_transformers(network, prompts[0], max_new_tokens)
         generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy="ar")
         with progress(steps) as advance:
+            if memory:
+                for prompt in prompts:
+                    record.write(measure_memory(skip, prompt, max_new_tokens))
+                    advance("memory")
+            behind = []
             for prompt in prompts:
-                measure_context(
-                    generator,
-                    prompt,
-                    max_new_tokens=max_new_tokens,
-                    repeats=repeats,
-                    memory=memory,
-                    prefill=prefill,
-                    cost=cost,
-                    write=record.write,
-                    advance=advance,
-                )
+                behind.append(Context(skip, prompt, max_new_tokens=max_new_tokens, prefill=prefill, cost=cost))
+                record.write(behind[-1].prefill)
+                advance("prefill")
                 if network is not None:
                     record.write(measure_transformers(network, prompt, max_new_tokens))
                     advance("transformers")
+            for repeat in range(repeats):
+                for context in behind:
+                    context.decode(repeat, record.write, advance)
     show(record.lines)

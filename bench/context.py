@@ -1,7 +1,8 @@
 """Speed and memory over the length of the context: what a long text costs beside reading its keys and values.
 
 A prompt is run through the layers once per context, timed; what decoding costs there is then measured with every policy on
-the same cache, which the generator keeps between calls: all but the last rows of the prompt are not run again.
+the same cache, which its generator keeps between calls: all but the last rows of the prompt are not run again. Contexts take
+turns, so that slow drift of the machine meets all alike.
 """
 
 from __future__ import annotations
@@ -65,54 +66,53 @@ def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
         yield
 
 
-def measure_context(
-    generator: SelfSpecGenerator,
-    prompt: EncodedPrompt,
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    memory: bool,
-    prefill: bool,
-    cost: CostModel,
-    write: Callable[[Line], None],
-    advance: Callable[[str], None] = lambda label: None,
-) -> None:
-    """Prefill once, then plain decoding, the fixed setting that is best here by replay, and auto, in turn.
+def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
+    """The most memory that tensors take during one call of plain decoding, weights left out, and what of it is the cache."""
+    generator = SelfSpecGenerator(model)  # without a cache, so that it is counted
+    cache_bytes = []
 
-    memory: measure it, which takes a prefill more. prefill: False leaves the prompt unread; its keys and values are random.
-    Writes a "prefill" line, a "decode" line per policy and repeat, and a "memory" line.
+    def afresh() -> None:
+        result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+        cache_bytes.append(result.stats.peak_cache_bytes)
+
+    peak = peak_bytes(model.device, afresh)
+    return {"kind": "memory", "context": prompt.ids.numel(), "peak_bytes": peak, "kv_bytes": cache_bytes[0]}
+
+
+class Context:
+    """One context, read into a cache of its own, and what decodes behind it.
+
+    prefill: False leaves the prompt unread; its keys and values are random. cost: ranks the fixed settings.
     """
-    context = prompt.ids.numel()
-    model = generator.model
-    if memory:
-        fresh = SelfSpecGenerator(model)  # without a cache, so that it is counted
-        cache_bytes = []
 
-        def afresh() -> None:
-            result = fresh.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
-            cache_bytes.append(result.stats.peak_cache_bytes)
+    def __init__(
+        self, model: LayerSkipModel, prompt: EncodedPrompt, *, max_new_tokens: int, prefill: bool, cost: CostModel
+    ) -> None:
+        self._generator = SelfSpecGenerator(model)
+        self._prompt = prompt
+        self._max_new_tokens = max_new_tokens
+        self._size = prompt.ids.numel()
+        # The cache has a row for every token of the runs that follow, which therefore take it over.
+        with nullcontext() if prefill else _unread(model, self._size - 1):
+            first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+        self._tokens = first.new_tokens
+        seconds = first.stats.time_to_first_token if prefill else None
+        self.prefill: Line = {"kind": "prefill", "context": self._size, "time_to_first_token": seconds}
+        with prefix_kept(model, self._size - 1):
+            self._policies = ["ar", best_fixed(self._generator, prompt, max_new_tokens, cost), "auto"]
+            for policy in self._policies:
+                _decode(self._generator, policy, prompt, max_new_tokens)
 
-        peak = peak_bytes(model.device, afresh)
-        del fresh
-        write({"kind": "memory", "context": context, "peak_bytes": peak, "kv_bytes": cache_bytes[0]})
-        advance("memory")
-    # Its cache has a row for every token of the runs that follow, which therefore take it over.
-    with nullcontext() if prefill else _unread(model, context - 1):
-        first = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
-    seconds = first.stats.time_to_first_token if prefill else None
-    write({"kind": "prefill", "context": context, "time_to_first_token": seconds})
-    advance("prefill")
-    with prefix_kept(model, context - 1):
-        fixed = best_fixed(generator, prompt, max_new_tokens, cost)
-        policies = ["ar", fixed, "auto"]
-        for policy in policies:
-            _decode(generator, policy, prompt, max_new_tokens)
-        for repeat in range(repeats):
-            for offset in range(len(policies)):
-                policy = policies[(repeat + offset) % len(policies)]
-                line = _decode(generator, policy, prompt, max_new_tokens)
-                tokens = line.pop("new_tokens")
-                equal = tokens == first.new_tokens
+    def decode(self, repeat: int, write: Callable[[Line], None], advance: Callable[[str], None]) -> None:
+        """Plain decoding, the fixed setting that is best here by replay, and auto, each repeat from another one on.
+
+        Writes a "decode" line for each.
+        """
+        with prefix_kept(self._generator.model, self._size - 1):
+            for offset in range(len(self._policies)):
+                policy = self._policies[(repeat + offset) % len(self._policies)]
+                line = _decode(self._generator, policy, self._prompt, self._max_new_tokens)
+                equal = line.pop("new_tokens") == self._tokens
                 write({**line, "repeat": repeat, "outputs_equal": equal, "role": _role(policy)})
                 advance(policy)
 

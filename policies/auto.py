@@ -45,10 +45,8 @@ TAUGHT = 24  # observations per layer
 MEMORY = 128  # observations per layer, as many of which earlier calls' at most count for when a call begins
 PROMPT_EVERY = 8
 LEARN_EVERY = 32
-_NEWS = (
-    1.8  # values are solved anew when so many times as many rows were observed: each solution takes half a millisecond
-)
-_SETTLED = 0.05  # relative change of the rate below which it is not worth another
+_NEWS = 2.5  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
+_SETTLED = 0.1  # relative change of the rate below which it is not worth another
 _PASSES = 5  # and most of them at a time
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated
 _POINTS: list[float] = _GRID.tolist()
@@ -266,8 +264,8 @@ class AutoExit:
 
     layers: candidates; None for those of `default_layers`.
     cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
-    learn_every, learn_first: shadow tokens of the first rows of a call and of one in so many after; what it drafts or drops
-        teaches in every round.
+    prompt_rows, learn_first, learn_every: shadow tokens of a prompt's last rows, of a call's first, and of one in so many
+        after them; what it drafts or drops teaches in every round.
     Deterministic: same records, same cost, same plans.
     """
 
@@ -279,23 +277,28 @@ class AutoExit:
         cost: CostModel | None = None,
         max_speculations: int = MAX_SPECULATIONS,
         decay: float = 1.0,
+        prompt_rows: int = PROMPT_ROWS,
         learn_every: int = LEARN_EVERY,
         learn_first: int = 0,
     ) -> None:
-        for name, value in (("max_speculations", max_speculations), ("learn_every", learn_every)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, value, least in (
+            ("max_speculations", max_speculations, 1),
+            ("prompt_rows", prompt_rows, 0),
+            ("learn_every", learn_every, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
         self._needs = Needs(
             confidence=True,
             shadow_layers=candidates,
-            prompt_rows=PROMPT_ROWS,
+            prompt_rows=prompt_rows,
             prompt_every=PROMPT_EVERY,
             learn_every=learn_every,
             learn_first=learn_first,
         )
-        self._needs_taught = replace(self._needs, prompt_rows=PROMPT_ROWS_TAUGHT)
+        self._needs_taught = replace(self._needs, prompt_rows=min(PROMPT_ROWS_TAUGHT, prompt_rows))
 
     @property
     def needs(self) -> Needs:

@@ -149,6 +149,7 @@ EXITS: dict[str, Named] = {
             "layers": _layers,
             "d_max": _integer,
             "decay": float,
+            "prompt_rows": _integer,
             "learn_every": _integer,
             "learn_first": _integer,
         },

@@ -153,7 +153,9 @@ def test_the_same_records_give_the_same_plans() -> None:
     assert first.learner.rate == second.learner.rate
 
 
-@pytest.mark.parametrize("options", [{"max_speculations": 0}, {"learn_every": 0}, {"layers": [8]}, {"decay": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"max_speculations": 0}, {"prompt_rows": -1}, {"learn_every": 0}, {"layers": [8]}, {"decay": 0.0}]
+)
 def test_auto_refuses(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         AutoExit(num_layers=8, cost=LayerCost(8), **options)  # type: ignore[arg-type]
@@ -179,6 +181,14 @@ def test_earlier_calls_save_learning_and_are_outweighed() -> None:
     assert other.needs == policy.needs and other.plan(CONTEXT) == policy.plan(CONTEXT)
     policy.reset()
     assert policy.needs.prompt_rows == fresh
+
+
+def test_prompt_rows_are_as_many_as_said() -> None:
+    for rows in (0, 2, 20):
+        policy = parse_policy(f"auto:cost=layers,prompt_rows={rows}", num_layers=8)
+        assert policy.needs.prompt_rows == rows
+        assert isinstance(policy.exit, AutoExit)
+        assert taught(policy.exit, 2 * TAUGHT).needs.prompt_rows == min(rows, PROMPT_ROWS_TAUGHT)
 
 
 def test_another_kind_of_text_is_soon_believed() -> None:
