@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -39,6 +40,22 @@ def measure_bandwidth(device: torch.device) -> float:
             best = min(best, perf_counter() - start)
         turns += 1
     return size / best
+
+
+class BandwidthInTurn:
+    """Bandwidth beside what is timed: a shared host's memory is not as fast in one minute as in the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._measured: list[float] = []
+
+    def measure(self) -> None:
+        """Once more: a second."""
+        self._measured.append(measure_bandwidth(self._device))
+
+    def as_line(self) -> dict[str, Any]:
+        """The median, bytes per second, and what it is of."""
+        return {"bytes_per_second": median(self._measured), "bandwidths": self._measured}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.bandwidth import WeightBytes, measure_bandwidth
+from bench.bandwidth import BandwidthInTurn, WeightBytes
 from bench.cli_common import (
     DeviceOption,
     DtypeOption,
@@ -86,7 +86,7 @@ def context(
     steps = len(lengths) * (peers + memory + 1 + 3 * repeats)
     with RecordWriter(output) as record:
         record.write(description)
-        record.write({"kind": "limits", "bytes_per_second": measure_bandwidth(skip.device), "kv_bytes": weights.kv})
+        bandwidth = BandwidthInTurn(skip.device)
         cost = measured_cost(skip, generator.runner)
         if network is not None:
             measure_transformers(network, prompts[0], max_new_tokens)
@@ -105,6 +105,8 @@ def context(
                     record.write(measure_transformers(network, prompt, max_new_tokens))
                     advance("transformers")
             for repeat in range(repeats):
+                bandwidth.measure()
                 for context in behind:
                     context.decode(repeat, record.write, advance)
+        record.write({"kind": "limits", **bandwidth.as_line(), "kv_bytes": weights.kv})
     show(record.lines)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.bandwidth import WeightBytes, measure_bandwidth
+from bench.bandwidth import BandwidthInTurn, WeightBytes
 from bench.cli_common import (
     DeviceOption,
     DtypeOption,
@@ -78,13 +78,8 @@ def roofline(
     with RecordWriter(output) as record:
         record.write(description)
         record.write({"kind": "costs", **cost.as_dict()})
-        record.write(
-            {
-                "kind": "limits",
-                "bytes_per_second": measure_bandwidth(network.device),
-                **weights.as_line(),
-            }
-        )
+        bandwidth = BandwidthInTurn(network.device)
+        bandwidth.measure()
         for call in calls(cost, weights, context=timed, exit_layers=layers, learning=learning):
             record.write(call.as_line())
         with progress(len(policies) * (1 + len(samples) * repeats)) as advance:
@@ -93,8 +88,10 @@ def roofline(
                 advance(policy)
             for sample in samples:
                 for repeat in range(repeats):
+                    bandwidth.measure()
                     for offset in range(len(policies)):
                         policy = policies[(repeat + offset) % len(policies)]
                         record.write(measure_phases(generator, policy, sample, repeat, max_new_tokens, weights, cost))
                         advance(policy)
+        record.write({"kind": "limits", **bandwidth.as_line(), **weights.as_line()})
     show(record.lines)

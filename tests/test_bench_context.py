@@ -98,6 +98,8 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     runs = [line for line in found if line["kind"] == "decode"]
     assert len(runs) == 2 * 3 * 2
     assert all(line["outputs_equal"] for line in runs)
+    assert [(line["repeat"], line["context"]) for line in runs[::3]] == [(0, 16), (0, 32), (1, 16), (1, 32)]  # in turn
+    assert len(next(line for line in found if line["kind"] == "limits")["bandwidths"]) == 2
     memory = {line["context"]: line for line in found if line["kind"] == "memory"}
     assert memory[32]["kv_bytes"] == 4 * 2 * 8 * 4 * (32 + 12)  # layers, keys and values, head_dim, bytes, positions
     assert all(line["peak_bytes"] > line["kv_bytes"] for line in memory.values())

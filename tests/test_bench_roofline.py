@@ -72,6 +72,8 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     parts = sections(lines)
     # The limit that the table shows is the bandwidth over the bytes of a plain step, which are those of its whole weights.
     limits = next(line for line in lines if line["kind"] == "limits")
+    assert len(limits["bandwidths"]) == 1 + 2 * 1  # before the calls, and in turn with the runs: repeats times prompts
+    assert limits["bytes_per_second"] == sorted(limits["bandwidths"])[1]
     step = next(line for line in lines if line["kind"] == "call")
     context = lines[0]["configuration"]["timed_context"]
     expected = 4 * (limits["layer_bytes"] + context * limits["kv_bytes"]) + limits["head_bytes"]
