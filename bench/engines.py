@@ -62,7 +62,7 @@ class SelfSpecEngine:
     """selfspec with one policy; "ar" is its autoregressive mode (num_speculations=0).
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
-    With `kept` it starts every run on a prompt with what it knew after the prompts before it (from as many runs of each).
+    With `kept` it starts every run on a prompt with what it had learned from one run on each prompt before it.
     name, label: of the engine, when not the policy's.
     """
 

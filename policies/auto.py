@@ -240,7 +240,9 @@ class AutoLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave. Raises ValueError if it is for other layers."""
+        """Take up what `state` gave. Raises ValueError if it is for other layers, or from another version."""
+        if missing := sorted(self.state().keys() - state.keys()):
+            raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
         frequency = np.asarray(state["frequency"], dtype=np.float64)
         if frequency.shape != self.frequency.shape:
             raise ValueError(f"the saved state is for {len(frequency)} exit layers, this policy has {len(self.layers)}")

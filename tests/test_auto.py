@@ -113,6 +113,9 @@ def test_state_survives_a_file(tmp_path: Path) -> None:
     other.load(tmp_path / "state.json")
     assert other.exit.state() == policy.exit.state()
     assert json.dumps(other.exit.state())
+    old = {name: value for name, value in policy.exit.state().items() if name != "fit"}
+    with pytest.raises(ValueError, match="lacks fit: it was saved by another version"):
+        other.exit.restore(old)
     with pytest.raises(ValueError, match="state of policy 'auto:cost=layers'"):
         parse_policy("del", num_layers=8).load(tmp_path / "state.json")
     policy.reset()
