@@ -8,22 +8,7 @@ from __future__ import annotations
 
 from policies.acceptance_table import AcceptanceTable
 from policies.auto import AutoExit, AutoStopping
-from policies.base import (
-    ContextStates,
-    DraftRow,
-    ExitPolicy,
-    Needs,
-    NeverStop,
-    Plan,
-    Policy,
-    RoundContext,
-    RoundRecord,
-    ShadowTokens,
-    Spent,
-    StoppingPolicy,
-    Unlearning,
-    check_exit_layer,
-)
+from policies.base import ExitPolicy, NeverStop, Policy, StoppingPolicy, Unlearning, check_exit_layer
 from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier, best_setting, tokens_per_cost
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
@@ -32,6 +17,7 @@ from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
 from policies.names import EXITS, STOPPINGS, parse_policy
 from policies.pacer import PacerStopping, PreVerifier
+from policies.records import ContextStates, DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens, Spent
 from policies.spide import SpideStopping
 
 __all__ = [

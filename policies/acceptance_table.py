@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
-from policies.base import RoundRecord, ShadowTokens
+from policies.records import RoundRecord, ShadowTokens
 
 # Nine bins of width 0.1 up to 0.9, ten of width 0.01 up to 1.0, and {1.0}.
 EDGES: tuple[float, ...] = tuple([i / 10 for i in range(1, 10)] + [i / 100 for i in range(91, 101)])

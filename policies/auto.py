@@ -26,17 +26,9 @@ from numpy.typing import NDArray
 
 from policies.acceptance_model import AcceptanceModel
 from policies.acceptance_table import NUM_BINS, AcceptanceTable, confidence_bin
-from policies.base import (
-    DraftRow,
-    Needs,
-    NeverStop,
-    Plan,
-    RoundContext,
-    RoundRecord,
-    ShadowTokens,
-    check_layers,
-)
+from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost
+from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
 PROMPT_ROWS = 12

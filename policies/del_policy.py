@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from policies.base import DraftRow, Needs, NeverStop, Plan, RoundContext, RoundRecord, ShadowTokens, check_layers
+from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost, best_setting
+from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens
 
 MAX_SPECULATIONS = 18  # d_max
 OMEGA = 0.95

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from policies.base import DraftRow, Needs, NeverStop, RoundRecord
+from policies.base import NeverStop
+from policies.records import DraftRow, Needs, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
 STEP = 0.01  # epsilon, how far one round moves the threshold before smoothing

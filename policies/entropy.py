@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from policies.base import DraftRow, Needs, NeverStop
+from policies.base import NeverStop
 from policies.draft_verify import AdaptiveStopping, AdaptiveThreshold
+from policies.records import DraftRow, Needs
 
 SVIP_THRESHOLD = 0.6
 ADAEDL_GAMMA = 0.2  # the constant in AdaEDL's bound

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from policies.base import DraftRow, NeverStop, RoundRecord
+from policies.base import NeverStop
+from policies.records import DraftRow, RoundRecord
 
 MAX_LENGTH = 20  # where the growth ends; a draft of 20 tokens that is accepted as a whole has nothing left to gain
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from policies.base import Plan, RoundContext, Unlearning, check_exit_layer
+from policies.base import Unlearning, check_exit_layer
+from policies.records import Plan, RoundContext
 
 
 class FixedExit(Unlearning):

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from policies.base import ContextStates, DraftRow, Needs, NeverStop, Plan, Spent
+from policies.base import NeverStop
+from policies.records import ContextStates, DraftRow, Needs, Plan, Spent
 
 BLOCK = 4
 THRESHOLD = 0.7

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from policies.acceptance_table import PRIOR_COUNT, AcceptanceTable
-from policies.base import DraftRow, Needs, NeverStop, Plan, RoundRecord, check_layers
+from policies.base import NeverStop, check_layers
+from policies.records import DraftRow, Needs, Plan, RoundRecord
 
 TAU = 0.7
 MAX_LENGTH = 18

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from policies import DraftRow
-from policies.base import StopCause
+from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.kv_cache import KVCache
 from selfspec.runner import Outcome, Turn, checked_tokens, plain_outcome

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.preverifier import draft_features
 from policies import ContextStates, DraftRow, Needs, Policy
-from policies.base import StopCause
+from policies.records import StopCause
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, confidences, entropies, non_finite
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from policies import Needs, Policy
-from policies.base import StopCause
+from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.draft import Capture, Drafter
 from selfspec.exit_history import ExitHistory

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from policies import DraftRow, RoundRecord, ShadowTokens
-from policies.base import StopCause
+from policies.records import StopCause
 
 
 def shadow(

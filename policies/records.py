@@ -1,0 +1,211 @@
+"""What the engine and a policy tell each other: what a policy asks for, what it plans, and what a round came to.
+
+Records of numbers, never the model: ten of them test a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+StopCause = Literal["cap", "before_draw", "after_draw", "eos", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a policy asks the engine to compute; everything costs time, so the default is nothing.
+
+    confidence: top-1 probability of the *unfiltered* draft distribution at temperature 1.
+    entropy: of that same distribution, in nats.
+    exit_hidden: the hidden state at the exit layer of every draft row.
+    features: log p1, log p1 - log p2 and entropy of every draft row's unfiltered distribution, as a tensor.
+    context_layers: exit layers at which the hidden states of the whole text's rows are kept.
+    shadow_layers: exit layers whose shadow tokens are computed after a round, each in [1, L-1].
+    prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
+    prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
+    learn_every, learn_first: shadow tokens of about one row in `learn_every`, after those of the first `learn_first` rows of
+        a call. A round is learned from whole or not at all, so rows count, not rounds: a long round costs as much as many
+        short ones.
+    """
+
+    confidence: bool = False
+    entropy: bool = False
+    exit_hidden: bool = False
+    features: bool = False
+    context_layers: tuple[int, ...] = ()
+    shadow_layers: tuple[int, ...] = ()
+    prompt_rows: int = 0
+    prompt_every: int = 0
+    learn_every: int = 1
+    learn_first: int = 0
+
+    def learns(self, rows_learned: int, rows_seen: int) -> bool:
+        """Whether shadow tokens are asked for in the coming round, when so many of a call's rows have got them."""
+        if not self.shadow_layers:
+            return False
+        return rows_learned < self.learn_first or rows_learned * self.learn_every <= rows_seen
+
+    def prompt_rows_for(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
+        """How many of the prompt's last rows get shadow tokens."""
+        rows = min(self.prompt_rows, num_prompt_tokens) if self.shadow_layers else 0
+        return min(rows, max_new_tokens // self.prompt_every) if self.prompt_every else rows
+
+    def __or__(self, other: Needs) -> Needs:
+        """Everything that either of the two asks for."""
+        schedules = [n.learn_every for n in (self, other) if n.shadow_layers]
+        return Needs(
+            confidence=self.confidence or other.confidence,
+            entropy=self.entropy or other.entropy,
+            exit_hidden=self.exit_hidden or other.exit_hidden,
+            features=self.features or other.features,
+            context_layers=tuple(sorted({*self.context_layers, *other.context_layers})),
+            shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
+            prompt_rows=max(self.prompt_rows, other.prompt_rows),
+            prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
+            learn_every=min(schedules, default=1),
+            learn_first=max(self.learn_first, other.learn_first),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The exit policy's decision for one round.
+
+    exit_layer: in [1, L-1], or None for "no speculation": the round is one autoregressive step.
+    max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
+    acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
+    """
+
+    exit_layer: int | None
+    max_speculations: int
+    acceptance: Mapping[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundContext:
+    """What is known before a round: its number, counted from 0, and how long the text is (tokens)."""
+
+    round_index: int
+    num_committed: int
+    remaining_tokens: int
+
+
+class ContextStates(Protocol):
+    """The exit hidden states of one text's rows; another text has another object."""
+
+    @property
+    def max_length(self) -> int:
+        """Rows that the text can come to."""
+        ...
+
+    def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
+        """[stop - start, hidden], of the rows at these positions, which must all be committed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftRow:
+    """A draft row before its token is drawn; everything in it is fixed by the rows before it.
+
+    num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}. position: of the row in the text.
+    confidence, entropy, exit_hidden [hidden], features [3], context: as in `Needs`, None unless asked for. The tensors stay
+    as they are until the round is over.
+    """
+
+    num_drafted: int
+    exit_layer: int
+    position: int = 0
+    confidence: float | None = None
+    entropy: float | None = None
+    exit_hidden: Tensor | None = None
+    features: Tensor | None = None
+    context: ContextStates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What a stopping policy itself ran in a round: layers loaded beside the model's, and seconds."""
+
+    layers: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        """Both together."""
+        return Spent(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShadowTokens:
+    """What every candidate layer would have said for some rows, and what the full model said.
+
+    layers: the exit layers, in the order of the tensors' first dimension.
+    tokens: int64 [layers, rows], argmax of norm + head at each layer.
+    confidences: float32 [layers, rows], probability of that argmax at that layer (unfiltered, temperature 1).
+    target_tokens: int64 [rows], the full model's choice: its argmax, after processors in a round.
+    target_probabilities: float32 [layers, rows], p(shadow token) under the processed target distribution when
+        sampling; None when greedy.
+    """
+
+    layers: tuple[int, ...]
+    tokens: Tensor
+    confidences: Tensor
+    target_tokens: Tensor
+    target_probabilities: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundRecord:
+    """One finished round, as statistics and policies see it.
+
+    num_committed_before: tokens of prompt and text before the round, n; its rows sit at positions n-1 ..
+    exit_layer: None if the round did not speculate.
+    draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted.
+    tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
+    loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step.
+    stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the
+        round did not speculate.
+    confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw).
+    acceptance_probabilities: min(1, p/q) of each draft when sampling, else None.
+    dropped_acceptance: of the row that a policy stopped before: 1.0 if what it would have drafted is the target's choice,
+        else 0.0; None when sampling, if nothing was dropped, or if a draft before it was rejected.
+    shadow: for rows 0..m, if a policy asked.
+    acceptance, threshold: what the exit policy estimated per layer, and what the stopping policy compared with, at the
+        round's start; None where a policy has no such thing.
+    preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
+        loaded_layers), and their time (not in draft_seconds).
+    """
+
+    index: int
+    num_committed_before: int
+    exit_layer: int | None
+    max_speculations: int
+    draft_tokens: tuple[int, ...]
+    num_accepted: int
+    tokens: tuple[int, ...]
+    loaded_layers: int
+    stop_cause: StopCause
+    confidences: tuple[float, ...] | None = None
+    acceptance_probabilities: tuple[float, ...] | None = None
+    dropped_acceptance: float | None = None
+    shadow: ShadowTokens | None = None
+    acceptance: Mapping[int, float] | None = None
+    threshold: float | None = None
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    preverifier_layers: int = 0
+    preverify_seconds: float = 0.0
+
+    @property
+    def num_drafted(self) -> int:
+        """Kept drafts, k."""
+        return len(self.draft_tokens)
+
+    @property
+    def counted_drafts(self) -> tuple[int, int]:
+        """(drafted, accepted) as statistics count them: nothing behind a stop inside the round."""
+        if len(self.tokens) > self.num_accepted:
+            return self.num_drafted, self.num_accepted
+        return len(self.tokens), len(self.tokens)
