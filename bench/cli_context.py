@@ -106,7 +106,7 @@ def context(
                     advance("transformers")
             for repeat in range(repeats):
                 bandwidth.measure()
-                for context in behind:
-                    context.decode(repeat, record.write, advance)
+                for place in behind:
+                    place.decode(repeat, record.write, advance)
         record.write({"kind": "limits", **bandwidth.as_line(), "kv_bytes": weights.kv})
     show(record.lines)

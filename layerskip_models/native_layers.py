@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.native import Cache, Layer, Shape, kernels
-from layerskip_models.native_linear import MOST_ROWS, NativeLinear
+from layerskip_models.native_linear import NativeLinear, pieces
 
 if TYPE_CHECKING:
     from layerskip_models.model import DecoderLayer, LayerCache
@@ -74,8 +74,7 @@ class NativeLayers:
         count = stop - start
         outputs = hidden.new_empty(1 if capture is None else count, rows, size)
         threads = torch.get_num_threads()
-        for done in range(0, rows, MOST_ROWS):
-            piece = min(MOST_ROWS, rows - done)
+        for done, piece in pieces(rows):
             self._library.run(
                 self._shape,
                 self._first + start * sizeof(Layer),

@@ -17,9 +17,7 @@ from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
 """Rows that the kernels take at once, which bounds their scratch; of so many, reading the weights costs next to nothing."""
-_CONVERTED = (
-    1 << 23
-)  # numbers of a weight that are float32 at a time for PyTorch's product: memory that is at hand already
+_CONVERTED = 1 << 23  # numbers of a weight that are float32 at a time for PyTorch's product: memory at hand already
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
 
 
@@ -31,6 +29,12 @@ def operators_only() -> Iterator[None]:
         yield
     finally:
         _operators_only.reset(token)
+
+
+def pieces(rows: int) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows) of each call that so many rows take."""
+    for first in range(0, rows, MOST_ROWS):
+        yield first, min(MOST_ROWS, rows - first)
 
 
 class NativeLinear:
@@ -82,13 +86,13 @@ class NativeLinear:
         """x, residual: contiguous."""
         rows, size = x.shape
         y, threads = x.new_empty(rows, self._out), torch.get_num_threads()
-        for done in range(0, rows, MOST_ROWS):
+        for first, count in pieces(rows):
             self._run(
                 self._address,
-                x.data_ptr() + 4 * done * size,
-                min(MOST_ROWS, rows - done),
-                None if residual is None else residual.data_ptr() + 4 * done * self._out,
-                y.data_ptr() + 4 * done * self._out,
+                x.data_ptr() + 4 * first * size,
+                count,
+                None if residual is None else residual.data_ptr() + 4 * first * self._out,
+                y.data_ptr() + 4 * first * self._out,
                 threads,
             )
         return y
@@ -122,15 +126,15 @@ class NativeLinear:
         rows, size = x.shape
         y = x.new_empty(rows, self._out)
         normed = x.new_empty(threads, min(rows, MOST_ROWS), size)
-        for done in range(0, rows, MOST_ROWS):
+        for first, count in pieces(rows):
             self._run_normalised(
                 self._address,
                 factors.data_ptr(),
                 norm.eps,
-                x.data_ptr() + 4 * done * size,
-                min(MOST_ROWS, rows - done),
+                x.data_ptr() + 4 * first * size,
+                count,
                 normed.data_ptr(),
-                y.data_ptr() + 4 * done * self._out,
+                y.data_ptr() + 4 * first * self._out,
                 threads,
             )
         return y

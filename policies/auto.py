@@ -130,7 +130,7 @@ class AutoLearner:
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
         self._next_rate = 1 / self.cost.autoregressive()
-        self._solve()
+        self._solve(*self._accepted_and_seen())
 
     @property
     def known(self) -> float:
@@ -172,17 +172,18 @@ class AutoLearner:
     def _learn(self) -> None:
         """Everything from the counts."""
         self._solved_at = self._rows
-        self.model.fit(*self._accepted_and_seen())
-        self._solve()
+        counts = self._accepted_and_seen()
+        self.model.fit(*counts)
+        self._solve(*counts)
 
     def _accepted_and_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Counts, [layers, bins] each."""
         accepted, seen = self.table.accepted, self.table.seen
         return np.array([accepted[layer] for layer in self.layers]), np.array([seen[layer] for layer in self.layers])
 
-    def _solve(self) -> None:
+    def _solve(self, accepted: NDArray[np.float64], seen: NDArray[np.float64]) -> None:
         """Estimates, values and rate from counts and fit."""
-        self.acceptance = self.model.acceptance(*self._accepted_and_seen())
+        self.acceptance = self.model.acceptance(accepted, seen)
         counts = self.frequency + (self.frequency.sum(axis=0) + 1 / NUM_BINS) / max(self.frequency.sum(), 1.0)
         frequency = counts / counts.sum(axis=1, keepdims=True)
         self._chances: list[list[float]] = self.acceptance.tolist()
@@ -243,7 +244,7 @@ class AutoLearner:
         self.frequency = frequency
         self._next_rate = float(state["rate"])
         self._rows = self._solved_at = int(state["rows"])
-        self._solve()
+        self._solve(*self._accepted_and_seen())
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

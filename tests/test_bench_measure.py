@@ -111,12 +111,12 @@ def test_a_kept_policy_begins_with_what_earlier_prompts_taught(engine64):
     assert (kept.name, kept.label) == ("selfspec:auto:cost=layers:kept", "selfspec, auto:cost=layers, kept")
     first, second = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
     policy, known = engine64.resolve_policy("auto:cost=layers"), []
-    observe = policy.exit.plan
+    original = policy.exit.plan
 
     def plan(context):
         if context.round_index == 0:
             known.append(policy.exit.learner.known)
-        return observe(context)
+        return original(context)
 
     policy.exit.plan = plan
     for engine, prompt in (
