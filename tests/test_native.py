@@ -22,7 +22,7 @@ from layerskip_models import LayerSkipModel, from_transformers, loading, native
 from layerskip_models.linear import possible_layouts
 from layerskip_models.native_linear import MOST_ROWS, NativeInt8Linear, NativeLinear, native_works, operators_only
 from selfspec import SelfSpecGenerator
-from selfspec.capture import RecordedOperations
+from selfspec.graphs.capture import RecordedOperations
 from selfspec.kv_cache import KVCache
 
 CPU = torch.device("cpu")
