@@ -16,6 +16,7 @@ from layerskip_models import LayerSkipModel
 from selfspec.accept import accept_greedy_on_device
 from selfspec.graphs.capture import Body, Captures
 from selfspec.graphs.forward import StaticForward
+from selfspec.graphs.streams import Streams
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import confidences, entropies
 from selfspec.shadow import ShadowRecorder
@@ -36,7 +37,7 @@ class StaticRound:
         are accepted; drafts; targets; their logits.
     """
 
-    def __init__(self, model: LayerSkipModel, cache: KVCache, max_rows: int, block: int) -> None:
+    def __init__(self, model: LayerSkipModel, cache: KVCache, max_rows: int, block: int, streams: Streams) -> None:
         device = model.device
         self.max_rows = max_rows
         self._model = model
@@ -47,13 +48,13 @@ class StaticRound:
         self.hidden = torch.zeros(max_rows, model.hidden_size, dtype=model.dtype, device=device)
         self.drafts = torch.zeros(max_rows, dtype=torch.long, device=device)
         self.looks = torch.zeros(max_rows, 4, dtype=torch.float64, device=device)
-        self.row_logits = torch.zeros(1, model.vocab_size, device=device)
-        self.logits = torch.zeros(max_rows, model.vocab_size, device=device)
+        self.row_logits = torch.zeros(1, model.vocab_size, dtype=torch.float32, device=device)
+        self.logits = torch.zeros(max_rows, model.vocab_size, dtype=torch.float32, device=device)
         self.targets = torch.zeros(max_rows, dtype=torch.long, device=device)
         self.verdict = torch.zeros(1 + 3 * max_rows, dtype=torch.float64, device=device)
-        self._index = torch.arange(max_rows, device=device)
+        self._index = torch.arange(max_rows, dtype=torch.long, device=device)
         self._nothing = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        self.captures = Captures(device, (self._state, self.hidden))
+        self.captures = Captures(device, (self._state, self.hidden), streams)
 
     def start(self, token: int, position: int) -> None:
         """Begin a round with its pending token."""

@@ -12,8 +12,7 @@ nothing is counted. What was drawn for such a token is never used again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
@@ -24,6 +23,7 @@ from policies import DraftRow
 from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
+from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.kv_cache import KVCache
 from selfspec.runner import Outcome, Turn, checked_tokens, plain_outcome
 from selfspec.sampling import non_finite
@@ -47,29 +47,6 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-class HostRead:
-    """Numbers on their way from the device to the host: `start` returns at once, `wait` when they are there."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=on_cuda)
-        self.event = torch.cuda.Event() if on_cuda else None
-        self._size = 0
-
-    def start(self, numbers: Tensor) -> None:
-        """Copy them, float64 [n], as they are at this point of the device's work."""
-        self._size = numbers.shape[0]
-        self._host[: self._size].copy_(numbers, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> list[float]:
-        """The numbers of the last `start`."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self._host[: self._size].tolist()
-
-
 class CapturedRunner:
     """Runs rounds from captures on one KV cache; see `selfspec.runner.Runner`. It lasts as long as its cache.
 
@@ -81,11 +58,11 @@ class CapturedRunner:
         self._model = model
         self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
         self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
-        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK)
-        self._q = torch.empty(0)  # [max_rows, vocab] when sampling
+        self._streams = streams_for(model.device)
+        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK, self._streams)
+        self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [max_rows, vocab] when sampling
         self._look_read, self._verdict_read = self._reads()
         self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
-        self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         if not cleared:
             self.clear()
 
@@ -99,14 +76,10 @@ class CapturedRunner:
         """Seconds that they took."""
         return self._earlier[1] + self._round.captures.seconds
 
-    @property
-    def captured_bytes(self) -> int:
-        """Device memory that the captures hold beside weights, cache and buffers."""
-        return self._round.captures.num_bytes
-
     def begin(self) -> None:
         """See `Runner`."""
         self._ahead = None
+        self._streams.resume()
 
     def clear(self) -> None:
         """See `Runner`: what is masked is still multiplied by 0, which only makes 0 of numbers."""
@@ -127,23 +100,16 @@ class CapturedRunner:
         """See `Runner`."""
         return self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> AbstractContextManager[None]:
         """See `Runner`: on a stream of its own, which waits for the round but not for the pass launched after it."""
-        if self._side is None or self._verdict_read.event is None:
-            yield
-            return
-        self._side.wait_event(self._verdict_read.event)
-        with torch.cuda.stream(self._side):
-            yield
-        torch.cuda.current_stream(self._model.device).wait_stream(self._side)
+        return self._streams.beside(self._verdict_read.event)
 
     def warm_up(
         self, exit_layers: tuple[int, ...], max_rows: int, max_length: int, layers_to_learn: tuple[int, ...]
     ) -> None:
         """Capture what greedy rounds of up to `max_rows` rows at these exit layers, and plain steps, may need in texts of up
         to `max_length` tokens, with and without learning from some layers; sampling needs two captures more."""
-        self._ahead = None
+        self.begin()
         self.reserve(max_rows)
         rounds, num_layers = self._round, self._model.num_layers
         recorders = [None, self.recorder(layers_to_learn, max_rows)] if layers_to_learn else [None]
@@ -187,14 +153,14 @@ class CapturedRunner:
 
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
-        return HostRead(4 * rows, self._model.device), HostRead(1 + 3 * rows, self._model.device)
+        return HostRead(4 * rows, self._streams), HostRead(1 + 3 * rows, self._streams)
 
     def reserve(self, rows: int) -> None:
         """Make buffers for so many rows; new ones mean new captures."""
         if rows <= self._round.max_rows:
             return
         self._earlier = (self.num_captures, self.capture_seconds)
-        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK)
+        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK, self._streams)
         self._look_read, self._verdict_read = self._reads()
         self._recorders.clear()
         self._ahead = None
@@ -236,8 +202,8 @@ class CapturedRunner:
         rounds.last.zero_()
         rounds.judge(1, choose=fast)
         p = None
-        target = rounds.targets
         if fast:
+            target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
             processed = sampler.process(rounds.logits[:1], turn.tokens, turn.length)
@@ -258,7 +224,7 @@ class CapturedRunner:
             _check_total(numbers[1], f"position {turn.length}")
         block = checked_tokens([int(numbers[0])], [numbers[1]], turn.length)
         self._looked_ahead(launched, turn.length + 1)
-        return plain_outcome(block, _kept(target, turn), p, started, verified)
+        return plain_outcome(block, target, p, started, verified)
 
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
         sampler = turn.sampler
@@ -277,8 +243,9 @@ class CapturedRunner:
         rounds.judge(rows, choose=fast)
         if not draft.seen:  # nothing was read while drafting
             self._look_read.start(rounds.looks[:count].flatten())
-        target, p = rounds.targets, None
+        p = None
         if fast:
+            target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
             target, p = self._accept(turn, count)
@@ -305,7 +272,7 @@ class CapturedRunner:
             draft_tokens=tuple(tokens),
             num_accepted=accepted,
             block=block,
-            target_tokens=_kept(target, turn),
+            target_tokens=target,
             p=p,
             stop_cause=cause,
             confidences=confidences_seen if turn.needs.confidence else None,
@@ -319,8 +286,8 @@ class CapturedRunner:
     def _accept(self, turn: Turn, count: int) -> tuple[Tensor, Tensor | None]:
         """Acceptance behind processors or sampling, operations one by one on the device: target tokens and p.
 
-        Starts reading (m, token, sum of its weights, acceptance probabilities), or when greedy the verdict with as many
-        rows as there are.
+        Both are new tensors, complete before reading starts. What is read: (m, token, sum of its weights, acceptance
+        probabilities), or when greedy the verdict with as many rows as there are.
         """
         rounds, sampler = self._round, turn.sampler
         drafts = rounds.drafts[:count]
@@ -351,7 +318,8 @@ class CapturedRunner:
         look = rounds.looks[index]
         if sampler.do_sample:
             if self._q.shape[0] < rounds.max_rows:
-                self._q = torch.empty(rounds.max_rows, self._model.vocab_size, device=self._model.device)
+                shape = (rounds.max_rows, self._model.vocab_size)
+                self._q = torch.empty(shape, dtype=torch.float32, device=self._model.device)
             torch.softmax(processed[0], dim=-1, out=self._q[index])
             token, total = sampler.draw_on_device(self._q[index])
             look[TOTAL : TOTAL + 1].copy_(total)
@@ -460,7 +428,10 @@ class _Drafting:
 
 
 def _kept(target: Tensor, turn: Turn) -> Tensor | None:
-    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again."""
+    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again.
+
+    To be made before the verdict is read: learning waits for that event, and for nothing that is launched later.
+    """
     return None if turn.recorder is None else target.clone()
 
 
