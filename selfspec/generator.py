@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from policies import Policy, RoundRecord, autoregressive, check_exit_layer, pars
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
 from selfspec.captured import CapturedRunner, captured_length
-from selfspec.config import GenerationHost, Request, make_request
+from selfspec.config import GenerationHost, Request, make_request, refuse_unknown
 from selfspec.decoding import Decoding
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.kv_cache import KVCache
@@ -144,6 +145,7 @@ class SelfSpecGenerator:
         num_speculations: int | None = None,
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
+        **unknown: object,
     ) -> GenerationResult:
         """Continue a prompt.
 
@@ -161,9 +163,12 @@ class SelfSpecGenerator:
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
         trace: keep every round's record in the result.
+        A temperature of 0 means greedy decoding.
         Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
         """
         start = perf_counter()
+        if unknown:
+            refuse_unknown(unknown, signature(self.generate).parameters)
         chosen = self.resolve_policy(policy, exit_layer, num_speculations)
         self._refresh_weights()
         options = {
