@@ -18,9 +18,16 @@ from scripted_policies import EVERY_POLICY, named_policy
 from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 from torch import Tensor
 
-from layerskip_models import LayerSkipModel, from_transformers, loading, native
+from layerskip_models import LayerSkipModel, from_transformers, loading
+from layerskip_models.kernels import library
+from layerskip_models.kernels.native_linear import (
+    MOST_ROWS,
+    NativeInt8Linear,
+    NativeLinear,
+    native_works,
+    operators_only,
+)
 from layerskip_models.linear import possible_layouts
-from layerskip_models.native_linear import MOST_ROWS, NativeInt8Linear, NativeLinear, native_works, operators_only
 from selfspec import SelfSpecGenerator
 from selfspec.capture import RecordedOperations
 from selfspec.kv_cache import KVCache
@@ -36,8 +43,8 @@ needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
     """Or a mistake in the source would only skip the tests below. It must compile without a warning, too."""
     assert native_works(CPU, torch.float32)
-    flags = [flag for flag in native.FLAGS if flag != "-w"]
-    command = ["cc", *flags, "-Wall", "-Wextra", "-Wno-psabi", "-c", str(native.SOURCE), "-o", "/dev/null"]
+    flags = [flag for flag in library.FLAGS if flag != "-w"]
+    command = ["cc", *flags, "-Wall", "-Wextra", "-Wno-psabi", "-c", str(library.SOURCE), "-o", "/dev/null"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""
 
 
@@ -47,7 +54,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip_models.native_linear.kernels", lambda: None)
+    monkeypatch.setattr("layerskip_models.kernels.native_linear.kernels", lambda: None)
 
 
 @needs_native
@@ -225,19 +232,19 @@ def test_a_compiler_that_is_missing_or_fails_is_no_error(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
-    assert native.kernels.__wrapped__() is None
+    assert library.kernels.__wrapped__() is None
 
 
 @needs_native
 def test_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native.kernels.__wrapped__() is not None
-    (library,) = (tmp_path / "selfspec").iterdir()
-    written = library.stat().st_mtime_ns
-    assert native.kernels.__wrapped__() is not None
-    assert library.stat().st_mtime_ns == written
-    monkeypatch.setattr(native, "_folder", lambda: Path("/proc"))  # nowhere to write
-    assert native.kernels.__wrapped__() is None
+    assert library.kernels.__wrapped__() is not None
+    (compiled,) = (tmp_path / "selfspec").iterdir()
+    written = compiled.stat().st_mtime_ns
+    assert library.kernels.__wrapped__() is not None
+    assert compiled.stat().st_mtime_ns == written
+    monkeypatch.setattr(library, "_folder", lambda: Path("/proc"))  # nowhere to write
+    assert library.kernels.__wrapped__() is None
 
 
 @needs_native
@@ -246,16 +253,16 @@ def test_processors_without_our_widest_vectors(flags: list[str], tmp_path: Path)
     """The code for 256-bit vectors, and for any machine, computes the same."""
     if flags and "avx2" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip("this processor cannot run it")
-    options = [flag for flag in native.FLAGS if flag != "-march=native"] + flags
+    options = [flag for flag in library.FLAGS if flag != "-march=native"] + flags
     built, linked = tmp_path / "kernels.o", tmp_path / "kernels.so"
-    subprocess.run(["cc", *options, "-c", str(native.SOURCE), "-o", str(built)], check=True)
+    subprocess.run(["cc", *options, "-c", str(library.SOURCE), "-o", str(built)], check=True)
     subprocess.run(["cc", "-shared", str(built), "-lm", "-o", str(linked)], check=True)
     program = f"""
 import torch
-from layerskip_models import from_transformers, native, native_layers, native_linear
+from layerskip_models.kernels import library, native_layers, native_linear
 from pathlib import Path
-library = native.bind(Path({str(linked)!r}))
-native_linear.kernels = native_layers.kernels = lambda: library
+bound = library.bind(Path({str(linked)!r}))
+native_linear.kernels = native_layers.kernels = lambda: bound
 from test_native import native_model, full_logits, KVCache
 llama, model = native_model(seed=3)
 text = list(range(20))

@@ -1,6 +1,6 @@
 /* Decoder layers over a few rows on a CPU, at the speed at which their weights come from memory.
  *
- * native.py compiles this file for the processor it runs on; native_layers.py says what each argument is. Why it exists: at
+ * library.py compiles this file for the processor it runs on; native_layers.py says what each argument is. Why it exists: at
  * batch 1 a pass is as fast as its weights are read, and no public kernel reads them that fast in 16 or 8 bits, or goes on
  * doing so when verification brings eight rows instead of one.
  *

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.native import Matrix, kernels
+from layerskip_models.kernels.library import Matrix, kernels
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
