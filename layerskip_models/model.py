@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
+from layerskip_models.kernels.native_layers import NativeLayers
+from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.linear import Linear
-from layerskip_models.native_layers import NativeLayers
-from layerskip_models.native_linear import NativeLinear
 from layerskip_models.norm import RMSNorm
 
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
