@@ -24,10 +24,10 @@ from layerskip_models import LayerSkipModel, from_transformers, load_model, load
 from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
-from selfspec.captured import CapturedRunner, captured_length
 from selfspec.config import GenerationHost, Request, make_request, refuse_unknown
 from selfspec.decoding import Decoding
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
+from selfspec.graphs.runner import CapturedRunner, captured_length
 from selfspec.kv_cache import KVCache
 from selfspec.preverify import PreVerifiers
 from selfspec.runner import EagerRunner, Runner, RunnerChoice, RunnerName, on_device, resolve_runner

@@ -23,11 +23,11 @@ from layerskip_models import LayerSkipModel
 from policies import DraftRow
 from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
+from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
 from selfspec.kv_cache import KVCache
 from selfspec.runner import Outcome, Turn, checked_tokens, plain_outcome
 from selfspec.sampling import non_finite
 from selfspec.shadow import ShadowRecorder
-from selfspec.static_round import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
 
 SMALLEST_SPAN = 256
 """Attention looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are captured."""
