@@ -97,7 +97,7 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: pass one to SelfSpecGenerator, or give token ids")
-        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
+        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long, device="cpu")
         if ids.numel() == 0:
             raise ValueError("the prompt is empty: give at least one token to continue")
         return ids
@@ -106,7 +106,7 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
     if isinstance(prompt, Tensor):
         if prompt.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"prompt ids must be integers, got a tensor of {prompt.dtype}")
-        ids = prompt.detach().to("cpu", torch.long)
+        ids = prompt.detach().to("cpu", torch.long, copy=True)  # the caller may write to theirs while a call runs
         if ids.dim() == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.dim() != 1:
@@ -115,7 +115,7 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
                 "one text is decoded at a time, call generate for each row"
             )
     elif isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        ids = torch.tensor(list(prompt), dtype=torch.long)
+        ids = torch.tensor(list(prompt), dtype=torch.long, device="cpu")
     else:
         raise TypeError(
             f"prompt must be text, a list of token ids or an integer tensor, got {_describe(prompt)}; "

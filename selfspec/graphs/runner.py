@@ -52,7 +52,7 @@ class HostRead:
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=on_cuda)
+        self._host = torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=on_cuda)
         self.event = torch.cuda.Event() if on_cuda else None
         self._size = 0
 
@@ -82,7 +82,7 @@ class CapturedRunner:
         self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
         self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
         self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK)
-        self._q = torch.empty(0)  # [max_rows, vocab] when sampling
+        self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [max_rows, vocab] when sampling
         self._look_read, self._verdict_read = self._reads()
         self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
         self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -351,7 +351,8 @@ class CapturedRunner:
         look = rounds.looks[index]
         if sampler.do_sample:
             if self._q.shape[0] < rounds.max_rows:
-                self._q = torch.empty(rounds.max_rows, self._model.vocab_size, device=self._model.device)
+                shape = rounds.max_rows, self._model.vocab_size
+                self._q = torch.empty(shape, dtype=torch.float32, device=self._model.device)
             torch.softmax(processed[0], dim=-1, out=self._q[index])
             token, total = sampler.draw_on_device(self._q[index])
             look[TOTAL : TOTAL + 1].copy_(total)
