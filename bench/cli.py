@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from transformers.utils import logging
 
 from bench.cli_common import (
@@ -43,7 +41,7 @@ from bench.measure import measure, num_runs
 from bench.provenance import provenance
 from bench.record import RecordWriter, read_record
 from bench.report import fill_markers, markdown
-from bench.summary import Bar, Samples, bar_line
+from bench.table import print_tables
 from layerskip_models import DEMO_PATH, from_transformers
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
@@ -126,21 +124,8 @@ def peers(
                 write=record.write,
                 advance=advance,
             )
-        results = Samples(record.lines)
-        for bar in issue_bars(policy_name, engines):
-            record.write(bar_line(results, bar))
     show(record.lines)
     exit_if_outputs_differ(record.lines)
-
-
-def issue_bars(policy: str, engines: Sequence[Engine]) -> list[Bar]:
-    """What the project set out to reach on its demo model and a CPU, in float32."""
-    early_exits = [engine.name for engine in engines if ":early-exit:" in engine.name]
-    return [
-        Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=1.8),
-        Bar(engine=f"selfspec:{policy}", baseline="transformers:generate", at_least=2.7),
-        *(Bar(engine=f"selfspec:{policy}", baseline=name, at_least=2.8) for name in early_exits),
-    ]
 
 
 @app.command()
@@ -185,7 +170,7 @@ def compare(
         notes, table = compare_records(read_record(before), read_record(after))
     for note in notes:
         typer.echo(note)
-    Console().print(table.rich())
+    print_tables([table])
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from bench.peers import (
 from bench.provenance import weights_digest
 from bench.record import Line
 from bench.report import headline, tables
+from bench.table import print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.loading import load_config, load_transformers, resolve_device, resolve_dtype
 from layerskip_models.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
@@ -158,11 +159,9 @@ def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], No
 
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The record's tables and its headline, on standard output."""
-    console = Console()
     records: list[Line] = [dict(line) for line in lines]
-    for table in tables(records):
-        console.print(table.rich())
-    console.print(headline(records), markup=False, highlight=False)
+    print_tables(tables(records))
+    typer.echo(headline(records))
 
 
 def exit_if_outputs_differ(lines: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""`selfspec-bench run`: policies and engines over kinds of prompts."""
+"""`selfspec-bench run`: policies and engines over tasks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines import Engine, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
-from bench.record import RecordWriter, read_parts
-from bench.runner import BEST_FIXED, BEST_FIXED_LABEL, Run, RunSettings, resumable
+from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
+from bench.runner import Run, RunSettings, resumable
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.loading import resolve_device
@@ -72,10 +72,10 @@ def run(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kind of prompts to take, or a task of the papers from the hub; repeatable. Default: all kinds."
+            help="Task to take from the prompts, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
         ),
     ] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 2,
+    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 2,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
@@ -84,7 +84,7 @@ def run(
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' own generate and early exit beside it.")
     ] = True,
     grid: Annotated[
-        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best of each kind.")
+        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best one of each task.")
     ] = True,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure each engine's peak memory.")] = True,
     dtype: DtypeOption = "auto",
@@ -93,7 +93,7 @@ def run(
     output: OutputOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
 ) -> None:
-    """Policies and engines over kinds of prompts: speed, rounds, memory, all beside plain decoding in the same run; greedy.
+    """Measure policies and engines over tasks: speed, rounds and memory, beside plain decoding in the same run.
 
     Under `accelerate launch` the prompts are shared out. Ends with status 1 if an output differs by more than a near-tie.
     """

@@ -17,11 +17,12 @@ from bench.cli_common import (
     RepeatsOption,
     RunnerOption,
     WarmupsOption,
-    show,
 )
 from bench.cli_run import run
 from bench.record import read_record
-from bench.shape_bars import shape_bars
+from bench.report import tables
+from bench.shape_figures import shape_figures
+from bench.table import print_tables
 from layerskip_models.loading import resolve_device
 from layerskip_models.synthetic import PREFIX, parse_synthetic
 from selfspec.cli_common import one_line_errors
@@ -46,7 +47,7 @@ def shapes(
         list[str] | None, typer.Option(help="Policy to run a second time, learning from prompt to prompt; repeatable.")
     ] = None,
     output_dir: Annotated[Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.")] = Path("shapes"),
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 1,
+    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 1,
     prompt_tokens: PromptTokensOption = 128,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
@@ -88,10 +89,9 @@ def shapes(
                 raise
             failed = True  # an output differed; what was measured is there
         lines = read_record(record)
-        if target.type == "cuda":  # what is asked for is asked of GPUs
-            lines += shape_bars(lines)
-            record.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-            show(lines)
+        lines += shape_figures(lines)
+        print_tables(table for table in tables(lines) if table.name == "figures")
+        record.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         from bench.page import page  # matplotlib takes a second to load
 
         record.with_suffix(".html").write_text(page(lines), encoding="utf-8")

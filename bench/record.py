@@ -1,7 +1,7 @@
 """Measurement records: JSON lines, one object a line with a "kind".
 
 The first line is the "run" (configuration, machine, versions); "sample" lines hold every raw time, "output" lines the
-tokens and how they compare, "grid" and "cell" lines replays of fixed settings, "bar" lines what was asked for and reached.
+tokens and how they compare, "grid" and "cell" lines replays of fixed settings.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, TextIO
 Line = dict[str, Any]
 KEPT = ":kept"
 """Ends the name of an engine whose policy goes on learning from prompt to prompt."""
+BEST_FIXED = "selfspec:best-fixed"
+"""The engine that runs, for each task, the fixed setting that replay with measured costs finds best on its prompts."""
+BEST_FIXED_LABEL = "selfspec, oracle per task"
 
 
 class RecordWriter:
