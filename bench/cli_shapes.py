@@ -9,13 +9,15 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.cli_common import (
+from bench.cli_options import (
     DeviceOption,
     DtypeOption,
+    KeptOption,
     NewTokensOption,
     PromptTokensOption,
     RepeatsOption,
     RunnerOption,
+    TaskSamplesOption,
     WarmupsOption,
 )
 from bench.cli_run import run
@@ -25,7 +27,7 @@ from bench.shape_figures import shape_figures
 from bench.table import print_tables
 from layerskip_models.loading import resolve_device
 from layerskip_models.synthetic import PREFIX, parse_synthetic
-from selfspec.cli_common import one_line_errors
+from selfspec.cli_common import checked_output_folder, one_line_errors
 
 GPU_SHAPES = ("llama3.2-1B", "llama3-8B", "llama2-7B")
 CPU_SHAPES = ("small", "medium")
@@ -43,11 +45,11 @@ def shapes(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(POLICIES)}.")
     ] = None,
-    kept: Annotated[
-        list[str] | None, typer.Option(help="Policy to run a second time, learning from prompt to prompt; repeatable.")
-    ] = None,
-    output_dir: Annotated[Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.")] = Path("shapes"),
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 1,
+    kept: KeptOption = None,
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.", callback=checked_output_folder)
+    ] = Path("shapes"),
+    num_samples: TaskSamplesOption = 1,
     prompt_tokens: PromptTokensOption = 128,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
@@ -65,7 +67,6 @@ def shapes(
         names = shape or list(GPU_SHAPES if target.type == "cuda" else CPU_SHAPES)
         for name in names:
             parse_synthetic(PREFIX + name)
-        output_dir.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in names:
         record = output_dir / f"{name.partition(',')[0]}.jsonl"

@@ -128,9 +128,13 @@ def test_killed_anywhere_and_resumed_it_is_the_same(
     arguments = [*POLICIES, "--num-samples", 1, "--output", record]
     with monkeypatch.context() as patch:
         kill_after(patch, kind, number)
-        assert run(checkpoint, *arguments).exit_code != 0
+        patch.setattr(sys, "argv", ["selfspec-bench", "run", "--output", "run.jsonl"])
+        interrupted = run(checkpoint, *arguments)
     assert not record.exists()
     done = sum(line["kind"] == "done" for line in read_parts(record))
+    assert interrupted.exit_code == 130
+    assert f"interrupted: {done} prompt" in interrupted.stderr
+    assert interrupted.stderr.endswith("to go on: selfspec-bench run --output run.jsonl --resume\n")
     runs: list[object] = []
     original = SelfSpecGenerator.generate
 
@@ -159,6 +163,27 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Li
 def _seconds_that_every_run_measures_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
     monkeypatch.setattr(bench.runner, "measured_cost", lambda model, runner: cost)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing was kept, since there was no --output"),
+        (["--output", "run.jsonl", "--kept", "del"], "is in run.jsonl.part; the command has to be run again"),
+    ],
+)
+def test_ctrl_c_says_what_was_kept(
+    arguments: list[str], message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.runner, "measure_prompt", interrupt)
+    result = run(checkpoint, "--policy", "ls:1-2", "--num-samples", 1, *arguments)
+    assert result.exit_code == 130
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_resumed_run_keeps_the_first_ones_costs(
