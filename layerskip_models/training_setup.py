@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models import checkpoints, training_data
+from layerskip_models.output_paths import output_folder
 from layerskip_models.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
 
 
@@ -71,7 +72,7 @@ def claim_output_dir(
         return
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"output_dir {config.output_dir!r} exists and holds no training run: choose another")
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_folder(output_dir)
     checkpoints.write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
 
 

@@ -25,6 +25,7 @@ from selfspec.cli_common import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    checked_output_file,
     load_generator,
     notes_console,
     one_line_errors,
@@ -154,7 +155,10 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object instead of the text.", rich_help_panel=_OUTPUT)
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT, callback=checked_output_file
+        ),
     ] = None,
     explain_run: Annotated[
         bool,
@@ -190,8 +194,6 @@ def generate(
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
-        if trace is not None and not trace.parent.is_dir():
-            raise FileNotFoundError(f"no folder {trace.parent} for --trace: make it first")
         text = read_prompt(prompt, file)
         generator = load_generator(model, dtype, device, notes)
         greedy = _check_sampling(generator, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import torch
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from layerskip_models.loading import load_transformers
+from layerskip_models.output_paths import output_file, output_folder
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 
 MODEL_PANEL = "Model"
@@ -78,6 +80,18 @@ def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
         yield lambda label: bar.update(task, advance=1, description=label)
 
 
+def checked_output_file(path: Path | None) -> Path | None:
+    """An option's callback: the command ends before it starts if the file could not be written."""
+    with one_line_errors():
+        return None if path is None else output_file(path)
+
+
+def checked_output_folder(path: Path | None) -> Path | None:
+    """The same for a folder of results, which is made."""
+    with one_line_errors():
+        return None if path is None else output_folder(path)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """What a caller can mend becomes one line and status 2; a model that cannot go on, one line and status 1."""
@@ -86,6 +100,7 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # `| head`: typer ends quietly
         raise
     except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
     except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
         _fail(error, 1)

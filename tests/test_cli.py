@@ -242,7 +242,7 @@ ERRORS = {
     "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
-    "trace": ([PROMPT, "--trace", "not/there/trace.jsonl"], "no folder not/there for --trace"),
+    "trace": ([PROMPT, "--trace", "/proc/trace.jsonl"], "cannot write /proc/trace.jsonl"),
 }
 
 
