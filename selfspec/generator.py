@@ -262,14 +262,14 @@ class SelfSpecGenerator:
         """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
 
         policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: that it may choose; None for all it learns from, or all of the model if it says nothing.
+        exit_layers: that it may choose; None for those that it says it may choose, or all of the model if it says nothing.
         max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
         captures itself, and its statistics count it. An eager runner has nothing to capture.
         Returns how many captures were made and the seconds they took.
         """
         chosen = self.resolve_policy(policy)
         num_layers = self.model.num_layers
-        layers = exit_layers or chosen.needs.shadow_layers or range(1, num_layers)
+        layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
         self._refresh_weights()
         runner = self._take_runner(min(max_length, self.model.max_positions))
