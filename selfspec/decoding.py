@@ -50,6 +50,7 @@ class Decoding:
         runner: Runner | None = None,
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
+        policy.begin_text()
         self.needs = policy.needs
         self.history: ExitHistory | None = None
         if self.needs.context_layers:

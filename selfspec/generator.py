@@ -217,7 +217,7 @@ class SelfSpecGenerator:
         """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
 
         policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: that it may choose; None for all it learns from, or all of the model if it says nothing.
+        exit_layers: that it may choose; None for those that it says it may choose, or all of the model if it says nothing.
         max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
         captures itself, and its statistics count it. An eager runner has nothing to capture.
         Returns how many captures were made and the seconds they took.
@@ -225,7 +225,7 @@ class SelfSpecGenerator:
         bound = self._models.bind()
         chosen = self._resolve(bound, policy, None, None)
         num_layers = bound.model.num_layers
-        layers = exit_layers or chosen.needs.shadow_layers or range(1, num_layers)
+        layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
         with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
             before = runner.num_captures, runner.capture_seconds
