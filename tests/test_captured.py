@@ -256,8 +256,8 @@ def test_nothing_is_captured_per_length_or_after_warming_up() -> None:
     assert 0 < first.capture_seconds < first.seconds
     second = again.generate([1], max_new_tokens=40)
     assert second.stats.num_captures == 0
-    assert "captures" not in "".join(summary_lines(second, "length", 6))
-    told = summary_lines(replace(second, stats=first), "length", 6)[-1]
+    assert "captures" not in "".join(summary_lines(second, "length"))
+    told = summary_lines(replace(second, stats=first), "length")[-1]
     assert told.endswith(f"for {first.num_captures} captures, which last")
     assert SelfSpecGenerator(model, runner="eager").warm_up("ar") == (0, 0.0)
 

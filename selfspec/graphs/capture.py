@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerskip_models.native_linear import operators_only
+from layerskip_models.kernels.native_linear import operators_only
 from selfspec.graphs.streams import Streams
 
 Body = Callable[[], object]
