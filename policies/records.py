@@ -117,7 +117,7 @@ class DraftRow:
 
     num_drafted: int
     exit_layer: int
-    position: int = 0
+    position: int
     confidence: float | None = None
     entropy: float | None = None
     exit_hidden: Tensor | None = None

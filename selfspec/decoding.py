@@ -65,6 +65,11 @@ class Decoding:
         self.length = request.prompt.numel()  # committed tokens, n
         self.tokens = torch.empty(1, cache.max_length + 1, dtype=torch.long, device=model.device)
         self.tokens[0, : self.length] = request.prompt
+        # The same text in the host's memory, for stopping criteria: on CUDA each look at `tokens` would wait for the device.
+        self.text = None
+        if request.stops.criteria:
+            self.text = torch.empty(1, cache.max_length + 1, dtype=torch.long, device="cpu")
+            self.text[0, : self.length] = request.prompt
         self.pending = -1  # the last committed token, not yet run through any layer
         self.num_new = 0
         self.stop_reason: StopReason | None = None
@@ -228,13 +233,16 @@ class Decoding:
 
         failure: why the last token is none: raised, unless the text ends before it.
         """
-        place = self.tokens[0, self.length : self.length + len(block)]
+        end = self.length + len(block)
+        if self.text is not None:
+            self.text[0, self.length : end] = torch.tensor(block, dtype=torch.long, device="cpu")
+        place = self.tokens[0, self.length : end]
         if self.on_cuda:  # from ordinary memory the copy would wait for all that was launched ahead
             place.copy_(torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=True), non_blocking=True)
         else:
             place.copy_(torch.tensor(block, dtype=torch.long, device="cpu"))
         sound = block if failure is None else block[:-1]
-        count, self.stop_reason = self.request.stops.first_stop(sound, self.tokens, self.length, self.num_new)
+        count, self.stop_reason = self.request.stops.first_stop(sound, self.text, self.length, self.num_new)
         if failure is not None:
             if self.stop_reason is None:
                 raise failure

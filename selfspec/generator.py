@@ -128,7 +128,7 @@ class SelfSpecGenerator:
             repeats exactly choose another, such as "auto:cost=layers".
         streamer: gets committed tokens only, each once, as soon as its round ends.
         logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores).
-            Criteria see the full prefix of every committed token.
+            Criteria see the full prefix of every committed token, in a tensor on the CPU whatever the model's device.
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 import selfspec.graphs.capture
 import selfspec.graphs.runner
 from layerskip_models import LayerSkipModel, from_transformers
-from policies import Policy, RoundRecord, parse_policy
+from policies import DraftRow, NeverStop, Policy, RoundRecord, parse_policy
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.calibrate import calibrate, measured_cost
 from selfspec.graphs.buffers import StaticRound
@@ -201,6 +201,29 @@ def test_rounds_are_those_of_the_eager_runner(options: dict[str, Any]) -> None:
         assert theirs.stats.runner == "eager"
     assert causes["before_draw"] > 0 or options.get("do_sample")
     assert causes["eos"] > 0 or "eos_token_id" not in options
+
+
+class Positions(NeverStop):
+    """Writes down which rows it is asked about."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        self.seen.append((row.position, row.num_drafted))
+        return False
+
+
+def test_a_policy_is_told_where_a_row_is(llama64: LlamaForCausalLM) -> None:
+    seen = []
+    for engine in pair(llama64):
+        stopping = Positions()
+        policy = Policy(ScriptedExit([(2, 3)]), stopping)
+        result = engine.generate(PROMPT, max_new_tokens=12, policy=policy, trace=True)
+        rows = [(r.num_committed_before - 1 + j, j) for r in result.trace or () for j in range(r.num_drafted)]
+        assert stopping.seen == rows
+        seen.append(rows)
+    assert seen[0] == seen[1] != []
 
 
 def test_no_layer_runs_twice_but_for_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -417,6 +417,7 @@ class _Drafting:
             row = DraftRow(
                 num_drafted=index,
                 exit_layer=self._exit_layer,
+                position=turn.length - 1 + index,
                 confidence=look[CONFIDENCE] if turn.needs.confidence else None,
                 entropy=look[ENTROPY] if turn.needs.entropy else None,
                 exit_hidden=hidden,
