@@ -13,7 +13,7 @@ from policies import Policy, RoundRecord
 from selfspec.config import Request
 from selfspec.decoding import Decoding
 from selfspec.model_source import BoundModel
-from selfspec.runner import Runner
+from selfspec.runner import EagerRunner, Runner
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
@@ -101,6 +101,8 @@ class Call:
         while True:
             with engine_mode(model.device):  # left while whoever reads the tokens is at work
                 committed = next(rounds, None)
+            if decoding.capture_error is not None:
+                self._bound.runners.give_up_graphs(decoding.capture_error)
             if committed is None:
                 break
             if committed[1] is None:
@@ -120,7 +122,7 @@ class Call:
             prefill_seconds=decoding.prefill_seconds,
             first_token=first_token_seconds,
             cache_bytes=runner.cache.num_bytes,
-            runner=self._bound.runners.kind if decoding.runner is runner else "eager",
+            runner="eager" if isinstance(decoding.runner, EagerRunner) else "captured",
             num_captures=runner.num_captures - captures,
             capture_seconds=runner.capture_seconds - capture_seconds,
         )

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
-from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
+from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
 from selfspec.call import Call, GenerationResult
@@ -31,7 +31,7 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.graphs.runner import CapturedRunner
 from selfspec.model_source import BoundModel, ModelSource
 from selfspec.preverify import PreVerifiers
-from selfspec.runner import RunnerChoice, RunnerName
+from selfspec.runner import CaptureError, RunnerChoice, RunnerName
 from selfspec.torch_mode import engine_mode
 
 
@@ -230,8 +230,11 @@ class SelfSpecGenerator:
         with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
             before = runner.num_captures, runner.capture_seconds
             if isinstance(runner, CapturedRunner):
-                with engine_mode(bound.model.device):
-                    runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                try:
+                    with engine_mode(bound.model.device):
+                        runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                except CaptureError as error:
+                    bound.runners.give_up_graphs(error)
             return runner.num_captures - before[0], runner.capture_seconds - before[1]
 
     @property
@@ -294,11 +297,20 @@ class SelfSpecGenerator:
         name = policy.strip()
         with self._lock:  # two first calls at once calibrate once, and learn in one policy
             if name not in self._policies:
-                measure = partial(measured_cost, bound.model, bound.runners.kind)
+                measure = partial(_measured_cost, bound)
                 self._policies[name] = parse_policy(
                     name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
                 )
             return self._policies[name]
+
+
+def _measured_cost(bound: BoundModel) -> MeasuredCost:
+    """Costs of the runner in use; of the eager one if graphs fail while they are timed."""
+    try:
+        return measured_cost(bound.model, bound.runners.kind)
+    except CaptureError as error:
+        bound.runners.give_up_graphs(error)
+        return measured_cost(bound.model, bound.runners.kind)
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:

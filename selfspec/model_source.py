@@ -64,7 +64,11 @@ class ModelSource:
         return self._bound(from_transformers(source))
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
-        return BoundModel(model, RunnerPool(model, resolve_runner(self._runner, model.device)), PreVerifiers(model))
+        pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._give_up_graphs)
+        return BoundModel(model, pool, PreVerifiers(model))
+
+    def _give_up_graphs(self) -> None:
+        self._runner = "eager"  # for later copies of the weights as well
 
 
 def _weights_version(model: LlamaForCausalLM) -> tuple[tuple[int, int | None], ...]:

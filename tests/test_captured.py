@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import selfspec.graphs.capture
+import selfspec.graphs.first_rounds
 import selfspec.graphs.runner
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import DraftRow, NeverStop, Policy, RoundRecord, parse_policy
@@ -118,6 +119,13 @@ def test_what_is_captured_ahead_stays() -> None:
 # Nothing is baked in
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rounds are not compared with eager ones, so that a fault shows."""
+    monkeypatch.setattr(selfspec.graphs.first_rounds, "CHECKED", 0)
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_a_position_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that a capture invites: with a Python number for the position, the text is another one."""
     original = StaticForward.run
@@ -134,6 +142,7 @@ def test_a_position_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pyt
         assert pair(llama64)[1].generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens != expected
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_row_count_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of changing length share captures for row counts: were `last` a number, rounds would verify too few."""
     original = StaticRound._judge
