@@ -50,6 +50,7 @@ class Decoding:
         runner: Runner | None = None,
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
+        policy.begin_text()
         self.needs = policy.needs
         self.history: ExitHistory | None = None
         if self.needs.context_layers:
@@ -229,9 +230,9 @@ class Decoding:
         """
         place = self.tokens[0, self.length : self.length + len(block)]
         if self.on_cuda:  # from ordinary memory the copy would wait for all that was launched ahead
-            place.copy_(torch.tensor(block, pin_memory=True), non_blocking=True)
+            place.copy_(torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=True), non_blocking=True)
         else:
-            place.copy_(torch.tensor(block))
+            place.copy_(torch.tensor(block, dtype=torch.long, device="cpu"))
         sound = block if failure is None else block[:-1]
         count, self.stop_reason = self.request.stops.first_stop(sound, self.tokens, self.length, self.num_new)
         if failure is not None:
