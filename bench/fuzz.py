@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-import selfspec.captured
+import selfspec.graphs.runner
 from bench.fuzz_cases import Case, make_case, make_policy, quiet
 from bench.fuzz_models import FuzzModel, make_model
 from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
@@ -156,9 +156,9 @@ def _prepare() -> None:
     """Of a process: one thread, since the matrices are tiny, and captures at which tiny models have several."""
     torch.set_num_threads(1)
     quiet()
-    selfspec.captured.BLOCK = 2
-    selfspec.captured.SMALLEST_SPAN = 8
-    selfspec.captured.SMALLEST_CACHE = 64
+    selfspec.graphs.runner.BLOCK = 2
+    selfspec.graphs.runner.SMALLEST_SPAN = 8
+    selfspec.graphs.runner.SMALLEST_CACHE = 64
 
 
 def _run_group(job: tuple[int, int, list[int]]) -> list[Outcome]:
