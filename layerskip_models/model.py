@@ -83,8 +83,9 @@ class LayerSkipModel:
     """A Llama whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
     Attributes: config (LlamaConfig), generation_config (the checkpoint's defaults for `generate`), num_layers,
-    hidden_size, vocab_size, max_positions (tokens of context), dtype, device, num_heads, num_kv_heads, head_dim, name
-    (hub name or path, for finding the checkpoint's default setting).
+    hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
+    weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU), device, num_heads,
+    num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class LayerSkipModel:
         config: LlamaConfig,
         *,
         dtype: torch.dtype,
+        weights_dtype: torch.dtype | None = None,
         embedding: Tensor,
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
@@ -113,8 +115,9 @@ class LayerSkipModel:
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.dtype = dtype
+        self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
-        self._embedding = embedding  # [vocab, hidden]; perhaps bfloat16 if that loses nothing
+        self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
         self._layers = layers
         self._final_norm = final_norm
         self._head = head

@@ -127,8 +127,9 @@ class SelfSpecGenerator:
             (the default) drafts a little otherwise in every process, and then draws otherwise, too: for samples that a seed
             repeats exactly choose another, such as "auto:cost=layers".
         streamer: gets committed tokens only, each once, as soon as its round ends.
-        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores).
-            Criteria see the full prefix of every committed token, in a tensor on the CPU whatever the model's device.
+        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores);
+            they also see texts that are only drafted, and may raise an exception for those. Criteria see the full prefix of
+            every committed token, in a tensor on the CPU whatever the model's device.
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
