@@ -117,9 +117,11 @@ def _adaedl(setup: Setup, **options: Any) -> StoppingPolicy:
 
 
 def _spide(setup: Setup, **options: Any) -> StoppingPolicy:
-    if options.get("shadow") is False and "learn_every" in options:
-        raise ValueError("learn_every changes nothing with shadow=off")
-    return spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
+    built = spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
+    if not built.needs.shadow_layers:
+        for name in {"learn_every", "prompt_rows"} & options.keys():
+            raise ValueError(f"{name}= changes nothing without shadow tokens: say shadow=on")
+    return built
 
 
 def _pacer(setup: Setup, path: str | None = None, exit_layer: int | None = None, **options: Any) -> StoppingPolicy:
@@ -196,7 +198,14 @@ STOPPINGS: dict[str, Named] = {
         about="SPIDE's reliability",
         example="spide:3,tau=0.7",
         build=_spide,
-        options={"tau": float, "max_length": _integer, "learn_every": _integer, "shadow": _switch},
+        options={
+            "tau": float,
+            "max_length": _integer,
+            "learn_every": _integer,
+            "shadow": _switch,
+            "prompt_rows": _integer,
+            "bins": str,
+        },
     ),
     "pacer": Named(
         about="Pacer's pre-verifier",
@@ -245,6 +254,17 @@ def parse_policy(
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}") from None
     return Policy(exit_policy, stopping, name=text)
+
+
+def kept_between_texts(text: str) -> str:
+    """The name with state=kept wherever the policy has that option and the name does not say: "del" is "del:state=kept"."""
+    parts = []
+    for part, known in zip(text.strip().split("+"), (EXITS, STOPPINGS)):
+        name, arguments = _split(part)
+        if name in known and "state" in known[name].options and "state=" not in arguments:
+            part = f"{name}:{arguments},state=kept" if arguments else f"{name}:state=kept"
+        parts.append(part)
+    return "+".join(parts)
 
 
 def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:

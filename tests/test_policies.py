@@ -105,7 +105,7 @@ def test_bad_arguments_show_a_good_one(text: str) -> None:
         ("del:on_stop=drop+del", r"on_stop= changes nothing before \+del"),
         ("del:length=tpl,on_stop=keep", "on_stop= changes nothing with length=tpl"),
         ("del+spide:learn_every=4", "learn_every= changes nothing behind 'del'"),
-        ("spide:3,shadow=off,learn_every=4", "learn_every changes nothing with shadow=off"),
+        ("spide:3,shadow=off,learn_every=4", "learn_every= changes nothing without shadow tokens"),
         ("ls:3-0+dv", "drafts nothing"),
         ("del:omega=0.9,omega=0.5", "omega= is given twice"),
         ("del:state=lost", "state must be one of fresh, kept"),
