@@ -275,7 +275,7 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
             return _with_own_stopping(setup, name, arguments)
         return _with_other_stopping(setup, name, arguments, tail)
     if name not in STOPPINGS:
-        raise ValueError(f"unknown policy {name!r}{_suggestion(name, [*EXITS, *STOPPINGS])}")
+        raise ValueError(f"unknown policy {name!r}{_suggestion(name, list({**EXITS, **STOPPINGS}))}")
     if plus:
         raise ValueError(f"{name!r} ends drafts itself: put {tail!r} behind an exit policy, as in ls:3-18+{tail}")
     return _with_fixed_exit(setup, name, arguments)
@@ -326,9 +326,10 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
 def _check_schedule(values: dict[str, Any], own: Needs, other: Needs, where: str) -> None:
     """ValueError for a schedule of learning that the other half of the policy, which asks for more, overrides."""
     if "learn_every" in values and other.shadow_layers and other.learn_every < own.learn_every:
-        raise ValueError(f"learn_every= changes nothing {where}, which learns from one row in {other.learn_every}")
+        rows = "every row" if other.learn_every == 1 else f"one row in {other.learn_every}"
+        raise ValueError(f"learn_every= changes nothing {where}, which learns from {rows}")
     if "prompt_rows" in values and other.prompt_rows > own.prompt_rows:
-        raise ValueError(f"prompt_rows= changes nothing {where}, which learns from {other.prompt_rows}")
+        raise ValueError(f"prompt_rows= changes nothing {where}, which learns from {other.prompt_rows} of them")
     if "learn_first" in values and (own | other).learn_every == 1:
         raise ValueError("learn_first= changes nothing where every row is learned from")
 
