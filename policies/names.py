@@ -118,9 +118,8 @@ def _adaedl(setup: Setup, **options: Any) -> StoppingPolicy:
 
 def _spide(setup: Setup, **options: Any) -> StoppingPolicy:
     built = spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
-    if not built.needs.shadow_layers:
-        for name in {"learn_every", "prompt_rows"} & options.keys():
-            raise ValueError(f"{name}= changes nothing without shadow tokens: say shadow=on")
+    if "learn_every" in options and not built.learns_from_shadow_tokens:
+        raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
     return built
 
 
@@ -325,7 +324,7 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
 
 def _check_schedule(values: dict[str, Any], own: Needs, other: Needs, where: str) -> None:
     """ValueError for a schedule of learning that the other half of the policy, which asks for more, overrides."""
-    if "learn_every" in values and other.shadow_layers and other.learn_every < own.learn_every:
+    if "learn_every" in values and other.shadow_layers and 0 < other.learn_every < own.learn_every:
         rows = "every row" if other.learn_every == 1 else f"one row in {other.learn_every}"
         raise ValueError(f"learn_every= changes nothing {where}, which learns from {rows}")
     if "prompt_rows" in values and other.prompt_rows > own.prompt_rows:

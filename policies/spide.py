@@ -22,7 +22,7 @@ class SpideStopping(NeverStop):
     uses 0.5 to 0.9. bins: "doubt" or the paper's, see `policies.acceptance_table`.
     shadow: whether all layers learn from shadow tokens, too, those of one row in learn_every; None where there are several
     layers. A lone layer's drafts say nearly all that its shadow tokens would. prompt_rows: how many of the prompt's last
-    rows get shadow tokens; what another policy has computed of a prompt is learned from in any case.
+    rows teach it, whatever `shadow` says; more, if another policy asks for more.
     Deviations (docs/policies.md): one table per exit layer; the bins; a stated prior.
     Raises ValueError for values out of range.
     Source: SPIDE (2025), section 3.2 and Figure 4.
@@ -56,11 +56,18 @@ class SpideStopping(NeverStop):
         self._shadow = len(candidates) > 1 if shadow is None else shadow
         self.table = AcceptanceTable(candidates, bins=BINS[bins], prior_count=prior_count)
         self.needs = Needs(confidence=True)
-        if self._shadow:
-            self.needs = replace(self.needs, shadow_layers=candidates, learn_every=learn_every, prompt_rows=prompt_rows)
+        self._prompt = self._shadow or prompt_rows > 0
+        if self._prompt:
+            schedule = learn_every if self._shadow else 0
+            self.needs = replace(self.needs, shadow_layers=candidates, learn_every=schedule, prompt_rows=prompt_rows)
         self.tau = tau
         self.reliability = 1.0
         self.max_length = max_length
+
+    @property
+    def learns_from_shadow_tokens(self) -> bool:
+        """Whether rounds teach it more than the fate of its drafts."""
+        return self._shadow
 
     def start_round(self, plan: Plan) -> None:
         """Gamma starts at 1."""
@@ -78,7 +85,7 @@ class SpideStopping(NeverStop):
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
         """Learn from the prompt's last rows, whoever asked for them."""
-        if self._shadow:
+        if self._prompt:
             self.table.observe_shadow(shadow)
 
     def observe(self, record: RoundRecord) -> None:
