@@ -8,6 +8,7 @@ copies, because the model it is given must stay as it is.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def load_transformers(
 
 def load_config(name: str, *, revision: str | None = None, local_files_only: bool = False) -> LlamaConfig:
     """The checked configuration of a checkpoint; errors as in `load_model`."""
-    if (name.startswith((".", "/", "~")) or "\\" in name) and not Path(name).expanduser().is_dir():
+    if (name.startswith((".", "/", "~")) or "\\" in name) and not Path(os.path.expanduser(name)).is_dir():  # noqa: PTH111
         raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
     config = AutoConfig.from_pretrained(
         name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
@@ -178,6 +179,13 @@ def from_transformers(
         layout beside a model that stays usable); True empties `model` while converting it.
     Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices.
     """
+    config = check_transformers(model)
+    with torch.inference_mode(False), torch.no_grad():
+        return _convert(model, config, layout, release)
+
+
+def check_transformers(model: object) -> LlamaConfig:
+    """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
     if not isinstance(model, LlamaForCausalLM):
         raise ValueError(
             f"expected a {', '.join(SUPPORTED_ARCHITECTURES)}, got {type(model).__name__}; "
@@ -185,8 +193,7 @@ def from_transformers(
         )
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
     _check_weights(model)
-    with torch.inference_mode(False), torch.no_grad():
-        return _convert(model, config, layout, release)
+    return config
 
 
 def _check_weights(model: LlamaForCausalLM) -> None:

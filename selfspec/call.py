@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from policies import Policy, RoundRecord
 from selfspec.config import Request
 from selfspec.decoding import Decoding
-from selfspec.model_source import BoundModel
+from selfspec.model_source import BoundModel, ModelSource
 from selfspec.runner import Runner
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
@@ -63,6 +63,7 @@ class Call:
 
     def __init__(
         self,
+        models: ModelSource,
         bound: BoundModel,
         request: Request,
         policy: Policy,
@@ -74,7 +75,7 @@ class Call:
         self.request = request
         self.tokenizer = tokenizer
         self.result: GenerationResult | None = None
-        self._bound, self._policy = bound, policy
+        self._models, self._bound, self._policy = models, bound, policy
         self._started, self._keep_trace = started, keep_trace
 
     def rounds(self) -> Generator[Committed]:
@@ -89,6 +90,8 @@ class Call:
             except NonFiniteLogitsError:
                 runner.clear()
                 raise
+            finally:
+                self._models.called(perf_counter() - self._started)
 
     def _run(self, runner: Runner) -> Generator[Committed]:
         model = self._bound.model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -50,8 +50,11 @@ class SelfSpecGenerator:
     """Self-speculative decoding with one model: its first layers draft, the rest verify, the output stays the model's own.
 
     model: what `layerskip_models.load_model` returns, or a transformers LlamaForCausalLM, whose weights are then copied
-        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed;
-        in-place updates of its weights are noticed and copied again). Generators may share either.
+        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed). Generators
+        may share either. When the weights of a transformers model change, they are copied again at the start of the next
+        call: after an optimiser's step, `load_state_dict`, a merged adapter, a replaced parameter, whether or not through
+        `.data`. **One exception:** a write through `.data` that changes only a few numbers of a tensor (a row, a single
+        weight) may be found only some calls later. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
@@ -69,7 +72,7 @@ class SelfSpecGenerator:
         self._models = ModelSource(model, runner)
         self.tokenizer = tokenizer
         self._lock = threading.Lock()  # of `_policies`
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
         self._default = policy
         if policy is not None:
             self._named_policy(self._models.current, policy)  # a wrong one is an error here, not at the first call
@@ -199,7 +202,7 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        return Call(bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
+        return Call(self._models, bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
 
     def warm_up(
         self,
@@ -228,6 +231,14 @@ class SelfSpecGenerator:
                 with engine_mode(bound.model.device):
                     runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
             return runner.num_captures - before[0], runner.capture_seconds - before[1]
+
+    def refresh(self) -> None:
+        """Copy the transformers model's weights again now, whether or not they seem to have changed.
+
+        Calls that are running end with the weights they began with. Policies keep what they have learned. Does nothing for
+        a `LayerSkipModel`, which is not copied.
+        """
+        self._models.refresh()
 
     @property
     def model(self) -> LayerSkipModel:
@@ -288,12 +299,13 @@ class SelfSpecGenerator:
             return policy
         name = policy.strip()
         with self._lock:  # two first calls at once calibrate once, and learn in one policy
-            if name not in self._policies:
+            key = name, bound.model.dtype, bound.model.device
+            if key not in self._policies:
                 measure = partial(measured_cost, bound.model, bound.runners.kind)
-                self._policies[name] = parse_policy(
+                self._policies[key] = parse_policy(
                     name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
                 )
-            return self._policies[name]
+            return self._policies[key]
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:
