@@ -6,6 +6,7 @@ import threading
 from collections.abc import Hashable, Iterable
 from contextlib import closing
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.model_source import BoundModel, ModelSource
 from selfspec.preverify import PreVerifiers
 from selfspec.runner import RunnerChoice, RunnerName
+from selfspec.stream import GenerationStream
 from selfspec.torch_mode import engine_mode
 
 
@@ -138,17 +140,15 @@ class SelfSpecGenerator:
         """
         call = self._call(
             prompt,
-            options={
-                "max_new_tokens": max_new_tokens,
-                "do_sample": do_sample,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "min_p": min_p,
-                "repetition_penalty": repetition_penalty,
-                "eos_token_id": eos_token_id,
-                "stop_strings": stop_strings,
-            },
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            eos_token_id=eos_token_id,
+            stop_strings=stop_strings,
             seed=seed,
             generator=generator,
             logits_processor=logits_processor,
@@ -172,22 +172,46 @@ class SelfSpecGenerator:
         assert call.result is not None
         return call.result
 
+    def stream(self, prompt: str | list[int] | Tensor, **options: Any) -> GenerationStream:
+        """Continue a prompt piece by piece: `for piece in generator.stream("Once"): print(piece, end="")`.
+
+        options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
+        Returns an iterator over pieces of text, or over lists of token ids without a tokenizer, one for each round that
+        yields any. Breaking off the loop ends the generation. When the text is complete, its `result` is what `generate`
+        returns; times in its statistics include what the caller did between pieces.
+        """
+        unknown = options.keys() - (signature(self.generate).parameters.keys() - {"streamer"})
+        if unknown:
+            raise TypeError(f"stream() got an unexpected keyword argument {min(unknown)!r}")
+        return GenerationStream(self._call(prompt, **options))
+
+    def __repr__(self) -> str:
+        model = self.model
+        policy = DEFAULT_POLICY if self._default is None else getattr(self._default, "name", self._default)
+        return (
+            f"SelfSpecGenerator({model.name or 'a model'}: {model.num_layers} layers, {str(model.dtype)[6:]}, "
+            f"{model.device}, policy={policy!r}, runner={self.runner!r})"
+        )
+
     def _call(
         self,
         prompt: str | list[int] | Tensor,
         *,
-        options: dict[str, Any],
-        seed: int | None,
-        generator: torch.Generator | None,
-        logits_processor: LogitsProcessorList | None,
-        stopping_criteria: StoppingCriteriaList | None,
-        policy: str | Policy | None,
-        exit_layer: int | None,
-        num_speculations: int | None,
-        generation_config: GenerationConfig | None,
-        trace: bool,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        generation_config: GenerationConfig | None = None,
+        trace: bool = False,
+        **options: Any,
     ) -> Call:
-        """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet."""
+        """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet.
+
+        options: the arguments of `generate` that are fields of a GenerationConfig.
+        """
         started = perf_counter()
         bound = self._models.bind()
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
