@@ -229,6 +229,13 @@ def from_transformers(
         layout beside a model that stays usable); True empties `model` while converting it.
     Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices.
     """
+    config = check_transformers(model)
+    with torch.inference_mode(False), torch.no_grad():
+        return _convert(model, config, layout, release)
+
+
+def check_transformers(model: object) -> LlamaConfig:
+    """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
     if not isinstance(model, LlamaForCausalLM):
         raise ValueError(
             f"expected a {', '.join(SUPPORTED_ARCHITECTURES)}, got {type(model).__name__}; "
@@ -236,8 +243,7 @@ def from_transformers(
         )
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
     _check_weights(model)
-    with torch.inference_mode(False), torch.no_grad():
-        return _convert(model, config, layout, release)
+    return config
 
 
 def _check_weights(model: LlamaForCausalLM) -> None:
