@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.context_tables import ROLES, seconds_per_token
 from bench.grid import grid_lines, mean_agreement
+from bench.reading_figures import reading_figures
 from bench.record import Line
 from bench.run_tables import PLAIN
 from bench.summary import Samples
@@ -53,7 +54,7 @@ def figures(lines: Sequence[Line]) -> dict[str, Figure]:
     if drafting:
         made["Exit layers"] = histograms(samples, drafting, "rounds_by_exit_layer", "exit layer (0: no drafts)")
         made["Drafts per round"] = histograms(samples, drafting, "rounds_by_length", "tokens drafted in a round")
-    return made
+    return {**made, **reading_figures(lines)}
 
 
 def svg(figure: Figure) -> str:

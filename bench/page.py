@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench.figures import figures, svg
 from bench.record import Line
-from bench.report import headline, machine_sentence, tables
+from bench.report import headline, machine_sentence, readings, tables
 from bench.table import Table
 
 _STYLE = """
@@ -30,7 +30,7 @@ def page(lines: Sequence[Line]) -> str:
     for name, figure in figures(lines).items():
         drawn = f'<figure role="img" aria-label="{html.escape(name)}">{svg(figure)}</figure>'
         parts.append(f"<h2>{html.escape(name)}</h2>\n{drawn}")
-    parts += [_table(table) for table in tables(lines)]
+    parts += [_table(table) for table in [*tables(lines), *readings(lines)]]
     parts.append(f'<h2>Where the numbers come from</h2>\n<p class="fine">{_inline(machine_sentence(lines))}</p>')
     body = "\n".join(parts)
     return (

@@ -2,7 +2,8 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, speedups, tasks, etpl, figures; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
+(speed, rounds, phases, speedups, tasks, etpl, figures; of a run's traces transfer, segments, oracle, positions,
+conditional, which only come by name; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
 phases; of contexts contexts, memory; of a start startup). `report:headline` is short for `report:peers:headline`.
 """
 
@@ -12,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.context_tables import context_headline, context_tables
+from bench.reading_tables import reading_tables
 from bench.record import KEPT, Line
 from bench.roofline_tables import roofline_headline, roofline_tables
 from bench.run_tables import run_tables
@@ -38,18 +40,24 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
 
 
 def tables(lines: Sequence[Line]) -> list[Table]:
-    """All tables of a record."""
+    """All tables of a record but those of `readings`."""
     return _TABLES.get(lines[0]["command"], run_tables)(lines)
 
 
+def readings(lines: Sequence[Line]) -> list[Table]:
+    """What the traces in a record say (`bench.readings`); none where it holds no traces."""
+    return reading_tables(lines) if lines[0]["command"] == "run" else []
+
+
 def markdown(lines: Sequence[Line]) -> str:
-    """The whole record as Markdown."""
-    return "\n\n".join(sections(lines).values()) + "\n"
+    """The whole record as Markdown, its readings left out: those are parts of their own."""
+    left_out = {table.name for table in readings(lines)}
+    return "\n\n".join(text for name, text in sections(lines).items() if name not in left_out) + "\n"
 
 
 def sections(lines: Sequence[Line]) -> dict[str, str]:
-    """The parts of `markdown` by name."""
-    made = {table.name: table.markdown() for table in tables(lines)}
+    """The parts of a record by name."""
+    made = {table.name: table.markdown() for table in [*tables(lines), *readings(lines)]}
     return {"headline": headline(lines), **made, "machine": machine_sentence(lines)}
 
 
