@@ -13,7 +13,6 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from layerskip_models.loading import load_transformers
@@ -63,18 +62,13 @@ def load_reference(
 
 @contextmanager
 def _loading(model: str | None, notes: Console) -> Iterator[str]:
-    """A status line while a checkpoint is loaded, and one message for what keeps it from loading; yields its name."""
+    """A status line while a checkpoint is loaded; yields its name."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the status line says it, and goes away
     hub_logging.set_verbosity_error()  # its retries
     name = str(DEMO_PATH) if model is None else model
-    try:
-        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
-            yield name
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot load {name}: {error}") from error
+    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+        yield name
 
 
 @contextmanager
