@@ -192,7 +192,9 @@ class SelfSpecGenerator:
         """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet."""
         started = perf_counter()
         bound = self._models.bind()
+        resolving = perf_counter()
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
         request = make_request(
             host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
             prompt=prompt,
@@ -204,7 +206,15 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        return Call(bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
+        return Call(
+            bound,
+            request,
+            chosen,
+            self.tokenizer,
+            started=started,
+            calibration_seconds=calibrating,
+            keep_trace=trace,
+        )
 
     def warm_up(
         self,
