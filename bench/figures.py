@@ -248,10 +248,10 @@ def _bare(axes: Axes) -> None:
 
 
 def _rounds(samples: Samples, engine: str, counts: str) -> Counter[str]:
-    """Rounds of an engine's first repeat over all prompts, by exit layer or length."""
+    """Rounds of an engine's runs, by exit layer or length."""
     total: Counter[str] = Counter()
     for line in samples.samples:
-        if line["engine"] == engine and line["repeat"] == 0:
+        if line["engine"] == engine:
             total.update(line["stats"].get(counts, {}))
     return total
 
