@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from bench.cli_common import (
 )
 from bench.cli_options import (
     DeviceOption,
+    DoSampleOption,
     DtypeOption,
     KeptOption,
     MemoryOption,
@@ -36,15 +37,20 @@ from bench.cli_options import (
     PromptTokensOption,
     RepeatsOption,
     RunnerOption,
+    SeedOption,
     TaskSamplesOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     WarmupsOption,
 )
 from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
-from bench.engines import Engine, SelfSpecEngine
+from bench.engines import Engine, Sampling, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
 from bench.runner import Run, RunSettings, resumable
+from bench.scoring import Scorer
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.loading import resolve_device
@@ -83,11 +89,20 @@ def run(
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
+    do_sample: DoSampleOption = False,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
     warmups: WarmupsOption = 1,
     peers: PeersOption = True,
     grid: Annotated[
-        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best one of each task.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--grid/--no-grid",
+            help="Replay all fixed settings, and run the best one of each task. Default: yes, unless sampling.",
+        ),
+    ] = None,
     memory: MemoryOption = True,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -105,10 +120,16 @@ def run(
             raise ValueError("--resume needs --output, the record that was being written")
         if resume and kept:
             raise ValueError("--resume cannot go on with --kept: what a policy had learned is not in the record")
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        sampling = sampling_of(do_sample, options)
+        if sampling is not None and grid:
+            raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
+        grid = sampling is None if grid is None else grid
         names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
-        samples = encode_prompts(chosen, open_tokenizer(checkpoint), prompt_tokens)
+        tokenizer = open_tokenizer(checkpoint)
+        samples = encode_prompts(chosen, tokenizer, prompt_tokens)
         on = str(workers.device)
         network = load_network(checkpoint, dtype, on) if peers else None
         generator = SelfSpecGenerator(
@@ -126,18 +147,23 @@ def run(
             parse(name)
         lasting = kept_policies(kept or [], names, parse)
         settings = RunSettings(
-            max_new_tokens=max_new_tokens, repeats=repeats, warmups=warmups, grid=grid, memory=memory
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            grid=grid,
+            memory=memory,
+            sampling=sampling,
         )
-        engines: list[Engine] = [SelfSpecEngine(generator, name) for name in dict.fromkeys(names)]
-        engines += [SelfSpecEngine(generator, name, kept=True) for name in lasting]
+        engines: list[Engine] = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
+        engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
         if network is not None:
-            engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers))
+            engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
         labels = {engine.name: engine.label for engine in engines}
         description: dict[str, Any] = {
             "kind": "run",
             "command": "run",
             "configuration": {
-                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
                 "prompt_tokens": prompt_tokens,
                 "runner": generator.runner,
                 "num_layers": num_layers,
@@ -155,7 +181,7 @@ def run(
     with recording(writer, resume=None if kept else _resuming()) as record:
         if workers.is_main:
             workers.wait()
-        measuring = Run(generator, engines, samples, settings, record, workers)
+        measuring = Run(generator, engines, samples, settings, record, workers, Scorer(tokenizer))
         cost = measuring.costs()
         measuring.limits()
         total = Run.num_steps(len(workers.share(samples)), len(engines), settings)
@@ -168,6 +194,15 @@ def run(
     if workers.is_main:
         show(lines)
         exit_if_outputs_differ(lines)
+
+
+def sampling_of(do_sample: bool, options: Mapping[str, Any]) -> Sampling | None:
+    """The options of sampling, None for greedy decoding. Raises ValueError for an option that would do nothing."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not do_sample:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
+    return Sampling(**given) if do_sample else None
 
 
 def _resuming() -> str:

@@ -219,7 +219,9 @@ class SelfSpecGenerator:
         """
         started = perf_counter()
         bound = self._models.bind()
+        resolving = perf_counter()
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
         request = make_request(
             host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
             prompt=prompt,
@@ -231,7 +233,16 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        return Call(self._models, bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
+        return Call(
+            self._models,
+            bound,
+            request,
+            chosen,
+            self.tokenizer,
+            started=started,
+            calibration_seconds=calibrating,
+            keep_trace=trace,
+        )
 
     def warm_up(
         self,

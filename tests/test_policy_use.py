@@ -6,15 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-from preverifiers import tiny_preverifier
 from scripted_policies import ScriptedExit, StopBelow
-from test_generator import Recorder
 from tiny_llama import reference_greedy, tiny_llama
-from torch import Tensor
 
 from policies import DraftRow, Plan, Policy
 from selfspec import SelfSpecGenerator
-from selfspec.policy_use import use
 
 PROMPTS = [[5, 1, 7], [9, 2], [3, 3, 8, 1], [11]]
 LENGTH = 40
