@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from transformers.utils import logging
 
+from bench.cli_busy import busy
 from bench.cli_common import (
     DeviceOption,
     DtypeOption,
@@ -62,6 +63,7 @@ app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
 app.command()(startup)
+app.command()(busy)
 
 
 @app.command()

@@ -8,6 +8,7 @@ a hidden state is [rows, hidden], its rows consecutive positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +19,11 @@ from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
+_AS_IT_IS = nullcontext()
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
@@ -309,6 +312,13 @@ class LayerSkipModel:
     def rotary(self) -> Tensor:
         """The rotary table, complex [positions, 1, head_dim / 2]; `prepare` may put a longer one in its place."""
         return self._rotary
+
+    def on_one_team(self) -> AbstractContextManager[None]:
+        """Within it this thread's PyTorch operators start no threads of their own, if our kernels run the layers.
+
+        For the engine's rounds, whose operators are small; see `kernels.threads`.
+        """
+        return _AS_IT_IS if self._native is None else OneTeam()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""

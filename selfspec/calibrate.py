@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.threads import num_threads
 from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
 from selfspec.captured import CapturedRunner
 from selfspec.draft import Drafter
@@ -51,7 +52,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
     tokens = torch.zeros(context, dtype=torch.long, device=model.device)
-    with torch.inference_mode(), on_device(model.device):
+    with torch.inference_mode(), on_device(model.device), model.on_one_team():
         # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
         model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
         make = _captured_calls if runner == "captured" else _eager_calls
@@ -68,7 +69,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         layer_seconds=layer_seconds,
         head_seconds=head_seconds,
         draft_seconds=max(step, -0.9 * head_seconds[0]),
-        description=f"{model.device.type} {dtype}, {torch.get_num_threads()} threads, {runner}",
+        description=f"{model.device.type} {dtype}, {num_threads()} threads, {runner}",
     )
 
 
@@ -147,7 +148,7 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
     def learn(count: int) -> Callable[[], object]:
         return lambda: recorder.shadow_tokens(count, target[:count])
 
-    with torch.inference_mode():
+    with torch.inference_mode(), model.on_one_team():
         return dict(zip(rows, _timed([learn(count) for count in rows], model.device)))
 
 

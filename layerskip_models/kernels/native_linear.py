@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.kernels.library import KINDS, Matrix, kernels
+from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
@@ -71,6 +72,11 @@ class NativeLinear:
         self.num_bytes = stored.numel() * stored.element_size() + (0 if scale is None else 4 * self._out)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that `matrix` points to."""
+        return [tensor for tensor in (self.stored, self._scale, self._bias) if tensor is not None]
+
+    @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
         full = self.stored.float()
@@ -85,9 +91,9 @@ class NativeLinear:
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x, residual: contiguous."""
         rows, size = x.shape
-        y, threads = x.new_empty(rows, self._out), torch.get_num_threads()
+        y, threads = x.new_empty(rows, self._out), num_threads()
         for first, count in pieces(rows):
-            self._run(
+            job = self._run(
                 self._address,
                 x.data_ptr() + 4 * first * size,
                 count,
@@ -95,6 +101,8 @@ class NativeLinear:
                 y.data_ptr() + 4 * first * self._out,
                 threads,
             )
+            if job:
+                keep(job, self, x, residual)
         return y
 
     def _by_operators(self, x: Tensor) -> Tensor:
@@ -122,21 +130,21 @@ class NativeLinear:
         factors = norm.factors
         if factors is None or _operators_only.get():
             return self(norm(x))
-        x, threads = x.contiguous(), torch.get_num_threads()
+        x, threads = x.contiguous(), num_threads()
         rows, size = x.shape
         y = x.new_empty(rows, self._out)
-        normed = x.new_empty(threads, min(rows, MOST_ROWS), size)
         for first, count in pieces(rows):
-            self._run_normalised(
+            job = self._run_normalised(
                 self._address,
                 factors.data_ptr(),
                 norm.eps,
                 x.data_ptr() + 4 * first * size,
                 count,
-                normed.data_ptr(),
                 y.data_ptr() + 4 * first * self._out,
                 threads,
             )
+            if job:
+                keep(job, self, x, factors)
         return y
 
 
