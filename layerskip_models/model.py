@@ -208,9 +208,9 @@ class LayerSkipModel:
         rows = hidden.shape[0]
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        rotary = self._rotary[position:end]
         if self._native is not None:
-            return self._native.run(hidden, start, stop, cache, position, rotary, capture)
+            return self._native.run(hidden, start, stop, cache, position, self._rotary, capture)
+        rotary = self._rotary[position:end]
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend

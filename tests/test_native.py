@@ -353,7 +353,7 @@ def test_passes_that_would_read_or_write_beyond_are_refused() -> None:
     longer = SimpleNamespace(
         values=torch.zeros(*shape[:2], far + 9, shape[3]), keys=torch.zeros(*shape[:2], far + 9, shape[3]).mT
     )
-    refused("is the rotary table as long as the text", cache=longer, position=far - 2)
+    refused("are behind the rotary table", cache=longer, position=far - 2)
     assert torch.equal(cache.values, before[0]) and torch.equal(cache.keys, before[1])
 
 

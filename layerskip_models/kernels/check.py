@@ -17,7 +17,7 @@ from torch import Tensor
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
-from layerskip_models.kernels.threads import num_threads, on_threads
+from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
 from layerskip_models.norm import RMSNorm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
@@ -52,7 +52,7 @@ class _Drawn:
 
 def fault() -> str | None:
     """What the kernels of this process compute wrongly, or None."""
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+    with OneTeam(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
         width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -93,13 +93,13 @@ def _fault_of_layers(layer: _Layer, x: Tensor, angles: Tensor) -> str | None:
     rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     one = _Cache()
     with on_threads(1):
-        rows = [layers.run(row, 0, 1, one, i, rotary[i : i + 1], None) for i, row in enumerate(x.split(1))]
+        rows = [layers.run(row, 0, 1, one, i, rotary, None) for i, row in enumerate(x.split(1))]
     alone = torch.cat(rows)
     for threads in _teams():
         many = _Cache()
         with on_threads(threads):
-            first = layers.run(x[:2], 0, 1, many, 0, rotary[:2], None)
-            together = torch.cat([first, layers.run(x[2:], 0, 1, many, 2, rotary[2:], None)])
+            first = layers.run(x[:2], 0, 1, many, 0, rotary, None)
+            together = torch.cat([first, layers.run(x[2:], 0, 1, many, 2, rotary, None)])
         same = torch.equal(together, alone) and torch.equal(many.keys, one.keys)
         if not same or not torch.equal(many.values, one.values):
             return f"run computes a row otherwise in company, on {threads} threads"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import addressof, sizeof
+from dataclasses import dataclass
 from typing import Protocol
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -39,6 +42,49 @@ class KeysAndValues(Protocol):
 
     keys: Tensor  # [layers, kv_heads, head_dim, positions]
     values: Tensor  # [layers, kv_heads, positions, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What C must know of a KV cache and a rotary table. It was checked, which takes longer than a small pass may."""
+
+    keys: ReferenceType[Tensor]
+    values: ReferenceType[Tensor]
+    rotary: ReferenceType[Tensor]
+    layers: int
+    positions: int
+    layer_stride: int
+    head_stride: int
+    rotary_positions: int
+
+    @classmethod
+    def checked(cls, keys: Tensor, values: Tensor, rotary: Tensor, kv_heads: int, dim: int) -> Memory:
+        """Raises ValueError unless they are in memory as the kernels read and write them."""
+        if not (values.dtype is keys.dtype is torch.float32 and values.is_cpu and keys.is_cpu):
+            raise ValueError("keys and values must be float32 on the CPU")
+        strides = values.stride()
+        if (
+            values.dim() != 4
+            or (values.shape[1], values.shape[3], *strides[2:]) != (kv_heads, dim, dim, 1)
+            or keys.shape != values.mT.shape
+            or keys.stride() != values.mT.stride()
+        ):
+            raise ValueError(
+                f"keys {list(keys.shape)}, strides {keys.stride()}, and values {list(values.shape)}, strides {strides}, must "
+                f"both be in memory as [layers, {kv_heads}, positions, {dim}], the last two without gaps"
+            )
+        if (
+            rotary.dtype is not torch.complex64
+            or rotary.shape[1:] != (1, dim // 2)
+            or not (rotary.is_cpu and rotary.is_contiguous())
+            or rotary.is_conj()
+        ):
+            raise ValueError(
+                f"rotary must be contiguous complex64 [positions, 1, {dim // 2}] on the CPU, "
+                f"got {rotary.dtype} {list(rotary.shape)} on {rotary.device}"
+            )
+        references = weakref.ref(keys), weakref.ref(values), weakref.ref(rotary)
+        return cls(*references, values.shape[0], values.shape[2], strides[0], strides[1], rotary.shape[0])
 
 
 class NativeLayers:
@@ -85,6 +131,7 @@ class NativeLayers:
                 setattr(described, name, factors.data_ptr())
                 self._alive.append(factors)
         self._scratch = threading.local()
+        self._memory: Memory | None = None
 
     @staticmethod
     def possible(layers: Sequence[LayerWeights]) -> bool:
@@ -107,17 +154,17 @@ class NativeLayers:
         rotary: Tensor,
         capture: Callable[[int, Tensor], None] | None,
     ) -> Tensor:
-        """`LayerSkipModel.run_layers`; rotary: complex64 [rows, 1, head_dim / 2], of the rows' positions.
+        """`LayerSkipModel.run_layers`; rotary: complex64 [positions, 1, head_dim / 2], of all positions from 0 on.
 
         Raises ValueError, before anything is computed, if an argument does not fit the others: C would read and write beyond.
         """
         keys, values = cache.keys, cache.values
-        self._check(hidden, start, stop, keys, values, position, rotary)
+        memory = self._memory_of(keys, values, rotary)
+        self._check(hidden, start, stop, memory, position)
         if start == stop:
             return hidden
-        layer_stride, head_stride, _, _ = values.stride()
-        first = start * layer_stride * values.element_size()
-        where = Cache(keys.data_ptr() + first, values.data_ptr() + first, layer_stride, head_stride)
+        first = 4 * start * memory.layer_stride
+        where = Cache(keys.data_ptr() + first, values.data_ptr() + first, memory.layer_stride, memory.head_stride)
         hidden = hidden.contiguous()
         rows, size = hidden.shape
         count = stop - start
@@ -133,7 +180,7 @@ class NativeLayers:
                 hidden.data_ptr() + 4 * done * size,
                 piece,
                 position + done,
-                rotary.data_ptr() + 4 * done * self._shape.head_dim,
+                rotary.data_ptr() + 4 * (position + done) * self._head_dim,
                 outputs.data_ptr() + 4 * done * size,
                 0 if capture is None else rows * size,
                 scratch.data_ptr(),
@@ -146,39 +193,27 @@ class NativeLayers:
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
 
-    def _check(
-        self, hidden: Tensor, start: int, stop: int, keys: Tensor, values: Tensor, position: int, rotary: Tensor
-    ) -> None:
-        """Raise ValueError if these do not fit each other. Takes a microsecond or two."""
+    def _check(self, hidden: Tensor, start: int, stop: int, memory: Memory, position: int) -> None:
+        """Raise ValueError if these do not fit each other."""
         check_rows("hidden", hidden, self._hidden_size)
-        rows, dim = hidden.shape[0], self._head_dim
-        layers, kv_heads, length, value_dim = values.shape
-        layer_stride, head_stride, row_stride, unit = strides = values.stride()
-        if not 0 <= start <= stop <= min(len(self._layers), layers):
-            raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}, cached {layers}")
-        if not (values.dtype is keys.dtype is torch.float32 and values.is_cpu and keys.is_cpu):
-            raise ValueError("keys and values must be float32 on the CPU")
-        if (
-            (kv_heads, value_dim, row_stride, unit) != (self._kv_heads, dim, dim, 1)
-            or keys.shape != (layers, kv_heads, dim, length)
-            or keys.stride() != (layer_stride, head_stride, 1, dim)
-        ):
+        rows = hidden.shape[0]
+        if not 0 <= start <= stop <= min(len(self._layers), memory.layers):
+            raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}, cached {memory.layers}")
+        if position < 0 or position + rows > memory.positions:
             raise ValueError(
-                f"keys {list(keys.shape)}, strides {keys.stride()}, and values {list(values.shape)}, strides {strides}, must "
-                f"both be in memory as [layers, {self._kv_heads}, positions, {dim}], the last two without gaps"
+                f"{rows} rows from position {position} on do not fit into a cache of {memory.positions} positions"
             )
-        if position < 0 or position + rows > length:
-            raise ValueError(f"{rows} rows from position {position} on do not fit into a cache of {length} positions")
-        if (
-            rotary.dtype is not torch.complex64
-            or rotary.shape != (rows, 1, dim // 2)
-            or not (rotary.is_cpu and rotary.is_contiguous())
-            or rotary.is_conj()
-        ):
+        if position + rows > memory.rotary_positions:
             raise ValueError(
-                f"rotary must be contiguous complex64 [{rows}, 1, {dim // 2}] on the CPU, got {rotary.dtype} "
-                f"{list(rotary.shape)} on {rotary.device}: is the rotary table as long as the text?"
+                f"{rows} rows from position {position} on are behind the rotary table's {memory.rotary_positions} positions"
             )
+
+    def _memory_of(self, keys: Tensor, values: Tensor, rotary: Tensor) -> Memory:
+        """What is known of a cache and a rotary table, checked if they are not the ones of the last call."""
+        known = self._memory
+        if known is None or known.keys() is not keys or known.values() is not values or known.rotary() is not rotary:
+            known = self._memory = Memory.checked(keys, values, rotary, self._kv_heads, self._head_dim)
+        return known
 
     def _scratch_for(self, rows: int) -> Tensor:
         """Memory for one call, this thread's own; it grows with the number of rows."""
