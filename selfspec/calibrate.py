@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -38,8 +39,11 @@ def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> Measur
 
 
 def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
-    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike."""
-    _measured.setdefault(model, {})[runner] = cost
+    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike.
+
+    It stays as it is: policies do not repair it by what rounds take.
+    """
+    _measured.setdefault(model, {})[runner] = replace(cost, fixed=True)
 
 
 def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
