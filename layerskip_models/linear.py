@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear, native_works
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 
 Layout = Literal["plain", "transposed", "packed", "half", "int8", "native"]
 """How a weight is stored: row major as in the checkpoint, column major, in oneDNN's blocked layout, in float16 without loss,

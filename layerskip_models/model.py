@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +20,11 @@ from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
+_AS_IT_IS = nullcontext()
 _growing = threading.Lock()  # of any model's rotary table
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
@@ -218,9 +221,9 @@ class LayerSkipModel:
         rows = hidden.shape[0]
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        rotary = self._rotary[position:end]
         if self._native is not None:
-            return self._native.run(hidden, start, stop, cache, position, rotary, capture)
+            return self._native.run(hidden, start, stop, cache, position, self._rotary, capture)
+        rotary = self._rotary[position:end]
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend
@@ -340,6 +343,13 @@ class LayerSkipModel:
         every pair the factor of the number itself (cos, cos), then that of the other one (-sin, sin).
         """
         return self._rotary
+
+    def on_one_team(self) -> AbstractContextManager[None]:
+        """Within it this thread's PyTorch operators start no threads of their own, if our kernels run the layers.
+
+        For the engine's rounds, whose operators are small; see `kernels.threads`.
+        """
+        return _AS_IT_IS if self._native is None else OneTeam()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
