@@ -111,6 +111,7 @@ class CostDrift:
         return None
 
     def _compare(self) -> bool:
+        # Once per window: with another cost a policy solves its equations anew, which takes as long as some rounds.
         waits = (
             self._compared is not None and self._round - self._compared < _WINDOW
         )  # solving anew costs a policy some rounds
