@@ -36,6 +36,7 @@ KeptOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Policy to run a second time, keeping what it learns from prompt to prompt, as in use; repeatable. "
+        "'all' means every policy of the run that learns. "
         "Not with --resume."
     ),
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -53,7 +54,7 @@ from bench.scoring import Scorer
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.loading import resolve_device
-from policies import LayerCost, parse_policy
+from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli_common import one_line_errors
 from selfspec.defaults import fixed_setting
@@ -136,13 +137,15 @@ def run(
             runner=resolve_runner(runner, workers.device),
         )
         num_layers = generator.model.num_layers
-        for name in [*names, *(kept or [])]:  # mistakes are told before anything is measured
-            parse_policy(
-                name,
-                num_layers=num_layers,
-                measure=lambda: LayerCost(num_layers),
-                preverifier=generator.load_preverifier,
-            )
+        parse = partial(
+            parse_policy,
+            num_layers=num_layers,
+            measure=lambda: LayerCost(num_layers),
+            preverifier=generator.load_preverifier,
+        )
+        for name in names:  # mistakes are told before anything is measured
+            parse(name)
+        lasting = kept_policies(kept or [], names, parse)
         settings = RunSettings(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
@@ -152,7 +155,7 @@ def run(
             sampling=sampling,
         )
         engines: list[Engine] = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
-        engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in dict.fromkeys(kept or [])]
+        engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
         if network is not None:
             engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
         labels = {engine.name: engine.label for engine in engines}
@@ -227,6 +230,22 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
     for name in tasks or by_task:
         chosen += by_task[name][:num_samples] if name in by_task else load_hub_task(name, num_samples)
     return chosen
+
+
+def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
+    """The policies to run a second time with what they have learned: those asked for, "all" meaning all that learn.
+
+    Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
+    """
+    chosen: list[str] = []
+    for name in asked:
+        if name == "all":
+            chosen += [known for known in names if parse(kept_between_texts(known)).learns]
+        elif parse(kept_between_texts(name)).learns:
+            chosen.append(name)
+        else:
+            raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")
+    return list(dict.fromkeys(chosen))
 
 
 def baseline_policies(exit_layers: Sequence[int]) -> list[str]:

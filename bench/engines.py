@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.record import KEPT
+from policies import kept_between_texts
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
 from selfspec.kv_cache import KVCache
@@ -104,7 +105,7 @@ class SelfSpecEngine:
     ) -> None:
         self._generator = generator
         self._sampling = sampling
-        self._policy = policy
+        self._policy = kept_between_texts(policy) if kept else policy
         self._kept = kept
         self._prompt: Tensor | None = None
         self._known: dict[str, Any] | None = None  # before this prompt

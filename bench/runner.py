@@ -144,7 +144,7 @@ class Run:
                 prompt,
                 max_new_tokens=settings.max_new_tokens,
                 repeats=settings.repeats,
-                dtype=self._generator.model.dtype,
+                dtype=self._generator.model.weights_dtype,
                 write=self._record.write,
                 advance=self.advance,
                 turn=number * settings.repeats,

@@ -19,12 +19,12 @@ import bench.runner
 import layerskip_models.synthetic
 from bench.bandwidth import WeightBytes, measure_bandwidth
 from bench.cli import app
-from bench.cli_run import baseline_policies
+from bench.cli_run import baseline_policies, kept_policies
 from bench.memory import peak_bytes
 from bench.record import BEST_FIXED, Line, RecordWriter, read_parts, read_record
 from bench.shape_figures import shape_figures
 from layerskip_models import from_transformers
-from policies import MeasuredCost, parse_policy
+from policies import LayerCost, MeasuredCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0", "--no-peers"]
@@ -346,6 +346,7 @@ def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) ->
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "x.jsonl", "--kept", "auto"], "cannot go on with --kept"),
         (["--kept", "autoo"], "unknown policy"),
+        (["--kept", "ls:1-2"], "--kept ls:1-2: this policy learns nothing"),
         (["--task", "poetry"], "no prompts of task poetry; there are code, english"),
         (["--policy", "dell"], "unknown policy"),
         (["--baseline", "9"], "exit_layer must be in [1, 3]"),
@@ -355,6 +356,29 @@ def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: s
     result = run(checkpoint, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_every_policy_that_learns_can_be_kept() -> None:
+    def parse(name: str) -> Policy:
+        return parse_policy(name, num_layers=4, measure=lambda: LayerCost(4))
+
+    names = [
+        "ar",
+        "ls:1-2",
+        "auto",
+        "del",
+        "del+spide:tau=0.6",
+        "svip:1",
+        "fs:1-4",
+        "dv:1",
+        "spide:1",
+        "del:length=tpl",
+    ]
+    learning = [name for name in names if name not in ("ar", "ls:1-2", "svip:1")]
+    assert kept_policies(["all", "del"], names, parse) == learning
+    assert kept_between_texts("del:omega=0.9+spide") == "del:omega=0.9,state=kept+spide"
+    assert kept_between_texts("ls:3-9+del") == "ls:3-9+del:state=kept"
+    assert kept_between_texts("spide:3") == "spide:3"
 
 
 def test_baselines_are_policies() -> None:
