@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
+from layerskip_models.kernels.native_layers import NativeLayers
+from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.linear import Linear
-from layerskip_models.native_layers import NativeLayers
-from layerskip_models.native_linear import NativeLinear
 from layerskip_models.norm import RMSNorm
 
 _growing = threading.Lock()  # of any model's rotary table

@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
 from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
-from selfspec.captured import CapturedRunner
 from selfspec.draft import Drafter
+from selfspec.graphs.runner import CapturedRunner
 from selfspec.kv_cache import KVCache
 from selfspec.runner import RunnerName, Turn
 from selfspec.sampling import Sampler

@@ -26,9 +26,9 @@ from policies import Policy, RoundRecord, autoregressive, check_exit_layer, pars
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
 from selfspec.call import Call, GenerationResult
-from selfspec.captured import CapturedRunner
-from selfspec.config import GenerationHost, make_request
+from selfspec.config import GenerationHost, make_request, refuse_unknown
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
+from selfspec.graphs.runner import CapturedRunner
 from selfspec.model_source import BoundModel, ModelSource
 from selfspec.preverify import PreVerifiers
 from selfspec.runner import RunnerChoice, RunnerName
@@ -119,6 +119,7 @@ class SelfSpecGenerator:
         num_speculations: int | None = None,
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
+        **unknown: object,
     ) -> GenerationResult:
         """Continue a prompt.
 
@@ -136,8 +137,11 @@ class SelfSpecGenerator:
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
         trace: keep every round's record in the result.
+        A temperature of 0 means greedy decoding.
         Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
         """
+        if unknown:
+            refuse_unknown(unknown, signature(self.generate).parameters)
         call = self._call(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -180,9 +184,10 @@ class SelfSpecGenerator:
         yields any. Breaking off the loop ends the generation. When the text is complete, its `result` is what `generate`
         returns; times in its statistics include what the caller did between pieces.
         """
-        unknown = options.keys() - (signature(self.generate).parameters.keys() - {"streamer"})
-        if unknown:
-            raise TypeError(f"stream() got an unexpected keyword argument {min(unknown)!r}")
+        if "streamer" in options:
+            raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
+        known = signature(self.generate).parameters
+        refuse_unknown(options.keys() - known.keys(), known)
         return GenerationStream(self._call(prompt, **options))
 
     def __repr__(self) -> str:
@@ -239,7 +244,7 @@ class SelfSpecGenerator:
         """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
 
         policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: that it may choose; None for all it learns from, or all of the model if it says nothing.
+        exit_layers: that it may choose; None for those that it says it may choose, or all of the model if it says nothing.
         max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
         captures itself, and its statistics count it. An eager runner has nothing to capture.
         Returns how many captures were made and the seconds they took.
@@ -247,7 +252,7 @@ class SelfSpecGenerator:
         bound = self._models.bind()
         chosen = self._resolve(bound, policy, None, None)
         num_layers = bound.model.num_layers
-        layers = exit_layers or chosen.needs.shadow_layers or range(1, num_layers)
+        layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
         with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
             before = runner.num_captures, runner.capture_seconds

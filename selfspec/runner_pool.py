@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from layerskip_models import LayerSkipModel
-from selfspec.captured import CapturedRunner, captured_length
+from selfspec.graphs.runner import CapturedRunner, captured_length
 from selfspec.kv_cache import KVCache
 from selfspec.runner import EagerRunner, Runner, RunnerName
 

@@ -52,6 +52,8 @@ from selfspec.pacer_data import DataPlan, make_data, read_traces, sample_prompts
 
 MODEL_FOLDER = "preverifier"
 _KEPT_BACK = 8
+_RESULTS = ("data", "checkpoints", MODEL_FOLDER)
+"""What holds the work of a run; a folder without any of these may be used for other options."""
 
 
 def train_preverifier(config: PreVerifierTraining, console: Console | None = None) -> Path:
@@ -67,7 +69,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     )
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
-        claim_output_dir(config, output_dir, OPERATIONAL_FIELDS)
+        claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
         generator = load_generator(config.model, config.dtype, config.device, console)
         layers = config.exit_layers or (max(generator.model.num_layers // 4, 1),)
         for layer in layers:

@@ -26,14 +26,15 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+import selfspec.judge
 import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.native_linear import native_works
+from layerskip_models.kernels.native_linear import native_works
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
-from selfspec.captured import CapturedRunner
 from selfspec.config import Request
 from selfspec.decoding import Decoding
+from selfspec.graphs.runner import CapturedRunner
 from selfspec.kv_cache import KVCache
 from selfspec.runner import EagerRunner, RunnerName
 from selfspec.sampling import Sampler
@@ -209,7 +210,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCa
     assert distance(law, expected) < 1e-5
 
 
-@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no C compiler here")
+@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 @pytest.mark.parametrize("name", ["ls:1-3", "stop after a draw", "changing plans", "del", "auto:cost=layers"])
 def test_drafts_may_be_chosen_by_another_head(
     name: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
@@ -346,7 +347,7 @@ def test_goodness_of_fit_sees_a_planted_bias(
 
     The first needs short drafts, so that bonus tokens fall among the first four.
     """
-    monkeypatch.setattr(selfspec.runner, "accept_sampled", fault)
+    monkeypatch.setattr(selfspec.judge, "accept_sampled", fault)
     counts = count_runs(model, parse_policy(policy, num_layers=NUM_LAYERS), DRAWS // 5, 4, seed=1)
     assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.native import Matrix, kernels
+from layerskip_models.kernels.library import KINDS, Matrix, kernels
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
@@ -52,7 +52,7 @@ class NativeLinear:
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         library = kernels()
         if library is None:
-            raise RuntimeError("no native kernels here: they need a C compiler")
+            raise RuntimeError("no native kernels here")
         self.stored = stored
         self._scale = scale
         self._bias = None if bias is None else bias.float().contiguous()
@@ -63,7 +63,7 @@ class NativeLinear:
             stored.data_ptr(),
             None if scale is None else scale.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
-            stored.element_size(),
+            KINDS[stored.dtype],
             size,
             self._out,
         )

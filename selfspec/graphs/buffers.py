@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.static_model import StaticForward
 from selfspec.accept import accept_greedy_on_device
-from selfspec.capture import Body, Captures
+from selfspec.graphs.capture import Body, Captures
+from selfspec.graphs.forward import StaticForward
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import confidences, entropies
 from selfspec.shadow import ShadowRecorder

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layerskip_models.native_linear import operators_only
+from layerskip_models.kernels.native_linear import operators_only
 
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""

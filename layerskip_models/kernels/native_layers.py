@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from layerskip_models.native import Cache, Layer, Shape, kernels
-from layerskip_models.native_linear import NativeLinear, pieces
+from layerskip_models.kernels.library import Cache, Layer, Shape, kernels
+from layerskip_models.kernels.native_linear import NativeLinear, pieces
 
 if TYPE_CHECKING:
     from layerskip_models.model import DecoderLayer, LayerCache
