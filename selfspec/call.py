@@ -15,7 +15,7 @@ from selfspec.config import Request
 from selfspec.decoding import Decoding
 from selfspec.model_source import BoundModel, ModelSource
 from selfspec.policy_use import use
-from selfspec.runner import Runner
+from selfspec.runner import EagerRunner, Runner
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
@@ -60,7 +60,8 @@ _SHOWN = 60  # characters, or ids, of the new text in a repr
 class Call:
     """Runs one checked request. It keeps the model that it began with, and a runner that no other call has, to its end.
 
-    started: `perf_counter` when the user called. tokenizer: for the result's text, None for none.
+    started: `perf_counter` when the user called. calibration_seconds: spent since then on the policy.
+    tokenizer: for the result's text, None for none.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Call:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         started: float,
+        calibration_seconds: float = 0.0,
         keep_trace: bool,
     ) -> None:
         self.request = request
@@ -79,6 +81,7 @@ class Call:
         self.result: GenerationResult | None = None
         self._models, self._bound, self._policy = models, bound, policy
         self._started, self._keep_trace = started, keep_trace
+        self._calibration_seconds = calibration_seconds
 
     def rounds(self) -> Generator[Committed]:
         """Yield the committed tokens of prefill (its record is None) and of every round; then `result` is set.
@@ -107,6 +110,8 @@ class Call:
         while True:
             with engine_mode(model.device), at_work:  # both are left while whoever reads the tokens is at work
                 committed = next(rounds, None)
+            if decoding.capture_error is not None:
+                self._bound.runners.give_up_graphs(decoding.capture_error)
             if committed is None:
                 break
             if committed[1] is None:
@@ -124,9 +129,10 @@ class Call:
             num_prompt_tokens=num_prompt,
             seconds=perf_counter() - self._started,
             prefill_seconds=decoding.prefill_seconds,
+            calibration_seconds=self._calibration_seconds,
             first_token=first_token_seconds,
             cache_bytes=runner.cache.num_bytes,
-            runner=self._bound.runners.kind if decoding.runner is runner else "eager",
+            runner="eager" if isinstance(decoding.runner, EagerRunner) else "captured",
             num_captures=runner.num_captures - captures,
             capture_seconds=runner.capture_seconds - capture_seconds,
         )

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
-from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
+from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
 from selfspec.call import Call, GenerationResult
@@ -31,7 +31,7 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.graphs.runner import CapturedRunner
 from selfspec.model_source import BoundModel, ModelSource
 from selfspec.preverify import PreVerifiers
-from selfspec.runner import RunnerChoice, RunnerName
+from selfspec.runner import CaptureError, RunnerChoice, RunnerName
 from selfspec.stream import GenerationStream
 from selfspec.torch_mode import engine_mode
 
@@ -131,8 +131,9 @@ class SelfSpecGenerator:
             (the default) drafts a little otherwise in every process, and then draws otherwise, too: for samples that a seed
             repeats exactly choose another, such as "auto:cost=layers".
         streamer: gets committed tokens only, each once, as soon as its round ends.
-        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores).
-            Criteria see the full prefix of every committed token.
+        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores);
+            they also see texts that are only drafted, and may raise an exception for those. Criteria see the full prefix of
+            every committed token, in a tensor on the CPU whatever the model's device.
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
@@ -219,7 +220,9 @@ class SelfSpecGenerator:
         """
         started = perf_counter()
         bound = self._models.bind()
+        resolving = perf_counter()
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
         request = make_request(
             host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
             prompt=prompt,
@@ -231,7 +234,16 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        return Call(self._models, bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
+        return Call(
+            self._models,
+            bound,
+            request,
+            chosen,
+            self.tokenizer,
+            started=started,
+            calibration_seconds=calibrating,
+            keep_trace=trace,
+        )
 
     def warm_up(
         self,
@@ -257,8 +269,11 @@ class SelfSpecGenerator:
         with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
             before = runner.num_captures, runner.capture_seconds
             if isinstance(runner, CapturedRunner):
-                with engine_mode(bound.model.device):
-                    runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                try:
+                    with engine_mode(bound.model.device):
+                        runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                except CaptureError as error:
+                    bound.runners.give_up_graphs(error)
             return runner.num_captures - before[0], runner.capture_seconds - before[1]
 
     def refresh(self) -> None:
@@ -330,11 +345,20 @@ class SelfSpecGenerator:
         with self._lock:  # two first calls at once calibrate once, and learn in one policy
             key = name, bound.model.dtype, bound.model.device
             if key not in self._policies:
-                measure = partial(measured_cost, bound.model, bound.runners.kind)
+                measure = partial(_measured_cost, bound)
                 self._policies[key] = parse_policy(
                     name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
                 )
             return self._policies[key]
+
+
+def _measured_cost(bound: BoundModel) -> MeasuredCost:
+    """Costs of the runner in use; of the eager one if graphs fail while they are timed."""
+    try:
+        return measured_cost(bound.model, bound.runners.kind)
+    except CaptureError as error:
+        bound.runners.give_up_graphs(error)
+        return measured_cost(bound.model, bound.runners.kind)
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:

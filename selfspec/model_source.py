@@ -32,7 +32,7 @@ class ModelSource:
 
     def __init__(self, model: LayerSkipModel | LlamaForCausalLM, runner: RunnerChoice) -> None:
         self._runner: RunnerChoice = runner
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._watch: WeightWatch | None = None
         if isinstance(model, LayerSkipModel):
@@ -77,4 +77,8 @@ class ModelSource:
         return bound
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
-        return BoundModel(model, RunnerPool(model, resolve_runner(self._runner, model.device)), PreVerifiers(model))
+        pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._give_up_graphs)
+        return BoundModel(model, pool, PreVerifiers(model))
+
+    def _give_up_graphs(self) -> None:
+        self._runner = "eager"  # for later copies of the weights as well
