@@ -31,6 +31,8 @@ from selfspec import SelfSpecGenerator
 FIXED = ("ar", "ls:2-6", "svip:1")
 """Policies without a memory: a seed decides what they draw."""
 LEARNING = ("auto", "del", "spide:2", "fs:2-3", "dv:1")
+CAPTURED = ("ar", "ls:2-6")
+"""Those that run on captured passes: with the same captures in every call, all of them made before the soak begins."""
 PROMPTS = ([5, 1, 7], [9], list(range(40)))
 LENGTHS = (2, 32)
 SEED = 5
@@ -117,6 +119,10 @@ class Soak:
         self._writing = threading.Lock()  # the source's weights, or the start of a call that reads them
         self._own = [SelfSpecGenerator(models[0]) for _ in range(threads)]
         self._captured = SelfSpecGenerator(models[1], runner="captured")
+        for name in CAPTURED if captured else ():
+            for prompt in PROMPTS:
+                for length in LENGTHS:
+                    self._captured.generate(prompt, max_new_tokens=length, policy=name)
         self._count = threading.Lock()
 
     def run(self, seconds: float, advance: Callable[[str], object]) -> SoakReport:
@@ -176,7 +182,7 @@ class Soak:
         options: dict[str, Any] = {"max_new_tokens": length, "policy": name}
         if seed is not None:
             options.update(_sampling(seed))
-        if self._captured_every and random.randrange(self._captured_every) == 0 and name in ("ar", "ls:2-6", "auto"):
+        if self._captured_every and random.randrange(self._captured_every) == 0 and name in CAPTURED:
             options.pop("generator", None)
             if seed is not None:
                 return "skipped"  # captured passes draw in another order
