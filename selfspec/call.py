@@ -104,7 +104,7 @@ class Call:
         captures, capture_seconds = runner.num_captures, runner.capture_seconds
         first_token_seconds = 0.0
         records: list[RoundRecord] = []
-        with engine_mode(model.device):
+        with engine_mode(model.device), at_work:
             decoding = Decoding(model, runner.cache, self.request, policy, runner)
         rounds = decoding.run()
         while True:
