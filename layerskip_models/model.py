@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +20,11 @@ from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
+_AS_IT_IS = nullcontext()
 _growing = threading.Lock()  # of any model's rotary table
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
@@ -83,8 +86,9 @@ class LayerSkipModel:
     """A Llama whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
     Attributes: config (LlamaConfig), generation_config (the checkpoint's defaults for `generate`), num_layers,
-    hidden_size, vocab_size, max_positions (tokens of context), dtype, device, num_heads, num_kv_heads, head_dim, name
-    (hub name or path, for finding the checkpoint's default setting).
+    hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
+    weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU), device, num_heads,
+    num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class LayerSkipModel:
         config: LlamaConfig,
         *,
         dtype: torch.dtype,
+        weights_dtype: torch.dtype | None = None,
         embedding: Tensor,
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
@@ -113,8 +118,9 @@ class LayerSkipModel:
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.dtype = dtype
+        self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
-        self._embedding = embedding  # [vocab, hidden]; perhaps bfloat16 if that loses nothing
+        self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
@@ -215,9 +221,9 @@ class LayerSkipModel:
         rows = hidden.shape[0]
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        rotary = self._rotary[position:end]
         if self._native is not None:
-            return self._native.run(hidden, start, stop, cache, position, rotary, capture)
+            return self._native.run(hidden, start, stop, cache, position, self._rotary, capture)
+        rotary = self._rotary[position:end]
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend
@@ -337,6 +343,13 @@ class LayerSkipModel:
         every pair the factor of the number itself (cos, cos), then that of the other one (-sin, sin).
         """
         return self._rotary
+
+    def on_one_team(self) -> AbstractContextManager[None]:
+        """Within it this thread's PyTorch operators start no threads of their own, if our kernels run the layers.
+
+        For the engine's rounds, whose operators are small; see `kernels.threads`.
+        """
+        return _AS_IT_IS if self._native is None else OneTeam()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
