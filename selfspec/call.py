@@ -114,13 +114,15 @@ class Call:
         if self.tokenizer is not None:
             text = self.tokenizer.decode(sequences[0, num_prompt:], skip_special_tokens=True)
             assert isinstance(text, str)
+        kind = self._bound.runners.kind if decoding.runner is runner else "eager"
         stats = decoding.stats.finish(
             num_prompt_tokens=num_prompt,
             seconds=perf_counter() - self._started,
             prefill_seconds=decoding.prefill_seconds,
             first_token=first_token_seconds,
             cache_bytes=runner.cache.num_bytes,
-            runner=self._bound.runners.kind if decoding.runner is runner else "eager",
+            runner=kind,
+            kernels=self._bound.model.kernels if kind == "eager" else None,  # what is captured are PyTorch's operators
             num_captures=runner.num_captures - captures,
             capture_seconds=runner.capture_seconds - capture_seconds,
         )
