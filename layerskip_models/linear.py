@@ -3,7 +3,8 @@
 On a CPU four compete then: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
 packed into the blocked layout its kernels read, and FBGEMM's with one kept in float16, where that loses nothing. Which one
 wins depends on the processor, the shape and the number of rows (on one Xeon PyTorch's plain kernels beat its packed ones for
-matrices under 5 MB; on one EPYC the packed ones won everywhere), so it is measured, not assumed. The chosen layout replaces the plain weight: nothing is resident twice.
+matrices under 5 MB; on one EPYC the packed ones won everywhere), so it is measured, not assumed.
+The chosen layout replaces the plain weight: nothing is resident twice.
 """
 
 from __future__ import annotations
