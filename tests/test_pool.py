@@ -17,7 +17,8 @@ from torch import Tensor
 from bench.busy import busy_processes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear, native_works
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
 
