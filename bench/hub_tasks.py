@@ -41,7 +41,8 @@ def _gsm8k(row: Row) -> tuple[str, str | None]:
 
 def _aqua(row: Row) -> tuple[str, str | None]:
     options = " ".join(f"({option}" if not option.startswith("(") else option for option in row["options"])
-    return f"Question: {row['question']}\nAnswer Choices: {options}\nAnswer:", row["rationale"]
+    answer = f"{row['rationale']}\nThe answer is {row['correct']}."
+    return f"Question: {row['question']}\nAnswer Choices: {options}\nAnswer:", answer
 
 
 def _summary(article: str, summary: str) -> Callable[[Row], tuple[str, str | None]]:
@@ -84,7 +85,7 @@ def load_hub_task(
 ) -> list[Prompt]:
     """`num_samples` prompts of a task, drawn by the seed and kept in the data's order; all if there are fewer.
 
-    Of a task whose rows are of several kinds, so many of each. load: `datasets.load_dataset` unless told.
+    Of a task that holds several (`kind`), so many of each. load: `datasets.load_dataset` unless told.
     Raises ValueError for an unknown name, or where `datasets` is not installed.
     """
     if name not in HUB_TASKS:

@@ -29,6 +29,14 @@ from selfspec.verify import verify
 
 _WHENEVER = nullcontext()
 
+
+class CaptureError(RuntimeError):
+    """Work could not be captured or replayed, or a replay gave other numbers than the work itself. The message says why.
+
+    An eager runner can go on where this one was.
+    """
+
+
 RunnerName = Literal["eager", "captured"]
 RunnerChoice = Literal["auto", "eager", "captured"]
 

@@ -12,8 +12,7 @@ nothing is counted. What was drawn for such a token is never used again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from time import perf_counter
 
@@ -24,7 +23,9 @@ from layerskip_models import LayerSkipModel
 from policies import DraftRow
 from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
+from selfspec.graphs import first_rounds
 from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
+from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.judge import NO_TOKEN
 from selfspec.kv_cache import KVCache
 from selfspec.runner import Outcome, Turn, plain_outcome
@@ -49,29 +50,6 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-class HostRead:
-    """Numbers on their way from the device to the host: `start` returns at once, `wait` when they are there."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=on_cuda)
-        self.event = torch.cuda.Event() if on_cuda else None
-        self._size = 0
-
-    def start(self, numbers: Tensor) -> None:
-        """Copy them, float64 [n], as they are at this point of the device's work."""
-        self._size = numbers.shape[0]
-        self._host[: self._size].copy_(numbers, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> list[float]:
-        """The numbers of the last `start`."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self._host[: self._size].tolist()
-
-
 class CapturedRunner:
     """Runs rounds from captures on one KV cache; see `selfspec.runner.Runner`. It lasts as long as its cache.
 
@@ -83,11 +61,11 @@ class CapturedRunner:
         self._model = model
         self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
         self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
-        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK)
+        self._streams = streams_for(model.device)
+        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK, self._streams)
         self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [max_rows, vocab] when sampling
         self._look_read, self._verdict_read = self._reads()
         self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
-        self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         if not cleared:
             self.clear()
 
@@ -101,14 +79,10 @@ class CapturedRunner:
         """Seconds that they took."""
         return self._earlier[1] + self._round.captures.seconds
 
-    @property
-    def captured_bytes(self) -> int:
-        """Device memory that the captures hold beside weights, cache and buffers."""
-        return self._round.captures.num_bytes
-
     def begin(self) -> None:
         """See `Runner`."""
         self._ahead = None
+        self._streams.resume()
 
     def clear(self) -> None:
         """See `Runner`: what is masked is still multiplied by 0, which only makes 0 of numbers."""
@@ -126,26 +100,35 @@ class CapturedRunner:
         return self._recorders[layers]
 
     def run(self, turn: Turn) -> Outcome:
-        """See `Runner`."""
-        return self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
+        """See `Runner`. Raises CaptureError if graphs fail here, or compute something else than the eager runner does."""
+        self._streams.resume()
+        kind = "plain step" if turn.exit_layer is None else "speculative round"
+        outcome = self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
+        if first_rounds.due(self._model, kind):
+            accepted = outcome.num_accepted
+            tokens = [turn.pending, *outcome.block[:accepted]]
+            plain = not turn.sampler.do_sample and not turn.sampler.processors and outcome.failure is None
+            first_rounds.check(
+                self._model,
+                self.cache,
+                kind,
+                torch.tensor(tokens, dtype=torch.long, device="cpu").to(self._model.device),
+                turn.length - 1,
+                self._round.logits[: accepted + 1],
+                outcome.block if plain else (),
+            )
+        return outcome
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> AbstractContextManager[None]:
         """See `Runner`: on a stream of its own, which waits for the round but not for the pass launched after it."""
-        if self._side is None or self._verdict_read.event is None:
-            yield
-            return
-        self._side.wait_event(self._verdict_read.event)
-        with torch.cuda.stream(self._side):
-            yield
-        torch.cuda.current_stream(self._model.device).wait_stream(self._side)
+        return self._streams.beside(self._verdict_read.event)
 
     def warm_up(
         self, exit_layers: tuple[int, ...], max_rows: int, max_length: int, layers_to_learn: tuple[int, ...]
     ) -> None:
         """Capture what greedy rounds of up to `max_rows` rows at these exit layers, and plain steps, may need in texts of up
         to `max_length` tokens, with and without learning from some layers; sampling needs two captures more."""
-        self._ahead = None
+        self.begin()
         self.reserve(max_rows)
         rounds, num_layers = self._round, self._model.num_layers
         recorders = [None, self.recorder(layers_to_learn, max_rows)] if layers_to_learn else [None]
@@ -189,14 +172,17 @@ class CapturedRunner:
 
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
-        return HostRead(4 * rows, self._model.device), HostRead(1 + 3 * rows, self._model.device)
+        return HostRead(4 * rows, self._streams), HostRead(1 + 3 * rows, self._streams)
 
     def reserve(self, rows: int) -> None:
         """Make buffers for so many rows; new ones mean new captures."""
         if rows <= self._round.max_rows:
             return
         self._earlier = (self.num_captures, self.capture_seconds)
-        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK)
+        over = self._streams.event()
+        over.record()
+        over.synchronize()  # a graph that is given up must not be running
+        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK, self._streams)
         self._look_read, self._verdict_read = self._reads()
         self._recorders.clear()
         self._ahead = None
@@ -239,8 +225,8 @@ class CapturedRunner:
         rounds.judge(1, choose=fast)
         p = None
         refusal: tuple[int, Exception] | None = None
-        target = rounds.targets
         if fast:
+            target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
             processed, refusal = sampler.process_willing(rounds.logits[:1], turn.tokens, turn.length)
@@ -262,7 +248,7 @@ class CapturedRunner:
             failure = _failure(refusal, 0, turn.length)
         self._looked_ahead(launched, turn.length + 1)
         block = [int(numbers[0]) if failure is None else NO_TOKEN]
-        return replace(plain_outcome(block, _kept(target, turn), p, started, verified), failure=failure)
+        return replace(plain_outcome(block, target, p, started, verified), failure=failure)
 
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
         sampler = turn.sampler
@@ -281,9 +267,10 @@ class CapturedRunner:
         rounds.judge(rows, choose=fast)
         if not draft.seen:  # nothing was read while drafting
             self._look_read.start(rounds.looks[:count].flatten())
-        target, p = rounds.targets, None
+        p = None
         refusal: tuple[int, Exception] | None = None
         if fast:
+            target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
             target, p, refusal = self._accept(turn, count)
@@ -319,7 +306,7 @@ class CapturedRunner:
             draft_tokens=tuple(tokens),
             num_accepted=accepted,
             block=block,
-            target_tokens=_kept(target, turn),
+            target_tokens=target,
             p=p,
             stop_cause=cause,
             confidences=confidences_seen if turn.needs.confidence else None,
@@ -335,8 +322,8 @@ class CapturedRunner:
         """Acceptance behind processors or sampling, operations one by one on the device: target tokens, p, and the row at
         which a processor raised an exception, if one did.
 
-        Starts reading (m, token, sum of its weights, acceptance probabilities), or when greedy the verdict with as many
-        rows as there are.
+        Both are new tensors, complete before reading starts. What is read: (m, token, sum of its weights, acceptance
+        probabilities), or when greedy the verdict with as many rows as there are.
         """
         rounds, sampler = self._round, turn.sampler
         drafts = rounds.drafts[:count]
@@ -372,7 +359,7 @@ class CapturedRunner:
         look = rounds.looks[index]
         if sampler.do_sample:
             if self._q.shape[0] < rounds.max_rows:
-                shape = rounds.max_rows, self._model.vocab_size
+                shape = (rounds.max_rows, self._model.vocab_size)
                 self._q = torch.empty(shape, dtype=torch.float32, device=self._model.device)
             torch.softmax(processed[0], dim=-1, out=self._q[index])
             token, total = sampler.draw_on_device(self._q[index])
@@ -450,6 +437,7 @@ class _Drafting:
             row = DraftRow(
                 num_drafted=index,
                 exit_layer=self._exit_layer,
+                position=turn.length - 1 + index,
                 confidence=look[CONFIDENCE] if turn.needs.confidence else None,
                 entropy=look[ENTROPY] if turn.needs.entropy else None,
                 exit_hidden=hidden,
@@ -498,7 +486,10 @@ class _Drafting:
 
 
 def _kept(target: Tensor, turn: Turn) -> Tensor | None:
-    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again."""
+    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again.
+
+    To be made before the verdict is read: learning waits for that event, and for nothing that is launched later.
+    """
     return None if turn.recorder is None else target.clone()
 
 
