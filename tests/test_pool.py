@@ -127,6 +127,7 @@ assert os.waitpid(child, 0)[1] == 0
 @needs_native
 def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [7]
+    monkeypatch.setattr(threads, "_kept", deque())
     monkeypatch.setattr(threads, "pool", lambda: threads_pool(inside))
     monkeypatch.setattr(threads, "_kept", deque())  # without what earlier tests left there
     threads.keep(7, "a")
