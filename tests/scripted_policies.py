@@ -76,7 +76,11 @@ def fixed(exit_layer: int | None, cap: int, stopping: StopBelow | StopAtTokens |
 def made_up_cost(num_layers: int) -> MeasuredCost:
     """Seconds by hand, so that a policy with measured cost does the same on every machine."""
     return MeasuredCost(
-        num_layers=num_layers, layer_seconds=(1.0, 1.05, 1.1), head_seconds=(0.5, 0.6, 0.7), draft_seconds=0.1
+        fixed=True,
+        num_layers=num_layers,
+        layer_seconds=(1.0, 1.05, 1.1),
+        head_seconds=(0.5, 0.6, 0.7),
+        draft_seconds=0.1,
     )
 
 

@@ -45,7 +45,8 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
         names = [cell["engine"] for cell in cells[first : first + 3]]
         assert sorted(names) == ["selfspec:ar", "selfspec:auto", "transformers:generate"]
     assert cells[0]["engine"] != cells[6]["engine"]  # each repeat starts with another one
-    assert all(cell["tokens"] >= 4 and cell["seconds"] >= 0.1 for cell in cells)
+    # The time limit ends a text, so a slow machine may leave one token of it, and only after the limit.
+    assert all(cell["tokens"] >= 1 and cell["seconds"] >= 0.1 for cell in cells)
     for cell in cells:  # so that tables do not depend on this machine
         cell.update(tokens=100 if cell["busy"] == 0 else 30, seconds=2.0, cpu_seconds=3.0)
     parts = sections(lines)

@@ -53,9 +53,13 @@ def test_a_generator_calibrates_for_auto_and_keeps_what_it_learned() -> None:
 
 
 def test_a_device_that_works_behind_the_hosts_back(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """On CUDA every timing waits for the device on both sides."""
+    """On CUDA every timing waits for the device's stream on both sides."""
     waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(device))
+
+    def current_stream(device):  # type: ignore[no-untyped-def]
+        return SimpleNamespace(synchronize=lambda: waits.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     from selfspec import calibrate as module
 
     device = SimpleNamespace(type="cuda")

@@ -461,7 +461,7 @@ def test_trace_refuses(folder, tmp_path):
     assert invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "no" / "trace.png").exit_code == 2
     wrong = invoke("trace", PROMPT, "--model", folder, "--policy", "dell")
     assert wrong.exit_code == 2
-    assert "possible are" in wrong.stderr
+    assert "unknown policy 'dell'; did you mean del" in wrong.stderr
 
 
 def test_inspect_has_a_verdict(folder, tmp_path):

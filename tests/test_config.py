@@ -37,7 +37,10 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
         ({"num_speculations": -1}, "num_speculations|ls:"),
         ({"policy": "ls:2-3", "exit_layer": 2}, "not both"),
         ({"policy": "ls:2-3", "num_speculations": 4}, "not both"),
-        ({"policy": "magic"}, "policy 'magic': unknown policy; possible are"),
+        (
+            {"policy": "magic"},
+            "unknown policy 'magic'; known are ar, ls, del, auto, fs, dv, svip, adaedl, spide, pacer",
+        ),
         ({"policy": "ls:9-3"}, "exit_layer must be in"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": -3}, "max_new_tokens must be"),

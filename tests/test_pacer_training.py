@@ -153,9 +153,10 @@ def test_metrics_by_hand() -> None:
 def test_the_baseline_is_spides_table_and_its_running_product() -> None:
     made = trace([2, 2], [2, 0], [4, 6])
     made.features[:, 0] = torch.tensor([0.955, 0.555, 0.555, 0.955]).log()
-    table = confidence_table([made])  # bin of .55: one of two accepted, prior worth 2 at .55; bin of .955: one of one
+    # Bin [.5, .6): one of two accepted, prior worth 2 at .55. Bin [.95, .97): one of one, prior at 1 - sqrt(.05 * .03).
+    table = confidence_table([made])
     own, products = confidence_estimates([made], table)
-    low, high = (1 + 2 * 0.55) / 4, (1 + 2 * 0.955) / 3
+    low, high = (1 + 2 * 0.55) / 4, (1 + 2 * (1 - 0.0015**0.5)) / 3
     assert own.tolist() == pytest.approx([high, low, low, high], abs=1e-6)
     assert products.tolist() == pytest.approx([high, high * low, low, low * high], abs=1e-6)
 
