@@ -130,6 +130,7 @@ def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     inside = [7]
     monkeypatch.setattr(threads, "_kept", deque())
     monkeypatch.setattr(threads, "pool", lambda: threads_pool(inside))
+    monkeypatch.setattr(threads, "_kept", deque())  # without what earlier tests left there
     threads.keep(7, "a")
     threads.keep(8, "b")
     assert [needed for _, needed in threads._kept] == [("a",), ("b",)]
