@@ -71,7 +71,7 @@ INLINE void put(const float *block, const float *residual, int64_t count, float 
 }
 
 /* Outputs first .. end - 1 of residual + x W^T. residual: [rows, out], may be NULL. y: its rows are `stride` apart, and begin with
- * output `first`. */
+ * output `first`. Weights are fetched ahead beyond `end`, too: what comes there is mostly this member's next piece. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride) {
   int64_t ahead = outputs_ahead(m);
@@ -80,7 +80,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
       int64_t count = together(r, rows);
       for (int64_t o = group; o < least(group + GROUP, end); o += BLOCK) {
         float block[ROWS * BLOCK];
-        outputs(m, o, x + r * m->in, count, r == 0 && o + ahead + BLOCK <= end ? ahead : 0, block);
+        outputs(m, o, x + r * m->in, count, r == 0 && o + ahead + BLOCK <= m->out ? ahead : 0, block);
         for (int64_t i = 0; i < count; i++)
           put(block + i * BLOCK, residual ? residual + (r + i) * m->out + o : NULL, least(BLOCK, m->out - o),
               y + (r + i) * stride + o - first);
@@ -98,7 +98,7 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
       int64_t count = together(r, rows);
       for (int64_t o = group; o < least(group + GROUP, end); o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        int64_t fetch = r == 0 && o + ahead + BLOCK <= end ? ahead : 0;
+        int64_t fetch = r == 0 && o + ahead + BLOCK <= size ? ahead : 0;
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
         outputs(m, size + o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {

@@ -55,6 +55,9 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef PATIENCE
 #define PATIENCE 3       /* microseconds that a late piece is waited for, at least */
 #endif
+#ifndef NAP
+#define NAP 1000         /* microseconds that a helper sleeps when it finds itself on the owner's core */
+#endif
 #ifndef SHORT_TURN
 #define SHORT_TURN 100   /* microseconds */
 #endif
@@ -81,6 +84,7 @@ struct Member {
 static struct {
   _Atomic uint32_t door ALIGNED; /* odd while a job is open */
   _Atomic int asleep;
+  _Atomic int core; /* on which the owner last opened a job; -1 if the system does not tell */
   /* Of the open job; written while the door is closed. */
   Work work ALIGNED;
   size_t size;
@@ -293,6 +297,14 @@ static void join(Member *m, uint32_t door) {
   atomic_store(&m->inside, 0);
 }
 
+static int own_core(void) {
+#ifdef __linux__
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
 /* Ask for short turns: woken beside a busy process, a helper then runs at once and not some milliseconds later, for which the
  * owner has no use. It gets no more of the processor than its fair share. Linux before 6.12 takes no notice. */
 static void ask_for_short_turns(void) {
@@ -318,6 +330,13 @@ static void *helper(void *argument) {
   while (!atomic_load_explicit(&pool.stopping, memory_order_acquire)) {
     uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
     uint64_t now = ticks();
+    int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
+    if (core >= 0 && core == own_core()) {
+      /* On the owner's core it could only do what the owner then cannot. The scheduler moves one of them before long. */
+      nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
+      came = before = ticks();
+      continue;
+    }
     if ((door & 1) && door != last) {
       join(m, last = door);
       came = before = ticks();
@@ -423,6 +442,7 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   m->index = 0;
   m->phase = pool.phase;
   m->places = pool.places;
+  atomic_store_explicit(&pool.core, own_core(), memory_order_relaxed);
   m->door = atomic_fetch_add(&pool.door, 1) + 1;
   if (bytes >= WORTH_WAKING && atomic_load(&pool.asleep)) wake();
   int failed = work(arguments, m);
