@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, LlamaConfig
 
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
@@ -321,6 +323,19 @@ class LayerSkipModel:
         and at a large vocabulary reading the head is most of what a draft costs. What verifies is `logits`.
         """
         return self._logits(self._draft_head, hidden)
+
+    def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
+        """What `logits` of these rows come to, without storing them on our own kernels, and else in pieces."""
+        return self._choices(self._head, hidden, detail)
+
+    def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
+        """The same of `draft_logits`."""
+        return self._choices(self._draft_head, hidden, detail)
+
+    def _choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
+        if isinstance(head, NativeLinear):
+            return head.choices_of_normalised(self._final_norm, hidden, detail)
+        return choices_in_pieces(hidden, self.vocab_size, partial(self._logits, head), detail)
 
     def _logits(self, head: Linear, hidden: Tensor) -> Tensor:
         if isinstance(head, NativeLinear):

@@ -500,3 +500,5 @@ void run(const Shape *s, const Layer *layers, int64_t count, const Cache *cache,
     }
   }
 }
+
+#include "head.c"

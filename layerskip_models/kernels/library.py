@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.c")
+INCLUDED = (Path(__file__).with_name("head.c"),)
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-std=gnu11", "-w")
 _SECONDS = 120  # no compiler takes so long
 
@@ -71,7 +72,7 @@ class Cache(Structure):
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The compiled functions `linear`, `normalised_linear`, `run` and `scratch_size`, or None where they cannot be had."""
+    """The compiled functions `linear`, `normalised_linear`, `run`, `choose` and what sizes their scratch, or None where they cannot be had."""
     if os.environ.get("SELFSPEC_NATIVE") == "0":
         return None
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -86,7 +87,7 @@ def kernels() -> ctypes.CDLL | None:
 def _library(compiler: str) -> Path:
     """The shared library, compiled if it is not there yet. Two processes may do so at once: the last one's stays."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS).stdout
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), version, _processor(), " ".join(FLAGS).encode()]))
+    key = hashlib.sha256(b"\0".join([*(path.read_bytes() for path in (SOURCE, *INCLUDED)), version, _processor(), " ".join(FLAGS).encode()]))
     path = _folder() / f"kernels-{key.hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -137,4 +138,10 @@ def bind(path: Path) -> ctypes.CDLL:
     library.run.restype = None
     library.scratch_size.argtypes = [POINTER(Shape), c_void_p, c_int64, c_int64, c_int64]
     library.scratch_size.restype = c_int64
+    library.choose.argtypes = [
+        c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int,
+    ]  # fmt: skip
+    library.choose.restype = None
+    library.choose_scratch.argtypes = [c_void_p, c_int64, c_int64]
+    library.choose_scratch.restype = c_int64
     return library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels.library import Matrix, kernels
 from layerskip_models.norm import RMSNorm
 
@@ -59,6 +61,8 @@ class NativeLinear:
         self._out, size = stored.shape
         self._run = library.linear
         self._run_normalised = library.normalised_linear
+        self._choose, self._choose_scratch = library.choose, library.choose_scratch
+        self._scratch = threading.local()
         self.matrix = Matrix(
             stored.data_ptr(),
             None if scale is None else scale.data_ptr(),
@@ -138,6 +142,44 @@ class NativeLinear:
                 threads,
             )
         return y
+
+    def choices_of_normalised(self, norm: RMSNorm, x: Tensor, detail: Detail) -> Choices:
+        """What the rows of `of_normalised`, as logits, come to; none of them is stored. x: [rows, in]."""
+        factors = norm.factors
+        if factors is None or _operators_only.get():
+            return choices_in_pieces(x, self._out, lambda piece: self.of_normalised(norm, piece), detail)
+        x, threads = x.contiguous(), torch.get_num_threads()
+        rows, size = x.shape
+        if rows <= MOST_ROWS:
+            return self._choices(factors.data_ptr(), norm.eps, x, detail, threads)
+        parts = [self._choices(factors.data_ptr(), norm.eps, part, detail, threads) for part in x.split(MOST_ROWS)]
+        return Choices(torch.cat([p.tokens for p in parts]), torch.cat([p.numbers for p in parts], dim=1))
+
+    def _choices(self, factors: int, eps: float, x: Tensor, detail: Detail, threads: int) -> Choices:
+        rows = x.shape[0]
+        choices = empty_choices(rows, detail)
+        self._choose(
+            self._address,
+            factors,
+            eps,
+            x.data_ptr(),
+            rows,
+            self._scratch_for(rows, threads),
+            detail != "token",
+            choices.tokens.data_ptr(),
+            choices.numbers.data_ptr(),
+            threads,
+        )
+        return choices
+
+    def _scratch_for(self, rows: int, threads: int) -> int:
+        """Address of memory for one call of `choose`, this thread's own."""
+        held: tuple[int, int, Tensor, int] | None = getattr(self._scratch, "memory", None)
+        if held is None or held[0] < rows or held[1] != threads:
+            size = self._choose_scratch(self._address, rows, threads)
+            memory = torch.empty(-(-size // 8), dtype=torch.int64, device="cpu")
+            held = self._scratch.memory = rows, threads, memory, memory.data_ptr()
+        return held[3]
 
 
 class NativeInt8Linear(NativeLinear):
