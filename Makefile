@@ -19,11 +19,12 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-$(VENV)/.installed: pyproject.toml
+# The C sources, too: installing the package builds them.
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard layerskip_models/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info layerskip_models/kernels/*.so

@@ -2,7 +2,7 @@
 
 On a CPU five compete: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
 packed into the blocked layout its kernels read, FBGEMM's with one kept in float16, where that loses nothing, and our own
-kernels where they can be compiled. Which one wins depends on the processor, the shape and the number of rows (on one Xeon
+kernels where they are installed. Which one wins depends on the processor, the shape and the number of rows (on one Xeon
 PyTorch's plain kernels beat its packed ones for matrices under 5 MB; on one EPYC the packed ones won everywhere), so it is
 measured, not assumed. The chosen layout replaces the plain weight: nothing is resident twice.
 """
@@ -159,7 +159,7 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
         works["int8"] = native or int8_works(weight.device, weight.dtype)
     if not works.get(layout, True):
         needs = (
-            "a C compiler, a CPU and float32"
+            "the native kernels, a CPU and float32"
             if layout == "native"
             else "an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16"
         )

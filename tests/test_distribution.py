@@ -209,7 +209,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCa
     assert distance(law, expected) < 1e-5
 
 
-@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no C compiler here")
+@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 @pytest.mark.parametrize("name", ["ls:1-3", "stop after a draw", "changing plans", "del", "auto:cost=layers"])
 def test_drafts_may_be_chosen_by_another_head(
     name: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch

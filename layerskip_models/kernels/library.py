@@ -1,38 +1,47 @@
-"""Compiles `kernels.c` for this processor with the machine's own C compiler, and binds it. None of it is needed.
+"""The native library of this package: loading it, and the variant of its functions that suits this processor.
 
-Once per source, compiler and processor, in about two seconds; the result is kept in the user's cache folder. Where there
-is no compiler, or its result does not compute what it should, `kernels()` is None and PyTorch's operators do the work.
-Threads are those of PyTorch's own OpenMP: the library is linked to none, so that it finds the one that is loaded, and two
-pools of threads never wait for the same cores. SELFSPEC_NATIVE=0 switches all of it off.
+`setup.py` builds it when the package is built or installed; nothing is compiled at run time, and no file from outside the
+installed package is loaded. Where it is missing or cannot be used, `kernels()` says why in one warning and returns None, and
+PyTorch's operators do the work. The environment variable SELFSPEC_NATIVE changes that:
+
+    0          never use the library
+    require    raise an error, with the reason, where it cannot be used
+    a variant  ("baseline", "avx2", ..) use this one, and raise an error where it cannot be used
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
+import struct
+import warnings
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.c")
-INCLUDED = (Path(__file__).with_name("head.c"),)
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-std=gnu11", "-w")
-_SECONDS = 120  # no compiler takes so long
+import torch
+
+LIBRARY = Path(__file__).with_name("libkernels.so")
+VARIANTS = ("avx512", "avx2", "neon", "baseline")
+"""What the functions may have been compiled for, best first. setup.py says with which flags."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""`enum Kind` of matrices.h, by the dtype that a weight is kept in."""
+
+
+class KernelsUnavailableError(RuntimeError):
+    """The native library cannot be used here; the message says why."""
 
 
 class Matrix(Structure):
-    """`Matrix` of kernels.c: a weight [out, in], with what its elements are multiplied by and what is added."""
+    """`Matrix` of matrices.h: a weight [out, in], with what its elements are multiplied by and what is added."""
 
     _fields_ = (
         ("weight", c_void_p),
         ("scale", c_void_p),
         ("bias", c_void_p),
-        ("bytes", c_int64),
+        ("kind", c_int64),
         ("in_features", c_int64),
         ("out_features", c_int64),
     )
@@ -70,78 +79,103 @@ class Cache(Structure):
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("head_stride", c_int64))
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The library's functions, compiled for one kind of processor. variant: which, one of `VARIANTS`."""
+
+    variant: str
+    linear: Callable[..., None]
+    normalised_linear: Callable[..., None]
+    run: Callable[..., None]
+    scratch_size: Callable[..., int]
+    pick: Callable[..., None]
+    pick_scratch: Callable[..., int]
+
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+    "normalised_linear": (None, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+    "run": (
+        None,
+        [
+            POINTER(Shape), c_void_p, c_int64, POINTER(Cache), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,
+            c_void_p, c_int,
+        ],
+    ),
+    "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64, c_int64, c_int64]),
+    "pick": (None, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "pick_scratch": (c_int64, [c_void_p, c_int64, c_int64]),
+}  # fmt: skip
+
+
 @cache
-def kernels() -> ctypes.CDLL | None:
-    """The compiled functions `linear`, `normalised_linear`, `run`, `choose` and what sizes their scratch, or None where they cannot be had."""
-    if os.environ.get("SELFSPEC_NATIVE") == "0":
-        return None
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        return None
+def _library() -> ctypes.CDLL:
+    """The loaded file. Raises KernelsUnavailableError."""
+    if not LIBRARY.is_file():
+        raise KernelsUnavailableError(
+            f"{LIBRARY.name} is not in the installed package: reinstall selfspec on a machine with a C compiler, "
+            "or install a wheel built on one"
+        )
+    if _is_cut_short(LIBRARY):
+        raise KernelsUnavailableError(f"{LIBRARY.name} is cut short: reinstall selfspec")
     try:
-        return bind(_library(compiler))
-    except (OSError, subprocess.SubprocessError, AttributeError):
+        return ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise KernelsUnavailableError(f"{LIBRARY.name} cannot be loaded: {error}") from error
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether an ELF file ends before its last part, the section headers: loading such a file would end the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little endian; the loader itself refuses what is no library
+        return False
+    if len(header) < 64:
+        return True
+    (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return path.stat().st_size < start + size * count
+
+
+def runnable_variants() -> tuple[str, ...]:
+    """The variants that were built and that this processor can run, best first. Raises KernelsUnavailableError."""
+    library = _library()
+    return tuple(
+        name for name in VARIANTS if hasattr(library, f"run_{name}") and getattr(library, f"runs_{name}", int)()
+    )
+
+
+@cache
+def load(variant: str | None = None) -> Kernels:
+    """The functions of one variant, the best one for this processor by default. Raises KernelsUnavailableError."""
+    runnable = runnable_variants()
+    if not runnable or (variant is not None and variant not in runnable):
+        raise KernelsUnavailableError(
+            f"{LIBRARY.name} has no variant {variant or 'for this processor'!r} that can run here; "
+            f"it has {', '.join(runnable) or 'none'}"
+        )
+    chosen = runnable[0] if variant is None else variant
+    functions = {}
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = functions[name] = getattr(_library(), f"{name}_{chosen}")
+        function.restype, function.argtypes = result, arguments
+    return Kernels(chosen, **functions)
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The functions to use in this process, or None where PyTorch's operators do the work. See SELFSPEC_NATIVE above.
+
+    Raises KernelsUnavailableError if the environment demands them in vain, ValueError if it asks for something unknown.
+    """
+    choice = os.environ.get("SELFSPEC_NATIVE") or "1"
+    if choice == "0":
         return None
-
-
-def _library(compiler: str) -> Path:
-    """The shared library, compiled if it is not there yet. Two processes may do so at once: the last one's stays."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS).stdout
-    key = hashlib.sha256(b"\0".join([*(path.read_bytes() for path in (SOURCE, *INCLUDED)), version, _processor(), " ".join(FLAGS).encode()]))
-    path = _folder() / f"kernels-{key.hexdigest()[:16]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compiled, linked = f"{folder}/kernels.o", Path(folder, "kernels.so")
-            link = [compiler, "-shared", compiled, "-lm", "-o", str(linked)]  # without OpenMP: PyTorch's is loaded
-            for command in ([compiler, *FLAGS, "-c", str(SOURCE), "-o", compiled], link):
-                subprocess.run(command, capture_output=True, check=True, timeout=_SECONDS)
-            linked.replace(path)
-    return path
-
-
-def _folder() -> Path:
-    """Where compiled libraries are kept: the user's cache, or a folder for this process where that is read-only."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if choice not in ("1", "require", *VARIANTS):
+        raise ValueError(f"SELFSPEC_NATIVE must be 0, 1, require or one of {', '.join(VARIANTS)}, got {choice!r}")
     try:
-        folder = cache_home / "selfspec"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):
-        pass
-    return Path(tempfile.mkdtemp(prefix="selfspec-"))
-
-
-def _processor() -> bytes:
-    """What -march=native depends on: a home folder may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        known = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-        return "\n".join(sorted(set(known))).encode()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}".encode()
-
-
-def bind(path: Path) -> ctypes.CDLL:
-    """The library at a path, its functions told their arguments. OSError if it cannot be loaded."""
-    library = ctypes.CDLL(str(path))
-    library.linear.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]
-    library.linear.restype = None
-    library.normalised_linear.argtypes = [
-        c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int,
-    ]  # fmt: skip
-    library.normalised_linear.restype = None
-    library.run.argtypes = [
-        POINTER(Shape), c_void_p, c_int64, POINTER(Cache), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p,
-        c_int,
-    ]  # fmt: skip
-    library.run.restype = None
-    library.scratch_size.argtypes = [POINTER(Shape), c_void_p, c_int64, c_int64, c_int64]
-    library.scratch_size.restype = c_int64
-    library.choose.argtypes = [
-        c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int,
-    ]  # fmt: skip
-    library.choose.restype = None
-    library.choose_scratch.argtypes = [c_void_p, c_int64, c_int64]
-    library.choose_scratch.restype = c_int64
-    return library
+        return load(choice if choice in VARIANTS else None)
+    except KernelsUnavailableError as error:
+        if choice != "1":
+            raise KernelsUnavailableError(f"SELFSPEC_NATIVE={choice}, but {error}") from error
+        warnings.warn(f"no native kernels, decoding will be slower: {error}", RuntimeWarning, stacklevel=2)
+        return None

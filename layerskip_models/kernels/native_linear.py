@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
-from layerskip_models.kernels.library import Matrix, kernels
+from layerskip_models.kernels.library import KINDS, Matrix, kernels
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
@@ -54,20 +54,20 @@ class NativeLinear:
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         library = kernels()
         if library is None:
-            raise RuntimeError("no native kernels here: they need a C compiler")
+            raise RuntimeError("no native kernels here")
         self.stored = stored
         self._scale = scale
         self._bias = None if bias is None else bias.float().contiguous()
         self._out, size = stored.shape
         self._run = library.linear
         self._run_normalised = library.normalised_linear
-        self._choose, self._choose_scratch = library.choose, library.choose_scratch
+        self._pick, self._pick_scratch = library.pick, library.pick_scratch
         self._scratch = threading.local()
         self.matrix = Matrix(
             stored.data_ptr(),
             None if scale is None else scale.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
-            stored.element_size(),
+            KINDS[stored.dtype],
             size,
             self._out,
         )
@@ -158,7 +158,7 @@ class NativeLinear:
     def _choices(self, factors: int, eps: float, x: Tensor, detail: Detail, threads: int) -> Choices:
         rows = x.shape[0]
         choices = empty_choices(rows, detail)
-        self._choose(
+        self._pick(
             self._address,
             factors,
             eps,
@@ -173,10 +173,10 @@ class NativeLinear:
         return choices
 
     def _scratch_for(self, rows: int, threads: int) -> int:
-        """Address of memory for one call of `choose`, this thread's own."""
+        """Address of memory for one call of `pick`, this thread's own."""
         held: tuple[int, int, Tensor, int] | None = getattr(self._scratch, "memory", None)
         if held is None or held[0] < rows or held[1] != threads:
-            size = self._choose_scratch(self._address, rows, threads)
+            size = self._pick_scratch(self._address, rows, threads)
             memory = torch.empty(-(-size // 8), dtype=torch.int64, device="cpu")
             held = self._scratch.memory = rows, threads, memory, memory.data_ptr()
         return held[3]

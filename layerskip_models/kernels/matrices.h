@@ -1,0 +1,129 @@
+/* A matrix of weights, and four of its outputs for a few rows: the loop in which nearly all time goes. */
+#ifndef SELFSPEC_MATRICES_H
+#define SELFSPEC_MATRICES_H
+#include "vectors.h"
+
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8 }; /* of a weight's numbers; `KINDS` in library.py */
+
+typedef struct {
+  const void *weight; /* [out, in] */
+  const float *scale; /* [out], factors of 8-bit weights, or NULL */
+  const float *bias;  /* [out] or NULL */
+  int64_t kind, in, out;
+} Matrix;
+
+INLINE int64_t bytes_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT8 ? 1 : 2; }
+
+#define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
+#define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
+#define AHEAD 4096 /* bytes; what memory delivers while it is waited for */
+#define ROWS (MANY_REGISTERS ? 6 : 3) /* that a weight serves at once, with BLOCK sums in registers for each */
+
+/* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). Meanwhile the weights of the next
+ * outputs are fetched: left alone, processors do that too late, at every row of the matrix anew. */
+#define DOTS(T, KIND, R) \
+  INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, int64_t fetch, float *y) { \
+    vf total[BLOCK][R]; \
+    UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+    int64_t i = 0; \
+    for (; i + LANES <= in; i += LANES) { \
+      vf rows[R]; \
+      UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
+      if (fetch && !(i * sizeof(T) & 63)) \
+        UNROLL for (int o = 0; o < BLOCK; o++) __builtin_prefetch(w + (o + fetch) * in + i); \
+      UNROLL for (int o = 0; o < BLOCK; o++) { \
+        vf v = load_##KIND(w + o * in + i); \
+        UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(v, rows[r], total[o][r]); \
+      } \
+    } \
+    UNROLL for (int r = 0; r < R; r++) sum_4(total[0][r], total[1][r], total[2][r], total[3][r], y + r * BLOCK); \
+    for (int64_t j = i; j < in; j++) \
+      for (int r = 0; r < R; r++) \
+        for (int o = 0; o < BLOCK; o++) { \
+          float *sum = y + r * BLOCK + o; \
+          *sum = multiply_add_1(one_##KIND(w + o * in + j), x[i * R + r * (in - i) + j - i], *sum); \
+        } \
+  }
+#define DOTS_OF(T, KIND) \
+  DOTS(T, KIND, 1) DOTS(T, KIND, 2) DOTS(T, KIND, 3) DOTS(T, KIND, 4) DOTS(T, KIND, 5) DOTS(T, KIND, 6) \
+  static void dots_##KIND(const T *w, const float *x, int64_t rows, int64_t in, int64_t fetch, float *y) { \
+    switch (rows) { \
+    case 1: dots_##KIND##_1(w, x, in, fetch, y); break; \
+    case 2: dots_##KIND##_2(w, x, in, fetch, y); break; \
+    case 3: dots_##KIND##_3(w, x, in, fetch, y); break; \
+    case 4: dots_##KIND##_4(w, x, in, fetch, y); break; \
+    case 5: dots_##KIND##_5(w, x, in, fetch, y); break; \
+    default: dots_##KIND##_6(w, x, in, fetch, y); \
+    } \
+  }
+DOTS_OF(float, float32)
+DOTS_OF(uint16_t, bfloat16)
+DOTS_OF(uint16_t, float16)
+DOTS_OF(int8_t, int8)
+
+/* The weight of one output and one input. */
+INLINE float one(const Matrix *m, int64_t at) {
+  switch (m->kind) {
+  case FLOAT32: return one_float32((const float *)m->weight + at);
+  case BFLOAT16: return one_bfloat16((const uint16_t *)m->weight + at);
+  case FLOAT16: return one_float16((const uint16_t *)m->weight + at);
+  default: return one_int8((const int8_t *)m->weight + at);
+  }
+}
+
+/* Rows one behind the other become steps of LANES inputs of all rows: read in order, and not, as rows a power of two apart
+ * would be, from the same few places of the cache. Inputs that fill no step come last, row by row. */
+INLINE int64_t packed_place(int64_t r, int64_t i, int64_t rows, int64_t in) {
+  int64_t whole = in / LANES * LANES;
+  return i < whole ? i / LANES * LANES * rows + r * LANES + i % LANES : whole * rows + r * (in - whole) + i - whole;
+}
+
+static void pack(const float *x, int64_t rows, int64_t in, float *packed) {
+  int64_t i = 0;
+  for (; i + LANES <= in; i += LANES)
+    for (int64_t r = 0; r < rows; r++, packed += LANES) store(packed, load(x + r * in + i));
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t j = i; j < in; j++) *packed++ = x[r * in + j];
+}
+
+/* How many rows from `r` on go through a weight together: few, and about equally many each time. */
+INLINE int64_t together(int64_t r, int64_t rows) {
+  int64_t turns = (rows + ROWS - 1) / ROWS, size = (rows + turns - 1) / turns;
+  return least(size, rows - r);
+}
+
+/* y[r * BLOCK + o] of outputs first .. first + BLOCK - 1 and at most ROWS rows; outputs behind the matrix's last are not
+ * touched. Scaled, with bias. */
+static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, int64_t fetch, float *y) {
+  const char *w = (const char *)m->weight + first * m->in * bytes_of(m->kind);
+  int64_t count = least(BLOCK, m->out - first);
+  if (count == BLOCK) {
+    switch (m->kind) {
+    case FLOAT32: dots_float32((const float *)w, x, rows, m->in, fetch, y); break;
+    case BFLOAT16: dots_bfloat16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
+    case FLOAT16: dots_float16((const uint16_t *)w, x, rows, m->in, fetch, y); break;
+    default: dots_int8((const int8_t *)w, x, rows, m->in, fetch, y);
+    }
+  } else {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t o = 0; o < count; o++) {
+        float result = 0;
+        for (int64_t i = 0; i < m->in; i++)
+          result = multiply_add_1(one(m, (first + o) * m->in + i), x[packed_place(r, i, rows, m->in)], result);
+        y[r * BLOCK + o] = result;
+      }
+  }
+  if (!m->scale && !m->bias) return;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t o = 0; o < count; o++) {
+      if (m->scale) y[r * BLOCK + o] *= m->scale[first + o];
+      if (m->bias) y[r * BLOCK + o] += m->bias[first + o];
+    }
+}
+
+/* How many outputs before their use weights are fetched. */
+INLINE int64_t outputs_ahead(const Matrix *m) {
+  int64_t bytes = BLOCK * m->in * bytes_of(m->kind);
+  return (AHEAD + bytes - 1) / bytes * BLOCK;
+}
+#endif

@@ -1,0 +1,161 @@
+/* Vectors of floats, as wide as the processor that this is compiled for has them, and the same operations on all of them.
+ *
+ * The compiler may not fuse a multiplication with an addition (-ffp-contract=off): it might do so in one copy of a loop and
+ * not in another, and a row's numbers would depend on its company. `multiply_add` says where it is done.
+ */
+#ifndef SELFSPEC_VECTORS_H
+#define SELFSPEC_VECTORS_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define MANY_REGISTERS 1 /* 32 vectors, not 16 */
+#else
+#define MANY_REGISTERS 0
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef float vf_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh_memory __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t vb_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline, unused))
+#define UNROLL _Pragma("GCC unroll 8")
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE vf load(const float *p) { return *(const vf_memory *)p; }
+INLINE void store(float *p, vf v) { *(vf_memory *)p = v; }
+INLINE vf all(float x) { return x - (vf){0}; }
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+/* a * b + c, rounded once where the processor can do that, else twice; for vectors and for single numbers alike. */
+#if defined(__AVX512F__)
+INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE float multiply_add_1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE float multiply_add_1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE float multiply_add_1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+INLINE vf multiply_add(vf a, vf b, vf c) { return a * b + c; }
+INLINE float multiply_add_1(float a, float b, float c) { return a * b + c; }
+#endif
+
+/* A weight is kept as float32, bfloat16 (the upper half of a float32), float16 or an integer of 8 bits. LANES of them become
+ * floats; compilers vectorise the conversions badly, hence the intrinsics. None of this rounds. */
+INLINE vf load_float32(const float *p) { return load(p); }
+#if defined(__AVX512F__)
+INLINE vf load_bfloat16(const uint16_t *p) {
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+}
+INLINE vf load_float16(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+INLINE vf load_int8(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p))); }
+#elif defined(__AVX2__)
+INLINE vf load_bfloat16(const uint16_t *p) {
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16);
+}
+INLINE vf load_float16(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+INLINE vf load_int8(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p))); }
+#else
+INLINE vf load_bfloat16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const vh_memory *)p, vu) << 16); }
+INLINE vf load_int8(const int8_t *p) { return __builtin_convertvector(__builtin_convertvector(*(const vb_memory *)p, vi), vf); }
+#if defined(__ARM_NEON) && defined(__aarch64__)
+INLINE vf load_float16(const uint16_t *p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+#else
+INLINE vf load_float16(const uint16_t *p) {
+  vu h = __builtin_convertvector(*(const vh_memory *)p, vu), magnitude = h & 0x7fff;
+  vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-24f; /* below 2^-14, where the exponent is 0 */
+  vu normal = (magnitude << 13) + (112u << 23);
+  normal += (vu)(magnitude > 0x7bff) & (112u << 23); /* infinity and NaN have the largest exponent here, too */
+  vf value = choose((vi)(magnitude < 0x400), small, (vf)normal);
+  return (vf)((vu)value | (h & 0x8000) << 16);
+}
+#endif
+#endif
+
+/* The same of one. */
+INLINE float of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+INLINE float one_float32(const float *p) { return *p; }
+INLINE float one_bfloat16(const uint16_t *p) { return of_bits((uint32_t)*p << 16); }
+INLINE float one_float16(const uint16_t *p) {
+  uint32_t sign = (*p & 0x8000u) << 16, magnitude = *p & 0x7fffu;
+  if (magnitude < 0x400) return sign ? -(magnitude * 0x1p-24f) : magnitude * 0x1p-24f;
+  return of_bits(sign | ((magnitude << 13) + ((magnitude > 0x7bff ? 224u : 112u) << 23)));
+}
+INLINE float one_int8(const int8_t *p) { return *p; }
+
+/* y[0 .. 3] = the sums of four vectors' elements. */
+INLINE void sum_4(vf a, vf b, vf c, vf d, float *y) {
+#if defined(__AVX512F__)
+  __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+  __m512 cd = _mm512_unpacklo_ps((__m512)c, (__m512)d) + _mm512_unpackhi_ps((__m512)c, (__m512)d);
+  __m512d low = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), high = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+  __m512 all = (__m512)low + (__m512)high;
+  __m256 half = _mm512_castps512_ps256(all) + (__m256)_mm512_extractf64x4_pd((__m512d)all, 1);
+  _mm_storeu_ps(y, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  __m256 all = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
+  _mm_storeu_ps(y, _mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
+#elif defined(__SSE2__)
+  __m128 ab = (__m128)_mm_unpacklo_ps((__m128)a, (__m128)b) + (__m128)_mm_unpackhi_ps((__m128)a, (__m128)b);
+  __m128 cd = (__m128)_mm_unpacklo_ps((__m128)c, (__m128)d) + (__m128)_mm_unpackhi_ps((__m128)c, (__m128)d);
+  _mm_storeu_ps(y, _mm_movelh_ps(ab, cd) + _mm_movehl_ps(cd, ab));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  vst1q_f32(y, vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d)));
+#else
+  for (int k = 0; k < 4; k++) {
+    vf v = k == 0 ? a : k == 1 ? b : k == 2 ? c : d;
+    y[k] = (v[0] + v[2]) + (v[1] + v[3]);
+  }
+#endif
+}
+INLINE float sum(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif LANES == 8
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+/* e^x to 2 units in the last place; 0 below -87, and no further than 88; NaN stays NaN. */
+INLINE vf exponential(vf x) {
+  vi small = x < -87.0f;
+  x = choose(small, all(-87.0f), choose(x > 88.0f, all(88.0f), x));
+  vf magic = all(12582912.0f), n = multiply_add(x, all(1.44269504f), magic) - magic;
+  vf r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
+  vf p = all(1.9875691500e-4f);
+  p = multiply_add(p, r, all(1.3981999507e-3f));
+  p = multiply_add(p, r, all(8.3334519073e-3f));
+  p = multiply_add(p, r, all(4.1665795894e-2f));
+  p = multiply_add(p, r, all(1.6666665459e-1f));
+  p = multiply_add(p, r, all(5.0000001201e-1f));
+  p = multiply_add(p * r, r, r) + 1.0f;
+  vu power = (vu)(__builtin_convertvector(n, vi) + 127) << 23;
+  return (vf)((vi)(p * (vf)power) & ~small);
+}
+#endif

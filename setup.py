@@ -1,0 +1,82 @@
+"""Builds the native library of `layerskip_models.kernels`; everything else about the package is in pyproject.toml.
+
+kernels.c is compiled once for each variant in `VARIANTS`, all into one library, which chooses none of them: library.py does
+that when it is loaded. The library is optional. Without a C compiler the installation goes on, and decoding is slower.
+
+For work on the sources: `python setup.py build_ext --inplace` puts the library where the package looks for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+FOLDER = "layerskip_models/kernels"
+# The same numbers from every copy of a loop: the compiler may neither fuse nor reorder arithmetic by itself.
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-fno-fast-math",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-fopenmp",
+]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+X86 = {"baseline": [], "avx2": AVX2, "avx512": AVX512}
+VARIANTS = {"x86_64": X86, "amd64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
+"""Flags of each variant by the last part of the platform's name; other processors get the baseline."""
+
+
+class BuildKernels(build_ext):
+    """Compiles the kernels once per variant. A variant that the compiler cannot make is left out."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """A plain library: it uses nothing of Python, so any version of Python can load it."""
+        return fullname.replace(".", "/") + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link. Raises CompileError, which setuptools turns into a warning for an optional extension."""
+        machine = self.plat_name.rpartition("-")[2].lower()
+
+        def compiled(name: str, variant: str, *flags: str) -> list[str]:
+            return self.compiler.compile(
+                [f"{FOLDER}/{name}"],
+                output_dir=f"{self.build_temp}/{variant}",
+                macros=[("VARIANT", variant)],
+                depends=ext.depends,
+                extra_postargs=[*FLAGS, *flags],
+            )
+
+        objects = compiled("processor.c", "any")
+        for variant, flags in VARIANTS.get(machine, {"baseline": []}).items():
+            try:
+                objects += compiled("kernels.c", variant, *flags)
+            except CompileError:
+                if variant in ("baseline", "neon"):
+                    raise
+                self.warn(f"this compiler cannot make the {variant} kernels: they are left out")
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not linked with OpenMP: its functions are found in the library that PyTorch has loaded.
+        self.compiler.link_shared_object(objects, str(target), libraries=["m"], target_lang="c")
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every version of Python on this platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Python, ABI and platform."""
+        return "py3", "none", super().get_tag()[2]
+
+
+if __name__ == "__main__":
+    sources = [f"{FOLDER}/{name}" for name in ("kernels.c", "processor.c")]
+    headers = sorted(path.as_posix() for path in Path(FOLDER).glob("*.h"))
+    library = Extension("layerskip_models.kernels.libkernels", sources, depends=[*sources, *headers], optional=True)
+    setup(ext_modules=[library], cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,113 @@
+"""The native library: built with the package, loaded from nowhere else, and missed without an error."""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import KernelsUnavailableError, kernels, load, runnable_variants
+
+ROOT = Path(__file__).parent.parent
+FOLDER = library.LIBRARY.parent
+switched_off = os.environ.get("SELFSPEC_NATIVE") == "0"
+needs_library = pytest.mark.skipif(not library.LIBRARY.exists(), reason="the library was not built")
+
+
+@pytest.fixture(autouse=True)
+def loaded_anew() -> Iterator[None]:
+    """What was loaded and chosen before counts for nothing, and what a test chooses for nothing after it."""
+    kept = (library._library, library.load, library.kernels)
+    for function in kept:
+        function.cache_clear()
+    yield
+    for function in kept:
+        function.cache_clear()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None or switched_off or not (ROOT / "setup.py").exists(),
+    reason="no C compiler here, or switched off",
+)
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """Or a mistake in the source would only skip tests. It must compile without a warning, too, for every processor."""
+    assert kernels() is not None, "run `python setup.py build_ext --inplace`"
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    for variant, flags in setup["VARIANTS"].get(platform.machine(), {"baseline": []}).items():
+        command = ["cc", *setup["FLAGS"], *flags, f"-DVARIANT={variant}", "-Wall", "-Wextra", "-fsyntax-only"]
+        for source in sorted(FOLDER.glob("*.c")):
+            result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
+            assert result.stderr == ""
+
+
+@needs_library
+def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
+    names = runnable_variants()
+    assert names and list(names) == [name for name in library.VARIANTS if name in names]
+    chosen = kernels()
+    assert chosen is not None and chosen.variant == names[0]
+    for name in names:
+        monkeypatch.setenv("SELFSPEC_NATIVE", name)
+        kernels.cache_clear()
+        chosen = kernels()
+        assert chosen is not None and chosen.variant == name
+    (absent, *_) = [name for name in library.VARIANTS if name not in names]
+    monkeypatch.setenv("SELFSPEC_NATIVE", absent)
+    kernels.cache_clear()
+    with pytest.raises(KernelsUnavailableError, match=f"no variant '{absent}' that can run here; it has {names[0]}"):
+        kernels()
+
+
+def test_switched_off_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFSPEC_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels() is None
+
+
+def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFSPEC_NATIVE", "sse9")
+    with pytest.raises(ValueError, match=r"SELFSPEC_NATIVE must be 0, 1, require or one of avx512.*got 'sse9'"):
+        kernels()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF but no library", b"#!/bin/sh\n"])
+def test_a_library_that_is_missing_or_broken_is_one_warning(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "libkernels.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(library, "LIBRARY", path)
+    monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
+    with pytest.warns(RuntimeWarning, match="no native kernels.*libkernels.so") as caught:
+        assert kernels() is None and kernels() is None
+    assert len(caught) == 1
+    monkeypatch.setenv("SELFSPEC_NATIVE", "require")
+    kernels.cache_clear()
+    with pytest.raises(KernelsUnavailableError, match=r"SELFSPEC_NATIVE=require, but libkernels\.so"):
+        kernels()
+
+
+@needs_library
+def test_a_truncated_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-copied file must not be mapped and run: touching its missing pages would end the process."""
+    whole = library.LIBRARY.read_bytes()
+    for size in (60, 1 << 12, len(whole) // 2, len(whole) - 1):
+        path = tmp_path / f"{size}.so"
+        path.write_bytes(whole[:size])
+        monkeypatch.setattr(library, "LIBRARY", path)
+        library._library.cache_clear()
+        with pytest.raises(KernelsUnavailableError, match=f"{size}.so"):
+            load()
