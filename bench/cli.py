@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from transformers.utils import logging
 
 from bench.cli_common import (
+    configuration,
+    encoded,
+    exit_if_outputs_differ,
+    load_network,
+    num_layers_of,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+    transformers_engines,
+)
+from bench.cli_context import context
+from bench.cli_options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -21,17 +32,7 @@ from bench.cli_common import (
     PromptTokensOption,
     RepeatsOption,
     WarmupsOption,
-    configuration,
-    encoded,
-    exit_if_outputs_differ,
-    load_network,
-    num_layers_of,
-    open_tokenizer,
-    progress,
-    show,
-    transformers_engines,
 )
-from bench.cli_context import context
 from bench.cli_roofline import roofline
 from bench.cli_run import run
 from bench.cli_shapes import shapes
@@ -41,13 +42,13 @@ from bench.compare import compare_records
 from bench.engines import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
 from bench.provenance import provenance
-from bench.record import RecordWriter, read_record
+from bench.record import RecordWriter, read_record, showing
 from bench.report import fill_markers, markdown
-from bench.summary import Bar, Samples, bar_line
+from bench.table import print_tables
 from layerskip_models import DEMO_PATH, from_transformers
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli_common import one_line_errors
+from selfspec.cli_common import checked_output_file, one_line_errors
 from selfspec.defaults import fixed_policy
 
 app = typer.Typer(
@@ -113,7 +114,7 @@ def peers(
         "provenance": provenance(network.device, network.dtype),
     }
     total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
-    with RecordWriter(output) as record:
+    with recording(RecordWriter(output)) as record:
         record.write(description)
         with progress(total) as advance:
             measure(
@@ -126,21 +127,8 @@ def peers(
                 write=record.write,
                 advance=advance,
             )
-        results = Samples(record.lines)
-        for bar in issue_bars(policy_name, engines):
-            record.write(bar_line(results, bar))
     show(record.lines)
     exit_if_outputs_differ(record.lines)
-
-
-def issue_bars(policy: str, engines: Sequence[Engine]) -> list[Bar]:
-    """What the project set out to reach on its demo model and a CPU, in float32."""
-    early_exits = [engine.name for engine in engines if ":early-exit:" in engine.name]
-    return [
-        Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=1.8),
-        Bar(engine=f"selfspec:{policy}", baseline="transformers:generate", at_least=2.7),
-        *(Bar(engine=f"selfspec:{policy}", baseline=name, at_least=2.8) for name in early_exits),
-    ]
 
 
 @app.command()
@@ -148,7 +136,12 @@ def report(
     records: Annotated[list[Path], typer.Argument(help="Records that run, sweep or peers wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write: .html (one record) or Markdown; default: print."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write: .html (one record) or Markdown. Default: print Markdown.",
+            callback=checked_output_file,
+        ),
     ] = None,
     into: Annotated[
         list[Path] | None,
@@ -158,12 +151,21 @@ def report(
     """Turn records into one HTML page with pictures, or into Markdown tables."""
     with one_line_errors():
         loaded = {path.stem: read_record(path) for path in records}
+        if len(loaded) < len(records):
+            raise ValueError("two of the records have the same file name, by which documents refer to them: rename one")
+        for document in into or []:
+            if not document.is_file():
+                raise ValueError(f"there is no document at {document}: --into fills places in a file that exists")
+        for path, lines in zip(records, loaded.values()):
+            with showing(path):
+                markdown(lines)
         if output is not None and output.suffix.lower() in (".html", ".htm"):
             if len(loaded) != 1:
                 raise ValueError(f"an HTML page shows one record, got {len(loaded)}")
             from bench.page import page  # matplotlib takes a second to load
 
-            output.write_text(page(next(iter(loaded.values()))), encoding="utf-8")
+            with showing(records[0]):
+                output.write_text(page(next(iter(loaded.values()))), encoding="utf-8")
         elif output is not None or not into:
             text = "\n".join(markdown(lines) for lines in loaded.values())
             if output is None:
@@ -182,10 +184,12 @@ def compare(
 ) -> None:
     """Two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
     with one_line_errors():
-        notes, table = compare_records(read_record(before), read_record(after))
+        left, right = read_record(before), read_record(after)
+        with showing(before), showing(after):
+            notes, table = compare_records(left, right)
     for note in notes:
         typer.echo(note)
-    Console().print(table.rich())
+    print_tables([table])
 
 
 def main() -> None:

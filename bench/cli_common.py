@@ -1,11 +1,11 @@
-"""What the commands of `selfspec-bench` share: options' types, the record's description of a run, progress, the end."""
+"""What the commands of `selfspec-bench` share: what a record says about a run, loading, progress, interruption, the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -22,38 +22,15 @@ from bench.peers import (
     transformers_static,
 )
 from bench.provenance import weights_digest
-from bench.record import Line
+from bench.record import Line, RecordWriter
 from bench.report import headline, tables
+from bench.table import counted, print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.loading import load_config, load_transformers, resolve_device, resolve_dtype
 from layerskip_models.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
+from selfspec.cli_common import one_line_errors
 
 _errors = Console(stderr=True)
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help='LayerSkip checkpoint: folder, hub name, or "synthetic:SHAPE", random weights of that shape; default: the demo.'
-    ),
-]
-PromptsOption = Annotated[
-    Path | None, typer.Option(help='Prompts, .jsonl[.gz] with "id", "task", "prompt"; default: the shipped ones.')
-]
-NumSamplesOption = Annotated[int, typer.Option(min=1, help="Prompts to measure, the tasks taking turns.")]
-PromptTokensOption = Annotated[int, typer.Option(min=1, help="Longer prompts keep their last so many tokens.")]
-NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
-WarmupsOption = Annotated[int, typer.Option(min=0, help="Runs of each engine before, not counted.")]
-DtypeOption = Annotated[
-    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-RunnerOption = Annotated[
-    str, typer.Option(help="eager, captured (on a CPU a slow stand-in), or auto: captured on CUDA, else eager.")
-]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the record, JSON lines, to this file.")
-]
 
 
 def configuration(
@@ -156,13 +133,35 @@ def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], No
         yield advance
 
 
+@contextmanager
+def recording(writer: RecordWriter, *, resume: str | None = None) -> Iterator[RecordWriter]:
+    """Write a record within it; errors end the command in one line, and Ctrl-C says what was kept, with status 130.
+
+    resume: the command line that goes on with the run, None where a run of this kind has to start again.
+    """
+    with one_line_errors():
+        try:
+            with writer:
+                yield writer
+        except KeyboardInterrupt:
+            typer.echo(_after_interrupt(writer, resume), err=True)
+            raise typer.Exit(130) from None
+
+
+def _after_interrupt(writer: RecordWriter, resume: str | None) -> str:
+    if writer.path is None:
+        return "interrupted: nothing was kept, since there was no --output"
+    done = sum(line["kind"] == "done" for line in writer.lines)
+    if resume is None:
+        return f"interrupted: what was measured so far is in {writer.path}.part; the command has to be run again"
+    return f"interrupted: {counted(done, 'prompt')} done and kept in {writer.path}.part; to go on: {resume}"
+
+
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The record's tables and its headline, on standard output."""
-    console = Console()
     records: list[Line] = [dict(line) for line in lines]
-    for table in tables(records):
-        console.print(table.rich())
-    console.print(headline(records), markup=False, highlight=False)
+    print_tables(tables(records))
+    typer.echo(headline(records))
 
 
 def exit_if_outputs_differ(lines: Sequence[Mapping[str, Any]]) -> None:

@@ -8,17 +8,23 @@ import typer
 
 from bench.bandwidth import BandwidthInTurn, WeightBytes
 from bench.cli_common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    NewTokensOption,
-    OutputOption,
     configuration,
     load_network,
     open_model,
     open_tokenizer,
     progress,
+    recording,
     show,
+)
+from bench.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    MemoryOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PeersOption,
+    RepeatsOption,
 )
 from bench.context import CONTEXTS, Context, long_prompt, measure_memory, measure_transformers, usable_contexts
 from bench.provenance import provenance
@@ -34,11 +40,9 @@ def context(
     model: ModelOption = None,
     contexts: Annotated[str, typer.Option(help="Tokens of the prompt, as in 128,1024.")] = ",".join(map(str, CONTEXTS)),
     max_new_tokens: NewTokensOption = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each policy at each context.")] = 3,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Measure transformers' generate beside it, once per context.")
-    ] = True,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory; one more prefill.")] = True,
+    repeats: RepeatsOption = 3,
+    peers: PeersOption = True,
+    memory: MemoryOption = True,
     prefill: Annotated[
         bool,
         typer.Option(
@@ -84,7 +88,7 @@ def context(
         "provenance": provenance(skip.device, skip.dtype),
     }
     steps = len(lengths) * (peers + memory + 1 + 3 * repeats)
-    with RecordWriter(output) as record:
+    with recording(RecordWriter(output)) as record:
         record.write(description)
         bandwidth = BandwidthInTurn(skip.device)
         cost = measured_cost(skip, generator.runner)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from bench.bandwidth import BandwidthInTurn, WeightBytes
 from bench.cli_common import (
+    configuration,
+    encoded,
+    open_model,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+)
+from bench.cli_options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -16,12 +23,7 @@ from bench.cli_common import (
     OutputOption,
     PromptsOption,
     PromptTokensOption,
-    configuration,
-    encoded,
-    open_model,
-    open_tokenizer,
-    progress,
-    show,
+    RepeatsOption,
 )
 from bench.provenance import provenance
 from bench.record import RecordWriter
@@ -41,7 +43,7 @@ def roofline(
     num_samples: NumSamplesOption = 2,
     prompt_tokens: PromptTokensOption = 192,
     max_new_tokens: NewTokensOption = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each policy on each prompt, taken in turn.")] = 3,
+    repeats: RepeatsOption = 3,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
@@ -75,7 +77,7 @@ def roofline(
         "engines": {},
         "provenance": provenance(network.device, network.dtype),
     }
-    with RecordWriter(output) as record:
+    with recording(RecordWriter(output)) as record:
         record.write(description)
         record.write({"kind": "costs", **cost.as_dict()})
         bandwidth = BandwidthInTurn(network.device)

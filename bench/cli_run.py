@@ -1,7 +1,9 @@
-"""`selfspec-bench run`: policies and engines over kinds of prompts."""
+"""`selfspec-bench run`: policies and engines over tasks."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,30 +13,37 @@ import typer
 
 from bench.braces import expand_all
 from bench.cli_common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    NewTokensOption,
-    OutputOption,
-    PromptTokensOption,
-    RepeatsOption,
-    RunnerOption,
-    WarmupsOption,
     configuration,
     exit_if_outputs_differ,
     load_network,
     open_model,
     open_tokenizer,
     progress,
+    recording,
     show,
     transformers_engines,
+)
+from bench.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    KeptOption,
+    MemoryOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PeersOption,
+    PromptTokensOption,
+    RepeatsOption,
+    RunnerOption,
+    TaskSamplesOption,
+    WarmupsOption,
 )
 from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
 from bench.engines import Engine, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
-from bench.record import RecordWriter, read_parts
-from bench.runner import BEST_FIXED, BEST_FIXED_LABEL, Run, RunSettings, resumable
+from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
+from bench.runner import Run, RunSettings, resumable
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.loading import resolve_device
@@ -56,13 +65,7 @@ def run(
             f"Default: {', '.join(DEFAULT_POLICIES)}."
         ),
     ] = None,
-    kept: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Policy to run a second time, that keeps what it learned from prompt to prompt, as in use; repeatable. "
-            "Not with --resume."
-        ),
-    ] = None,
+    kept: KeptOption = None,
     baseline: Annotated[
         list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
     ] = None,
@@ -72,28 +75,26 @@ def run(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kind of prompts to take, or a task of the papers from the hub; repeatable. Default: all kinds."
+            help="Task to take from the prompts, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
         ),
     ] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 2,
+    num_samples: TaskSamplesOption = 2,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
     warmups: WarmupsOption = 1,
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Measure transformers' own generate and early exit beside it.")
-    ] = True,
+    peers: PeersOption = True,
     grid: Annotated[
-        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best of each kind.")
+        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best one of each task.")
     ] = True,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure each engine's peak memory.")] = True,
+    memory: MemoryOption = True,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     runner: RunnerOption = "auto",
     output: OutputOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
 ) -> None:
-    """Policies and engines over kinds of prompts: speed, rounds, memory, all beside plain decoding in the same run; greedy.
+    """Measure policies and engines over tasks: speed, rounds and memory, beside plain decoding in the same run.
 
     Under `accelerate launch` the prompts are shared out. Ends with status 1 if an output differs by more than a near-tie.
     """
@@ -148,7 +149,7 @@ def run(
     writer = RecordWriter(output, worker=workers.index, previous=begin, attempt=workers.from_main(uuid4().hex))
     if not workers.is_main:
         workers.wait()  # until the first process has written what all parts of before held
-    with writer as record:
+    with recording(writer, resume=None if kept else _resuming()) as record:
         if workers.is_main:
             workers.wait()
         measuring = Run(generator, engines, samples, settings, record, workers)
@@ -164,6 +165,12 @@ def run(
     if workers.is_main:
         show(lines)
         exit_if_outputs_differ(lines)
+
+
+def _resuming() -> str:
+    """The command line that goes on with this one."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    return shlex.join(["selfspec-bench", *arguments, "--resume"])
 
 
 def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:

@@ -9,22 +9,25 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.cli_common import (
+from bench.cli_options import (
     DeviceOption,
     DtypeOption,
+    KeptOption,
     NewTokensOption,
     PromptTokensOption,
     RepeatsOption,
     RunnerOption,
+    TaskSamplesOption,
     WarmupsOption,
-    show,
 )
 from bench.cli_run import run
 from bench.record import read_record
-from bench.shape_bars import shape_bars
+from bench.report import tables
+from bench.shape_figures import shape_figures
+from bench.table import print_tables
 from layerskip_models.loading import resolve_device
 from layerskip_models.synthetic import PREFIX, parse_synthetic
-from selfspec.cli_common import one_line_errors
+from selfspec.cli_common import checked_output_folder, one_line_errors
 
 GPU_SHAPES = ("llama3.2-1B", "llama3-8B", "llama2-7B")
 CPU_SHAPES = ("small", "medium")
@@ -42,11 +45,11 @@ def shapes(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(POLICIES)}.")
     ] = None,
-    kept: Annotated[
-        list[str] | None, typer.Option(help="Policy to run a second time, learning from prompt to prompt; repeatable.")
-    ] = None,
-    output_dir: Annotated[Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.")] = Path("shapes"),
-    num_samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 1,
+    kept: KeptOption = None,
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.", callback=checked_output_folder)
+    ] = Path("shapes"),
+    num_samples: TaskSamplesOption = 1,
     prompt_tokens: PromptTokensOption = 128,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
@@ -64,7 +67,6 @@ def shapes(
         names = shape or list(GPU_SHAPES if target.type == "cuda" else CPU_SHAPES)
         for name in names:
             parse_synthetic(PREFIX + name)
-        output_dir.mkdir(parents=True, exist_ok=True)
     failed = False
     for name in names:
         record = output_dir / f"{name.partition(',')[0]}.jsonl"
@@ -88,10 +90,9 @@ def shapes(
                 raise
             failed = True  # an output differed; what was measured is there
         lines = read_record(record)
-        if target.type == "cuda":  # what is asked for is asked of GPUs
-            lines += shape_bars(lines)
-            record.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
-            show(lines)
+        lines += shape_figures(lines)
+        print_tables(table for table in tables(lines) if table.name == "figures")
+        record.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         from bench.page import page  # matplotlib takes a second to load
 
         record.with_suffix(".html").write_text(page(lines), encoding="utf-8")

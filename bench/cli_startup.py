@@ -8,16 +8,19 @@ import torch
 import typer
 
 from bench.cli_common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    OutputOption,
     configuration,
     is_synthetic,
     num_layers_of,
     open_tokenizer,
     progress,
+    recording,
     show,
+)
+from bench.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    OutputOption,
 )
 from bench.context import long_prompt
 from bench.provenance import provenance
@@ -65,7 +68,7 @@ def startup(
         "provenance": provenance(target, used),
     }
     folders = start_folders(checkpoint)
-    with RecordWriter(output) as record, one_line_errors():
+    with recording(RecordWriter(output)) as record:
         record.write(description)
         with progress(repeats * len(ENGINES) * 2) as advance:
             for repeat in range(repeats):

@@ -9,6 +9,17 @@ import typer
 
 from bench.braces import GridPolicy, expand
 from bench.cli_common import (
+    configuration,
+    encoded,
+    exit_if_outputs_differ,
+    num_layers_of,
+    open_model,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+)
+from bench.cli_options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -19,14 +30,6 @@ from bench.cli_common import (
     PromptTokensOption,
     RepeatsOption,
     WarmupsOption,
-    configuration,
-    encoded,
-    exit_if_outputs_differ,
-    num_layers_of,
-    open_model,
-    open_tokenizer,
-    progress,
-    show,
 )
 from bench.measure import measure, num_runs
 from bench.provenance import provenance
@@ -119,7 +122,7 @@ def sweep(
     }
     first = len(samples) * (any(replayed) + (len(grid) - sum(replayed)))
     total = first + num_runs(num_timed + 1, len(samples), repeats=repeats, warmups=warmups)
-    with RecordWriter(output) as record:
+    with recording(RecordWriter(output)) as record:
         with progress(total) as advance:
             cost = measured_cost(network, generator.runner)
             cells = []

@@ -1,9 +1,9 @@
 """Fixed settings as a yardstick: the whole grid over exit layer and length on every prompt, by replay of one traced run.
 
-A fixed setting "chosen on the other half" is what a careful user gets: per kind, the prompts alternate between two halves,
-each half is scored with the setting that was best on the other one. "In hindsight" is the best on the very prompts that it
-is scored on: a bound for fixed settings, not something one can have. Tokens per cost of several prompts are all their tokens
-over all their cost.
+A fixed setting "chosen on the other half" is what a careful user gets: each task's prompts alternate between two halves, and
+each half is scored with the setting that was best on the other one. The "oracle" setting is the best on the very prompts that
+it is scored on: an upper bound for fixed settings, not something a user can have. Tokens per cost of several prompts are all
+their tokens over all their cost.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def grid_lines(lines: Iterable[Line]) -> list[Line]:
 
 
 def fixed_in_hindsight(grid: Sequence[Line], column: int = LAYERS) -> dict[str, str]:
-    """Per kind the best fixed setting; under "all" the best one setting over all kinds."""
+    """The best fixed setting of each task; under "all" the best single setting over all tasks."""
     result = {task: _best([line for line in grid if line["task"] == task], column) for task in _tasks(grid)}
     return {**result, ALL: _best(grid, column)}
 
 
 def fixed_from_other_half(grid: Sequence[Line], column: int = LAYERS) -> dict[str, float]:
-    """Tokens per cost, per kind and "all", where each half of a kind runs with what was best on the other half.
+    """Tokens per cost, per task and "all", where each half of a task runs with what was best on the other half.
 
-    Kinds with a single prompt are left out.
+    Tasks with a single prompt are left out.
     """
     chosen: dict[str, str] = {}
     for task in _tasks(grid):
@@ -60,18 +60,18 @@ def fixed_from_other_half(grid: Sequence[Line], column: int = LAYERS) -> dict[st
 
 
 def with_setting(grid: Sequence[Line], by_task: Mapping[str, str], column: int = LAYERS) -> dict[str, float]:
-    """Tokens per cost, per kind and "all"; every kind runs with the setting given for it, else with the one for "all"."""
+    """Tokens per cost, per task and "all"; every task runs with the setting given for it, else with the one for "all"."""
     chosen = {line["prompt"]: by_task.get(line["task"], by_task.get(ALL, "")) for line in grid}
     return tokens_per_cost(grid, chosen, column)
 
 
 def tokens_per_cost(grid: Sequence[Line], by_prompt: Mapping[str, str], column: int) -> dict[str, float]:
-    """Tokens per cost, per kind and "all", where every prompt runs with the setting given for it."""
+    """Tokens per cost, per task and "all", where every prompt runs with the setting given for it."""
     return pooled((line["task"], *_counts(line, by_prompt[line["prompt"]], column)) for line in grid)
 
 
 def pooled(counts: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """(task, tokens, cost) of many prompts as tokens per cost, per kind and "all"."""
+    """(task, tokens, cost) of many prompts as tokens per cost, per task and "all"."""
     totals: dict[str, tuple[float, float]] = {}
     for task, tokens, cost in counts:
         for key in (task, ALL):

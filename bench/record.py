@@ -1,13 +1,14 @@
 """Measurement records: JSON lines, one object a line with a "kind".
 
 The first line is the "run" (configuration, machine, versions); "sample" lines hold every raw time, "output" lines the
-tokens and how they compare, "grid" and "cell" lines replays of fixed settings, "bar" lines what was asked for and reached.
+tokens and how they compare, "grid" and "cell" lines replays of fixed settings.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -15,6 +16,9 @@ from typing import Any, TextIO
 Line = dict[str, Any]
 KEPT = ":kept"
 """Ends the name of an engine whose policy goes on learning from prompt to prompt."""
+BEST_FIXED = "selfspec:best-fixed"
+"""The engine that runs, for each task, the fixed setting that replay with measured costs finds best on its prompts."""
+BEST_FIXED_LABEL = "selfspec, oracle per task"
 
 
 class RecordWriter:
@@ -34,15 +38,15 @@ class RecordWriter:
         self, path: Path | None, *, worker: int = 0, previous: Sequence[Line] = (), attempt: str | None = None
     ) -> None:
         self.lines: list[Line] = [dict(line) for line in previous]
-        self._path = path
+        self.path = path
         self._worker = worker
         self._attempt = attempt
         self._stream: TextIO | None = None
 
     def __enter__(self) -> RecordWriter:
         self._rewrite(self.lines, self._attempt)
-        if self._path is not None and self._worker == 0:
-            for part in _parts(self._path):
+        if self.path is not None and self._worker == 0:
+            for part in _parts(self.path):
                 if part != self._part:
                     part.unlink()  # left by an earlier run: what was wanted of it is in `previous`
         return self
@@ -50,17 +54,17 @@ class RecordWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._stream is not None and self._path is not None:
+        if self._stream is not None and self.path is not None:
             self._stream.close()
             if kind is None and self._worker == 0:
-                self._part.replace(self._path)
+                self._part.replace(self.path)
             elif kind is None:
                 self._part.unlink()
 
     @property
     def _part(self) -> Path:
-        assert self._path is not None
-        return self._path.with_name(f"{self._path.name}.part{self._worker or ''}")
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.part{self._worker or ''}")
 
     def complete(self, lines: Sequence[Line]) -> None:
         """All lines of the record, in place of those written so far."""
@@ -68,11 +72,11 @@ class RecordWriter:
 
     def _rewrite(self, lines: Sequence[Line], attempt: str | None) -> None:
         self.lines = []
-        if self._path is not None:
+        if self.path is not None:
             if self._stream is not None:
                 self._stream.close()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self._path.with_name(f"{self._part.name}.new")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self.path.with_name(f"{self._part.name}.new")
             self._stream = fresh.open("w", encoding="utf-8")
             if attempt is not None:
                 self._stream.write(json.dumps({"kind": "part", "attempt": attempt}) + "\n")
@@ -130,11 +134,41 @@ def _whole_lines(part: Path) -> list[Line]:
 
 
 def read_record(path: Path) -> list[Line]:
-    """The lines of a record. Raises ValueError for a file that is none; OSError if it cannot be read."""
+    """The lines of a record. Raises ValueError that names the remedy for a file that is none or cannot be read."""
+    if not path.exists():
+        raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a record of selfspec-bench: {error}") from None
-    if not lines or not isinstance(lines[0], dict) or lines[0].get("kind") != "run":
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the record {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a record of selfspec-bench: it is not text") from None
+    lines = []
+    for number, row in enumerate(text.splitlines(), start=1):
+        if row.strip():
+            try:
+                line = json.loads(row)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path} is not a record of selfspec-bench, or a damaged one: line {number} is not JSON ({error})"
+                ) from None
+            if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+                raise ValueError(f'{path} is not a record of selfspec-bench: line {number} is no object with a "kind"')
+            lines.append(line)
+    if lines and lines[0]["kind"] == "part":
+        raise ValueError(f"{path} is what a run left when it broke off: finish it with --resume first")
+    if not lines or lines[0]["kind"] != "run":
         raise ValueError(f'{path} is not a record of selfspec-bench: its first line is not of kind "run"')
     return lines
+
+
+@contextmanager
+def showing(path: Path) -> Iterator[None]:
+    """Within it, a line or field that a record lacks becomes a ValueError which names the record and the remedy."""
+    try:
+        yield
+    except (LookupError, StopIteration, TypeError, ZeroDivisionError) as error:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path} lacks lines or fields that its tables need ({what}); it is damaged or of another version: measure again"
+        ) from error

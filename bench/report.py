@@ -2,7 +2,7 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, speedups, tasks, etpl, bars; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
+(speed, rounds, phases, speedups, tasks, etpl, figures; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
 phases; of contexts contexts, memory; of a start startup). `report:headline` is short for `report:peers:headline`.
 """
 
@@ -18,7 +18,7 @@ from bench.run_tables import run_tables
 from bench.startup import startup_headline, startup_tables
 from bench.summary import Samples, Spread
 from bench.sweep_tables import sweep_tables
-from bench.table import Table, times
+from bench.table import Table, counted, times
 
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
@@ -62,11 +62,11 @@ def headline(lines: Sequence[Line]) -> str:
         best = next(line for line in lines if line["kind"] == "best")
         spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
         replayed = next(line for line in lines if line["kind"] == "replay")
-        counted = "the replay" if replayed["replayed"] else "the first one"
+        source = "the replay" if replayed["replayed"] else "the first one"
         pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
         return (
             f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
-            f"The timed runs had exactly the rounds of {counted} for {pairs} pairs of setting and prompt."
+            f"The timed runs had exactly the rounds of {source} for {pairs} pairs of setting and prompt."
         )
     samples = Samples(lines)
     if lines[0]["command"] == "run":
@@ -79,9 +79,10 @@ def headline(lines: Sequence[Line]) -> str:
         if name in samples.engines and name != ours
     ]
     return (
-        f"{model[0].upper()}{model[1:]} with `{configuration['policy']}` on {_device(lines)}, {where['threads']} threads, "
-        f"{where['dtype']}, greedy, {len(samples.prompts)} prompts of about {_mean_prompt(samples)} tokens, "
-        f"{configuration['max_new_tokens']} new ones: {samples.speed(ours).value:.0f} tokens/s, prefill included; "
+        f"{model[0].upper()}{model[1:]} with `{configuration['policy']}` on {_device(lines)}, "
+        f"{counted(where['threads'], 'thread')}, {where['dtype']}, greedy, "
+        f"{counted(len(samples.prompts), 'prompt')} of about {_mean_prompt(samples)} tokens, "
+        f"{configuration['max_new_tokens']} new tokens: {samples.speed(ours).value:.0f} tokens/s, prefill included; "
         f"{'; '.join(against)}."
     )
 
@@ -92,10 +93,11 @@ def machine_sentence(lines: Sequence[Line]) -> str:
     configuration = lines[0]["configuration"]
     device = "" if where["device"] == "cpu" else f"{where['device']}; "
     return (
-        f"{device}{where['cpu']}, {where['cores']} cores, {where['threads']} threads, {where['ram_gib']} GiB; "
-        f"{where['dtype']}; Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}; "
-        f"{where['os']}; commit {where['commit']}; weights {configuration['weights_digest']}, "
-        f"prompts {configuration['prompts_digest']}; load average before the run {where['load_average']}; {where['time']}. "
+        f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, {counted(where['threads'], 'thread')}, "
+        f"{where['ram_gib']} GiB; {where['dtype']}; Python {where['python']}, torch {where['torch']}, "
+        f"transformers {where['transformers']}; {where['os']}; commit {where['commit']}; "
+        f"weights {configuration['weights_digest']}, prompts {configuration['prompts_digest']}; "
+        f"load average before the run {where['load_average']}; {where['time']}. "
         f"{_repeats(lines)}"
         f"`{where['command']}`"
     )
@@ -103,7 +105,7 @@ def machine_sentence(lines: Sequence[Line]) -> str:
 
 def _repeats(lines: Sequence[Line]) -> str:
     spread = "" if lines[0]["command"] in _HEADLINES else "; in brackets the lowest and highest repeat"
-    return f"Medians of {lines[0]['configuration']['repeats']} repeats, engines alternated{spread}. "
+    return f"Medians of {counted(lines[0]['configuration']['repeats'], 'repeat')}, engines alternated{spread}. "
 
 
 def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
@@ -138,12 +140,14 @@ def _run_headline(lines: Sequence[Line], samples: Samples) -> str:
     model = configuration["model"]
     differing = sum(line["first_difference"] is not None for line in samples.outputs)
     near = sum(bool(line["near_tie"]) for line in samples.outputs)
-    kept = " (those called kept go on learning)" if any(name.endswith(KEPT) for name in samples.engines) else ""
+    has_kept = any(name.endswith(KEPT) for name in samples.engines)
+    kept = "; rows marked kept keep what they learned between prompts" if has_kept else ""
     return (
         f"{model[0].upper()}{model[1:]} on {_device(lines)}, {lines[0]['provenance']['dtype']}, greedy: "
-        f"{len(samples.engines)} engines on {len(samples.prompts)} prompts of {len(tasks)} kinds ({', '.join(tasks)}), "
-        f"about {_mean_prompt(samples)} tokens each, {configuration['max_new_tokens']} new ones, EOS off, policies reset "
-        f"before every prompt{kept}; outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
+        f"{counted(len(samples.engines), 'engine')} on {counted(len(samples.prompts), 'prompt')} of "
+        f"{counted(len(tasks), 'task')} ({', '.join(tasks)}), about {_mean_prompt(samples)} tokens each, "
+        f"{configuration['max_new_tokens']} new tokens, EOS ignored. Policies are reset before every prompt{kept}. "
+        f"Outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
     )
 
 

@@ -7,7 +7,7 @@ from statistics import median
 
 from bench.record import Line
 from bench.roofline import PHASES
-from bench.table import UNKNOWN, Table
+from bench.table import UNKNOWN, Table, counted
 
 
 def roofline_headline(lines: Sequence[Line]) -> str:
@@ -18,7 +18,7 @@ def roofline_headline(lines: Sequence[Line]) -> str:
     step = next(line for line in lines if line["kind"] == "call")
     plain = _of_policy(lines, "ar")
     return (
-        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads: memory gives "
+        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}: memory gives "
         f"{bandwidth / 1e9:.1f} GB/s (one large tensor, read) and a plain step must read {step['bytes'] / 1e6:.1f} MB, so at "
         f"most {bandwidth / step['bytes']:.1f} tokens/s; it does {1 / step['seconds']:.1f} by itself "
         f"({_share(step['bytes'], step['seconds'], bandwidth)}) and {_speed(plain):.1f} within `generate` "
@@ -47,7 +47,7 @@ def _call_table(lines: Sequence[Line]) -> Table:
     )
     return Table(
         name="calls",
-        title=f"Calls, timed alone with {context} positions in the cache: what measured costs reckon with",
+        title=f"Calls, timed alone with {context} positions in the cache: what measured costs are made of",
         columns=("call", "must read, MB", "at bandwidth, ms", "measured, ms", "of bandwidth"),
         rows=rows,
     )

@@ -1,4 +1,4 @@
-"""The tables of a run over tasks and of a comparison with transformers: speed, rounds, phases, tasks, eTPL, bars."""
+"""The tables of a run over tasks and of a comparison with transformers: speed, rounds, phases, tasks, eTPL."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from bench.grid import (
     pooled,
     with_setting,
 )
-from bench.record import Line
-from bench.runner import BEST_FIXED
-from bench.summary import Samples, Spread
+from bench.record import BEST_FIXED, Line
+from bench.summary import Samples
 from bench.table import UNKNOWN, Table, number, outputs_text, spread_text, times
 
 PLAIN = "selfspec:ar"
@@ -33,7 +32,7 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, samples, grid))
-    return [*made, *_bar_table(lines)]
+    return [*made, *_figure_table(lines)]
 
 
 def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
@@ -158,9 +157,9 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -
     hindsight = fixed_in_hindsight(grid, LAYERS)
     one = hindsight[ALL]
     yardsticks: dict[str, Mapping[str, float]] = {
-        "*best fixed per kind, in hindsight*": with_setting(grid, hindsight),
-        "best fixed per kind, chosen on the other half": fixed_from_other_half(grid),
-        f"*best one fixed in hindsight, `{one}`*": with_setting(grid, {ALL: one}),
+        "*oracle per task*": with_setting(grid, hindsight),
+        "best fixed per task, chosen on the other half": fixed_from_other_half(grid),
+        f"*oracle for all tasks, `{one}`*": with_setting(grid, {ALL: one}),
     }
     policies: dict[str, Mapping[str, float]] = {}
     for engine in samples.engines:
@@ -173,7 +172,7 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -
     layers = lines[0]["configuration"]["num_layers"]
     return Table(
         name="etpl",
-        title="eTPL over plain decoding's (1/L), all prompts of a kind together; in italics what needs hindsight",
+        title="eTPL relative to plain decoding (1/L), a task's prompts pooled; in italics: settings chosen with hindsight",
         columns=("policy", *tasks),
         rows=tuple(
             (name, *(number(values.get(task), "{:.3f}", layers) for task in tasks))
@@ -187,32 +186,14 @@ def all_layers(stats: Mapping[str, int]) -> int:
     return stats["loaded_layers"] + stats.get("preverifier_layers", 0)
 
 
-def _bar_table(lines: Sequence[Line]) -> list[Table]:
-    labels = lines[0]["engines"]
-    rows = tuple(
-        (
-            f"{labels[line['engine']]} over {labels[line['baseline']]}",
-            times(Spread(value=line["speedup"], low=line["low"], high=line["high"])),
-            f"{line['at_least']:.1f}×",
-            "met" if line["met"] else "not met",
+def _figure_table(lines: Sequence[Line]) -> list[Table]:
+    """What `bench.shape_figures` made of a record."""
+    figures = [line for line in lines if line["kind"] == "figure"]
+    if not figures:
+        return []
+    rows = tuple((line["what"], f"{line['measured']:.3f}") for line in figures)
+    return [
+        Table(
+            name="figures", title="Against transformers and against memory", columns=("figure", "measured"), rows=rows
         )
-        for line in lines
-        if line["kind"] == "bar"
-    )
-    made = [Table(name="bars", title="Bars", columns=("ratio", "measured", "at least", ""), rows=rows)] if rows else []
-    limits = tuple(
-        (
-            line["what"],
-            f"{line['measured']:.3f}",
-            number(line["at_least"], "at least {:.2f}")
-            if line["at_most"] is None
-            else f"at most {line['at_most']:.2f}",
-            {True: "met", False: "not met", None: UNKNOWN}[line["met"]],
-        )
-        for line in lines
-        if line["kind"] == "limit"
-    )
-    columns = ("figure", "measured", "asked for", "")
-    return (
-        [*made, Table(name="limits", title="What is asked of a GPU", columns=columns, rows=limits)] if limits else made
-    )
+    ]

@@ -18,22 +18,19 @@ from bench.engines import Engine, SelfSpecEngine
 from bench.grid import SECONDS, fixed_in_hindsight, grid_line
 from bench.measure import measure_prompt, warm_up
 from bench.memory import peak_bytes
-from bench.record import Line, RecordWriter
+from bench.record import BEST_FIXED, BEST_FIXED_LABEL, Line, RecordWriter
 from bench.workers import Workers
 from policies import CostModel, MeasuredCost
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost, use_cost
 from selfspec.replay import GRID_LENGTHS, trace_agreement
 
-BEST_FIXED = "selfspec:best-fixed"
-"""The engine that runs, for each kind of prompt, the fixed setting which measured costs call best on its prompts."""
-BEST_FIXED_LABEL = "selfspec, best fixed per kind"
 _ORDER = ("run", "costs", "limits", "grid", "fixed", "memory", "sample", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How to measure. grid: replay fixed settings, and run the best of each kind. memory: measure it, once per engine."""
+    """How to measure. grid: replay fixed settings, and run the best one of each task. memory: measure it, once per engine."""
 
     max_new_tokens: int
     repeats: int
@@ -98,7 +95,7 @@ class Run:
             )
 
     def replay(self, cost: CostModel) -> None:
-        """Trace this process's prompts and replay the grid on them; then add the best fixed setting of each kind."""
+        """Trace this process's prompts and replay the grid on them; then add the best fixed setting of each task."""
         if not self._settings.grid:
             return
         known = {line["prompt"] for line in self._of_kind("grid")}

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from bench.record import Line
-from bench.table import UNKNOWN, Table, number
+from bench.table import UNKNOWN, Table, counted, number
 
 ENGINES = ("selfspec", "transformers")
 STAGES = ("interpreter", "imports", "loading", "layout", "calibration", "prefill")
@@ -86,7 +86,7 @@ def startup_headline(lines: Sequence[Line]) -> str:
     device = where["cpu"] if where["device"] == "cpu" else where["device"]
     totals = {(engine, cold): _total(lines, engine, cold) for engine in ENGINES for cold in (True, False)}
     return (
-        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads, a prompt of "
+        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}, a prompt of "
         f"{configuration['prompt_tokens']} tokens: from the start of the process to its first token "
         f"{totals['selfspec', True]:.1f} s cold and {totals['selfspec', False]:.1f} s warm (transformers "
         f"{totals['transformers', True]:.1f} and {totals['transformers', False]:.1f})."

@@ -1,4 +1,4 @@
-"""From raw samples to the numbers that people read; every table and every bar goes through here.
+"""From raw samples to the numbers that people read; every table goes through here.
 
 tokens/s of an engine: per prompt, new tokens over the *median* time of its repeats; then the mean over prompts (macro).
 A speed-up is the ratio of two such means from one run. Spread: the same figure from each repeat alone, lowest to highest.
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from bench.record import Line
+from bench.record import BEST_FIXED, BEST_FIXED_LABEL, Line
 from selfspec.stats import mean, ratio
 
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
@@ -58,7 +57,9 @@ class Samples:
 
     def __init__(self, lines: Sequence[Line]) -> None:
         run = lines[0]
-        self.labels: dict[str, str] = run["engines"]
+        # Older records call the oracle by another name.
+        known = {BEST_FIXED: BEST_FIXED_LABEL}
+        self.labels: dict[str, str] = {name: known.get(name, label) for name, label in run["engines"].items()}
         self.samples = [line for line in lines if line["kind"] == "sample"]
         self.outputs = [line for line in lines if line["kind"] == "output"]
         measured = {line["engine"] for line in self.samples}
@@ -157,27 +158,3 @@ def _per_repeat(values: Sequence[Sequence[float]]) -> list[float]:
 def _spread(values: Sequence[Sequence[float]]) -> Spread:
     alone = _per_repeat(values)
     return Spread(value=_macro(values), low=min(alone), high=max(alone))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """A ratio that the project set out to reach. engine and baseline: names, or prefixes of them."""
-
-    engine: str
-    baseline: str
-    at_least: float
-
-
-def bar_line(samples: Samples, bar: Bar) -> dict[str, Any]:
-    """The record's line on one bar: the ratio, its spread, what was asked, whether it is met."""
-    reached = samples.speedup(bar.engine, bar.baseline)
-    return {
-        "kind": "bar",
-        "engine": bar.engine,
-        "baseline": bar.baseline,
-        "speedup": reached.value,
-        "low": reached.low,
-        "high": reached.high,
-        "at_least": bar.at_least,
-        "met": reached.value >= bar.at_least,
-    }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from layerskip_models.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.compact_linear import fits_half
 from layerskip_models.linear import COMPACT, LAYOUTS, Layout, PlainLinear, check_layout, fastest_layout
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
@@ -112,7 +113,8 @@ def load_model(
         rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
     layout: of the weights; None times the possible ones and takes the fastest for each shape.
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
-    Raises ValueError for another architecture, FileNotFoundError or OSError (transformers' own) when it cannot be found.
+    name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
+    Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     if dtype == "int8":
         dtype, layout = torch.float32, "int8"
@@ -131,35 +133,66 @@ def load_transformers(
     local_files_only: bool = False,
 ) -> LlamaForCausalLM:
     """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`."""
-    name = str(name_or_path)
+    name = resolve_checkpoint(name_or_path)
     target = resolve_device(device)
     config = load_config(name, revision=revision, local_files_only=local_files_only)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
-    return LlamaForCausalLM.from_pretrained(
-        name,
-        config=config,
-        dtype=chosen,
-        device_map={"": target},
-        revision=revision,
-        local_files_only=local_files_only,
-        use_safetensors=True,
-        trust_remote_code=False,
-    )
+    with clear_errors(name):
+        model = LlamaForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=chosen,
+            device_map={"": target},
+            revision=revision,
+            local_files_only=local_files_only,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    _check_finite(model, name)
+    return model
 
 
-def load_config(name: str, *, revision: str | None = None, local_files_only: bool = False) -> LlamaConfig:
+def _check_finite(model: LlamaForCausalLM, name: str) -> None:
+    """ValueError if a weight is NaN or infinite: nothing could be decoded with it."""
+    for parameter_name, parameter in model.named_parameters():
+        # A sum shows a NaN at the cost of reading; only where it is not finite every element is looked at.
+        if not bool(parameter.sum(dtype=torch.float32).isfinite()) and not bool(parameter.isfinite().all()):
+            raise ValueError(
+                f"{name} holds NaN or infinite weights, first in {parameter_name}: "
+                "the checkpoint is damaged or its training diverged; load another one"
+            )
+
+
+def load_config(
+    name_or_path: str | Path, *, revision: str | None = None, local_files_only: bool = False
+) -> LlamaConfig:
     """The checked configuration of a checkpoint; errors as in `load_model`."""
-    if (name.startswith((".", "/", "~")) or "\\" in name) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
-    config = AutoConfig.from_pretrained(
-        name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
-    )
+    name = resolve_checkpoint(name_or_path)
+    with clear_errors(name):
+        try:
+            config = AutoConfig.from_pretrained(
+                name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
+            )
+        except ValueError as error:  # transformers' answer to a config.json of something else
+            raise ValueError(
+                f"{name} holds no model that transformers knows: give a Llama checkpoint, "
+                f"a folder with config.json and *.safetensors ({error})"
+            ) from error
     return check_config(config, name)
 
 
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a checkpoint."""
-    return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False, **options)
+    """The tokenizer that lies beside a checkpoint. Raises OSError that names the remedy where there is none."""
+    name = resolve_checkpoint(name_or_path)
+    with clear_errors(name):
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+        except (ValueError, TypeError) as error:
+            # transformers tries every kind of tokenizer and reports the last one that failed.
+            raise FileNotFoundError(
+                f"{name} has no tokenizer that can be loaded: save one beside the model with "
+                "tokenizer.save_pretrained(), or load the model alone with load_model() and give token ids"
+            ) from error
 
 
 def load_demo(

@@ -7,6 +7,7 @@ a hidden state is [rows, hidden], its rows consecutive positions.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
+_growing = threading.Lock()  # of any model's rotary table
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
@@ -169,7 +171,9 @@ class LayerSkipModel:
         """
         if self._rotary.shape[0] >= max_length:
             return
-        with torch.inference_mode(False):
+        with _growing, torch.inference_mode(False):
+            if self._rotary.shape[0] >= max_length:  # another thread was faster: its table may be longer than ours
+                return
             length = min(max(max_length, 2 * self._rotary.shape[0]), max(self.max_positions, max_length))
             positions = torch.arange(length, dtype=torch.float32, device=self.device)
             angles = torch.outer(positions, self._inv_freq)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
@@ -13,14 +15,17 @@ from layerskip_models.training_config import TrainingConfig
 
 
 def command_for_config(
-    run: Callable[[Any], Any],
+    run: Callable[[Any], Path],
     config_class: type[Any] = TrainingConfig,
     about: str = "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
+    next_step: str = 'selfspec generate "Once" --model {}',
 ) -> Callable[..., None]:
     """A typer-ready function with one option per field of the class, named like it, that calls `run` with an instance.
 
-    config_class: a dataclass whose fields have their help text in metadata["help"]. about: the command's own help.
-    A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2.
+    run: returns the folder of what it made. config_class: a dataclass whose fields have their help text in
+        metadata["help"]. about: the command's own help. next_step: how the result is used; {} stands for its folder.
+    A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2; Ctrl-C, one
+    line and exit status 130.
     """
     hints = get_type_hints(config_class)
     parameters: list[inspect.Parameter] = []
@@ -43,10 +48,15 @@ def command_for_config(
     def command(**values: Any) -> None:
         try:
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            run(config_class(**values))
+            folder = run(config_class(**values))
         except (ValueError, OSError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted: repeat the same command to go on from the newest checkpoint", err=True)
+            raise typer.Exit(130) from None
+        if int(os.environ.get("RANK", "0")) == 0:  # one message for all processes of a launcher
+            typer.echo(f"saved to {folder}; use it with: {next_step.format(folder)}", err=True)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = annotations

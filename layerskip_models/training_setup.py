@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models import checkpoints, training_data
+from layerskip_models.output_paths import output_folder
 from layerskip_models.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
 
 
@@ -27,10 +29,25 @@ class TrainingOptions(Protocol):
         ...
 
 
-def claim_output_dir(config: TrainingOptions, output_dir: Path, may_differ: Sequence[str] = OPERATIONAL_FIELDS) -> None:
-    """Make output_dir and record the configuration in it, or find the same one there (a run to take up again).
+PREPARATION = ("tokenizer", "tokens", "log.jsonl")
+"""What a training run makes before its first checkpoint."""
+RESULTS = ("checkpoints", "model")
+"""What holds the work of a training run."""
+
+
+def claim_output_dir(
+    config: TrainingOptions,
+    output_dir: Path,
+    may_differ: Sequence[str] = OPERATIONAL_FIELDS,
+    *,
+    preparation: Sequence[str] = PREPARATION,
+    results: Sequence[str] = RESULTS,
+) -> None:
+    """Make output_dir and record the configuration in it, or find the same one there (a run to resume).
 
     config: a dataclass with a field output_dir. may_differ: its fields that do not decide what comes out.
+    preparation, results: names in output_dir. A run with other options that failed before it had any of `results` is
+        replaced: its `preparation` is deleted, since other options would make another one.
     Raises ValueError when the folder holds a run with other options, or something else.
     """
     recorded_path = output_dir / "config.json"
@@ -43,7 +60,11 @@ def claim_output_dir(config: TrainingOptions, output_dir: Path, may_differ: Sequ
             for name in mine.keys() | recorded.keys()
             if name not in may_differ and mine.get(name) != recorded.get(name)
         )
-        if changed:
+        if changed and not any((output_dir / name).exists() for name in results):
+            for name in preparation:
+                _delete(output_dir / name)
+            checkpoints.write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
+        elif changed:
             raise ValueError(
                 f"output_dir {config.output_dir!r} holds a run with another {', '.join(changed)}:"
                 " choose another output_dir, or repeat that run's options to resume it"
@@ -51,8 +72,15 @@ def claim_output_dir(config: TrainingOptions, output_dir: Path, may_differ: Sequ
         return
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"output_dir {config.output_dir!r} exists and holds no training run: choose another")
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_folder(output_dir)
     checkpoints.write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def model_and_tokenizer(config: TrainingConfig, output_dir: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:

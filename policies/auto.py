@@ -137,13 +137,16 @@ class AutoLearner:
         """Observations per layer, the mean over layers."""
         return self.table.observations / len(self.layers)
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
-        """Learn from the prompt's last rows; what earlier calls taught counts less from now on, if it was much."""
+    def begin_text(self) -> None:
+        """What earlier texts taught counts less from now on, if it was much."""
         if self.known > MEMORY:
             kept = MEMORY / self.known
             self.table.scale(kept)
             self.frequency *= kept
-            self._rows = int(self._rows * kept)
+            self._rows, self._solved_at = int(self._rows * kept), int(self._solved_at * kept)
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Learn from the prompt's last rows."""
         self.table.observe_shadow(shadow)
         self._count(shadow)
         self._learn()
@@ -299,6 +302,15 @@ class AutoExit:
     def needs(self) -> Needs:
         """Fewer of the next prompt's rows when earlier calls have taught enough."""
         return self._needs if self.learner.known < TAUGHT else self._needs_taught
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """The candidates."""
+        return self.learner.layers
+
+    def begin_text(self) -> None:
+        """Make room for what the new text teaches."""
+        self.learner.begin_text()
 
     def plan(self, context: RoundContext) -> Plan:
         """The best layer and the cap, or a plain step."""

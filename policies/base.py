@@ -26,7 +26,11 @@ class Learner(Protocol):
 
     @property
     def needs(self) -> Needs:
-        """What the engine shall compute; asked at the start of every call."""
+        """What the engine shall compute; asked once per call, after `begin_text`."""
+        ...
+
+    def begin_text(self) -> None:
+        """Called at the start of every call, before anything else: what was seen so far belongs to earlier texts."""
         ...
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
@@ -52,6 +56,11 @@ class Learner(Protocol):
 
 class ExitPolicy(Learner, Protocol):
     """Chooses the exit layer, and a cap on the length, once per round."""
+
+    @property
+    def exit_layers(self) -> tuple[int, ...] | None:
+        """Every exit layer that `plan` may choose, ascending; None if it may choose any. Others need not be learned."""
+        ...
 
     def plan(self, context: RoundContext) -> Plan:
         """The decision for the coming round."""
@@ -86,6 +95,10 @@ class Unlearning:
     """Defaults for a policy that learns nothing: inherit it and override what differs."""
 
     needs = Needs()
+    exit_layers: tuple[int, ...] | None = None  # an exit policy's: it may choose any
+
+    def begin_text(self) -> None:
+        """Nothing to do."""
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
         """Nothing to learn."""
@@ -146,6 +159,17 @@ class Policy:
         """What they ask for together."""
         own = self.exit.needs | self.stopping.needs if self.stopping is not None else self.exit.needs
         return own | self.also
+
+    @property
+    def learns(self) -> bool:
+        """Whether anything that it learns lasts from one text to the next."""
+        return bool(self.exit.state()) or (self.stopping is not None and bool(self.stopping.state()))
+
+    def begin_text(self) -> None:
+        """Tell both that a new text begins."""
+        self.exit.begin_text()
+        if self.stopping is not None:
+            self.stopping.begin_text()
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
         """Show the last prompt rows to both."""

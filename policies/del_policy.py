@@ -15,13 +15,36 @@ PROMPT_ROWS = 32
 DEFAULT_THRESHOLD = 0.5  # before any row was seen
 ON_STOP = ("drop", "keep")
 LENGTHS = ("max", "tpl")
+STATES = ("fresh", "kept")
+PROMPTS = ("first", "counted")
+
+
+class DecayedMean:
+    """S(x) / S(n): the mean of all values seen, each round's weighing omega times as much as the next one's.
+
+    Kept as that ratio and S(n). Rounds without a value let both sums fade alike, so the mean stays as it is however long ago
+    the last value was, where two sums would end as 0 / 0.
+    """
+
+    __slots__ = ("mean", "weight")
+
+    def __init__(self, weight: float = 0.0, mean: float | None = None) -> None:
+        self.weight, self.mean = weight, mean
+
+    def add(self, count: float, total: float, omega: float) -> None:
+        """One round: `count` values that sum to `total`."""
+        self.weight *= omega
+        if count:
+            self.weight += count
+            before = self.mean or 0.0
+            self.mean = before + (total - count * before) / self.weight
 
 
 class DecayedMatches:
-    """Exponentially decayed sums over rounds, per layer: compared and matched rows, and the confidences of both kinds.
+    """Decayed means over rounds, per layer: how many rows matched, and the confidence of those that did and did not.
 
-    S(x) = sum_r omega^(R - r) x_r over rounds r = 1..R. Deviation from the paper: it divides the matches c_r, counted over
-    u_r + 1 rows, by u_r, which can exceed 1 or divide by 0; here the compared rows n_r are counted on both sides.
+    Deviation from the paper: it divides the matches c_r, counted over u_r + 1 rows, by u_r, which can exceed 1 or divide by
+    0; here the compared rows n_r are counted on both sides.
     Source: DEL (Entezari Zarch et al. 2025), section 4.2 and Algorithm 1.
     """
 
@@ -34,9 +57,9 @@ class DecayedMatches:
 
     def reset(self) -> None:
         """Forget all rounds."""
-        zeros = dict.fromkeys(self.layers, 0.0)
-        self.compared, self.matched = dict(zeros), dict(zeros)
-        self.matched_confidence, self.mismatched_confidence = dict(zeros), dict(zeros)
+        self.matches = {layer: DecayedMean() for layer in self.layers}  # S(c) / S(n)
+        self.matched = {layer: DecayedMean() for layer in self.layers}  # S(tcs) / S(c)
+        self.mismatched = {layer: DecayedMean() for layer in self.layers}  # S(fcs) / S(n - c)
 
     def observe(self, shadow: ShadowTokens) -> None:
         """Add one round."""
@@ -49,51 +72,118 @@ class DecayedMatches:
         )
         rows = matches.shape[1]
         for layer, matched, matched_confidence, mismatched_confidence in zip(*columns):
-            if layer in self.compared:
-                self.add(layer, rows, matched, matched_confidence, mismatched_confidence)
-
-    def add(
-        self, layer: int, compared: float, matched: float, matched_confidence: float, mismatched_confidence: float
-    ) -> None:
-        """Add one layer's sums of one round."""
-        self.compared[layer] = self._omega * self.compared[layer] + compared
-        self.matched[layer] = self._omega * self.matched[layer] + matched
-        self.matched_confidence[layer] = self._omega * self.matched_confidence[layer] + matched_confidence
-        self.mismatched_confidence[layer] = self._omega * self.mismatched_confidence[layer] + mismatched_confidence
+            if layer in self.matches:
+                self.matches[layer].add(rows, matched, self._omega)
+                self.matched[layer].add(matched, matched_confidence, self._omega)
+                self.mismatched[layer].add(rows - matched, mismatched_confidence, self._omega)
 
     def acceptance(self, layer: int) -> float | None:
         """alpha: matched over compared rows, in [0, 1]; None before any was compared."""
-        if self.compared[layer] == 0:
-            return None
-        return min(self.matched[layer] / self.compared[layer], 1.0)
+        mean = self.matches[layer].mean
+        return None if mean is None else min(max(mean, 0.0), 1.0)
 
     def threshold(self, layer: int) -> float:
         """tau: half of the mean confidences of matched and of mismatched rows.
 
-        Of one kind alone its mean, before any row the documented default.
+        Of one kind alone its mean, before any row the documented default: the paper divides 0 by 0 there.
         """
-        mismatched = self.compared[layer] - self.matched[layer]
-        means = []
-        if self.matched[layer] > 0:
-            means.append(self.matched_confidence[layer] / self.matched[layer])
-        if mismatched > 1e-9:  # a difference of sums: rounding may leave a trace where there is none
-            means.append(self.mismatched_confidence[layer] / mismatched)
-        return sum(means) / len(means) if means else DEFAULT_THRESHOLD
+        means = [kind[layer].mean for kind in (self.matched, self.mismatched)]
+        seen = [mean for mean in means if mean is not None]
+        return sum(seen) / len(seen) if seen else DEFAULT_THRESHOLD
 
     def state(self) -> dict[str, Any]:
-        """The four sums per layer, for JSON."""
-        names = ("compared", "matched", "matched_confidence", "mismatched_confidence")
-        return {name: {str(layer): value for layer, value in getattr(self, name).items()} for name in names}
+        """[weight, mean] of the three means per layer, for JSON."""
+        return {
+            name: {str(layer): [kept.weight, kept.mean] for layer, kept in getattr(self, name).items()}
+            for name in _MEANS
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave. Raises ValueError if it is for other layers."""
-        for name, values in state.items():
-            sums = {int(layer): float(value) for layer, value in values.items()}
-            if set(sums) != set(self.layers):
+        """Take up what `state` gave. Raises ValueError if it is for other layers, or from another version."""
+        if missing := [name for name in _MEANS if name not in state]:
+            raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
+        means = {
+            name: {int(layer): DecayedMean(float(weight), mean) for layer, (weight, mean) in state[name].items()}
+            for name in _MEANS
+        }
+        for values in means.values():
+            if set(values) != set(self.layers):
                 raise ValueError(
-                    f"the saved state is for exit layers {sorted(sums)}, this policy for {list(self.layers)}"
+                    f"the saved state is for exit layers {sorted(values)}, this policy for {list(self.layers)}"
                 )
-            setattr(self, name, sums)
+        for name, values in means.items():
+            setattr(self, name, values)
+
+
+_MEANS = ("matches", "matched", "mismatched")
+
+
+class DelEstimates:
+    """What DEL goes by: a prompt's last rows in a text's first round, and from then on the rounds.
+
+    layers: those to learn. state: "fresh" forgets the rounds when a new text begins, as Algorithm 1 starts with empty lists;
+    "kept" goes on with those of earlier texts. prompt: "first" uses the prompt's rows for the first round only, "counted"
+    makes them a round among the others.
+    Source: DEL (Entezari Zarch et al. 2025), Algorithm 1, lines 1 and 4; Appendix B.2 for the 32 rows.
+    """
+
+    def __init__(
+        self, layers: Iterable[int], *, omega: float = OMEGA, state: str = "fresh", prompt: str = "first"
+    ) -> None:
+        for name, value, choices in (("state", state, STATES), ("prompt", prompt, PROMPTS)):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        self.rounds = DecayedMatches(layers, omega)
+        self.layers = self.rounds.layers
+        self._prompt = DecayedMatches(self.layers, omega)
+        self._forgets = state == "fresh"
+        self._counts_prompt = prompt == "counted"
+        self._current = self.rounds
+
+    def begin_text(self) -> None:
+        """Forget what belongs to the text before."""
+        self._current = self.rounds
+        if self._forgets:
+            self.rounds.reset()
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """The prompt's last rows."""
+        if self._counts_prompt:
+            self.rounds.observe(shadow)
+            return
+        self._prompt.reset()
+        self._prompt.observe(shadow)
+        self._current = self._prompt
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round's shadow tokens."""
+        if record.shadow is not None:
+            self.rounds.observe(record.shadow)
+            self._current = self.rounds
+
+    def acceptance(self, layer: int) -> float | None:
+        """See `DecayedMatches`."""
+        return self._current.acceptance(layer)
+
+    def threshold(self, layer: int) -> float:
+        """See `DecayedMatches`."""
+        return self._current.threshold(layer)
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.rounds.reset()
+        self._current = self.rounds
+
+    def state(self) -> dict[str, Any]:
+        """What lasts from one text to the next: the rounds' means if they are kept, else nothing."""
+        return {} if self._forgets else self.rounds.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave. Raises ValueError if it does not fit, or if this policy forgets at every prompt."""
+        if not self._forgets:
+            self.rounds.restore(state)
+        elif state:
+            raise ValueError("del forgets at every prompt and takes up no saved state: say state=kept")
 
 
 class DelExit:
@@ -102,7 +192,8 @@ class DelExit:
     layers: candidates; None for all of 1 .. L-1. cost: `LayerCost` is the paper's; a `MeasuredCost` maximises tokens a
         second instead. length: "max" drafts up to d_max and leaves the end to a stopping policy (Algorithm 1), "tpl" drafts
         the d of the maximum. no_speculation: whether a maximum at d = 0 means a plain step; the paper does not say.
-    The first round learns from the last 32 prompt positions.
+        state, prompt: see `DelEstimates`.
+    The first round is planned from the last 32 prompt positions.
     Source: DEL (Entezari Zarch et al. 2025), section 4 and Algorithm 1.
     """
 
@@ -116,25 +207,31 @@ class DelExit:
         cost: CostModel | None = None,
         length: str = "max",
         no_speculation: bool = False,
+        state: str = "fresh",
+        prompt: str = "first",
     ) -> None:
         if length not in LENGTHS:
             raise ValueError(f"length must be one of {', '.join(LENGTHS)}, got {length!r}")
         if max_speculations < 1:
             raise ValueError(f"max_speculations must be at least 1, got {max_speculations}")
-        candidates = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
-        self.matches = DecayedMatches(candidates, omega)
-        self.needs = Needs(shadow_layers=candidates, prompt_rows=PROMPT_ROWS)
+        self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
+        self.estimates = DelEstimates(self.exit_layers, omega=omega, state=state, prompt=prompt)
+        self.needs = Needs(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
         self._cost = cost or LayerCost(num_layers)
         self._max_speculations = max_speculations
         self._length = length
         self._first_length = 0 if no_speculation else 1
 
+    def begin_text(self) -> None:
+        """Forget the text before, unless its rounds are kept."""
+        self.estimates.begin_text()
+
     def plan(self, context: RoundContext) -> Plan:
         """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
-        acceptance = {layer: self.matches.acceptance(layer) for layer in self.matches.layers}
+        acceptance = {layer: self.estimates.acceptance(layer) for layer in self.exit_layers}
         known = {layer: value for layer, value in acceptance.items() if value is not None}
         if not known:
-            return Plan(exit_layer=self.matches.layers[0], max_speculations=1)
+            return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
         exit_layer, length, _ = best_setting(known, self._max_speculations, self._cost, first=self._first_length)
         if length == 0:
             return Plan(exit_layer=None, max_speculations=0, acceptance=known)
@@ -142,33 +239,32 @@ class DelExit:
         return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=known)
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
-        """The prompt's last positions are the first round."""
-        self.matches.observe(shadow)
+        """What the first round is planned from."""
+        self.estimates.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round's shadow tokens."""
-        if record.shadow is not None:
-            self.matches.observe(record.shadow)
+        self.estimates.observe(record)
 
     def reset(self) -> None:
         """Forget all."""
-        self.matches.reset()
+        self.estimates.reset()
 
     def state(self) -> dict[str, Any]:
-        """The decayed sums."""
-        return self.matches.state()
+        """What lasts from text to text."""
+        return self.estimates.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        self.matches.restore(state)
+        self.estimates.restore(state)
 
 
 class DelThreshold(NeverStop):
     """Draft until a row's confidence is below tau of its exit layer.
 
-    on_stop: "drop" does not draw from that row (the paper's Algorithm 1), "keep" draws and verifies the token (what code
-    that descends from the authors' release does). shared: the sums of a `DelExit` that runs beside it and keeps them;
-    without, it keeps its own for all layers.
+    layers: that drafts may come from; None for all. on_stop: "drop" does not draw from that row (the paper's Algorithm 1),
+    "keep" draws and verifies the token (what code that descends from the authors' release does). state, prompt: see
+    `DelEstimates`. shared: the estimates of a `DelExit` that runs beside it and keeps them; without, it keeps its own.
     Source: DEL (Entezari Zarch et al. 2025), section 4.3 and Algorithm 1, lines 9 and 24.
     """
 
@@ -176,16 +272,27 @@ class DelThreshold(NeverStop):
         self,
         *,
         num_layers: int,
+        layers: Iterable[int] | None = None,
         omega: float = OMEGA,
         on_stop: str = "drop",
-        shared: DecayedMatches | None = None,
+        state: str = "fresh",
+        prompt: str = "first",
+        shared: DelEstimates | None = None,
     ) -> None:
         if on_stop not in ON_STOP:
             raise ValueError(f"on_stop must be one of {', '.join(ON_STOP)}, got {on_stop!r}")
-        self.matches = DecayedMatches(range(1, num_layers), omega) if shared is None else shared
-        self.needs = Needs(confidence=True, shadow_layers=self.matches.layers, prompt_rows=PROMPT_ROWS)
-        self._learns = shared is None
+        self._own: DelEstimates | None = None
+        if shared is None:
+            candidates = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
+            shared = self._own = DelEstimates(candidates, omega=omega, state=state, prompt=prompt)
+        self.estimates = shared
+        self.needs = Needs(confidence=True, shadow_layers=shared.layers, prompt_rows=PROMPT_ROWS)
         self._drops = on_stop == "drop"
+
+    def begin_text(self) -> None:
+        """Forget the text before, unless its rounds are kept."""
+        if self._own is not None:
+            self._own.begin_text()
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """With "drop", when confidence < tau."""
@@ -197,32 +304,34 @@ class DelThreshold(NeverStop):
 
     def threshold(self, exit_layer: int) -> float:
         """The current tau of a layer, in [0, 1]."""
-        return self.matches.threshold(exit_layer)
+        return self.estimates.threshold(exit_layer)
 
     def _below(self, row: DraftRow) -> bool:
         assert row.confidence is not None
         return row.confidence < self.threshold(row.exit_layer)
 
     def observe_prompt(self, shadow: ShadowTokens) -> None:
-        """The prompt's last positions are the first round."""
-        if self._learns:
-            self.matches.observe(shadow)
+        """What the first round's threshold comes from."""
+        if self._own is not None:
+            self._own.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round's shadow tokens."""
-        if self._learns and record.shadow is not None:
-            self.matches.observe(record.shadow)
+        if self._own is not None:
+            self._own.observe(record)
 
     def reset(self) -> None:
         """Forget all."""
-        if self._learns:
-            self.matches.reset()
+        if self._own is not None:
+            self._own.reset()
 
     def state(self) -> dict[str, Any]:
-        """The decayed sums, if they are its own."""
-        return self.matches.state() if self._learns else {}
+        """What lasts from text to text, if it is its own."""
+        return {} if self._own is None else self._own.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""
-        if self._learns:
-            self.matches.restore(state)
+        if self._own is not None:
+            self._own.restore(state)
+        else:
+            super().restore(state)

@@ -17,13 +17,16 @@ class FixedExit(Unlearning):
     def __init__(self, exit_layer: int | None, num_speculations: int, *, num_layers: int) -> None:
         if isinstance(num_speculations, bool) or not isinstance(num_speculations, int) or num_speculations < 0:
             raise ValueError(f"num_speculations must be an integer >= 0, got {num_speculations!r}")
+        if exit_layer is not None:
+            check_exit_layer(exit_layer, num_layers)
         if num_speculations == 0:
             self._plan = Plan(exit_layer=None, max_speculations=0)
+            self.exit_layers = ()
         else:
             if exit_layer is None:
                 raise ValueError("exit_layer is missing: give one in [1, num_layers - 1], or num_speculations=0")
-            check_exit_layer(exit_layer, num_layers)
             self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations)
+            self.exit_layers = (exit_layer,)
 
     def plan(self, context: RoundContext) -> Plan:
         """The same plan each time."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from policies import auto, del_policy, draft_verify, entropy, finite_state, pacer, spide
 from policies.base import ExitPolicy, Policy, StoppingPolicy, check_exit_layer
 from policies.cost import CostModel, LayerCost, WithPreVerifier
 from policies.fixed import FixedExit
+from policies.records import Needs
 
 COSTS = ("layers", "measured")
 Convert = Callable[[str], Any]
@@ -22,12 +24,19 @@ Convert = Callable[[str], Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a name is resolved for: the model's layers, and how to get its measured cost and a pre-verifier (None: neither can
-    be had). block: of the pre-verifier that ends the drafts, if one does; its passes are part of the cost."""
+    be had). block: of the pre-verifier that ends the drafts, if one does; its passes are part of the cost. exit_layers: those
+    that the exit policy may choose, for a stopping policy behind it; None for any."""
 
     num_layers: int
     measure: Callable[[], CostModel] | None = None
     preverifier: Callable[[str | None], pacer.PreVerifier] | None = None
     block: int | None = None
+    exit_layers: tuple[int, ...] | None = None
+
+    @property
+    def layers_to_learn(self) -> tuple[int, ...]:
+        """The exit layers that a stopping policy may be asked about."""
+        return tuple(range(1, self.num_layers)) if self.exit_layers is None else self.exit_layers
 
     def cost(self, kind: str) -> CostModel:
         """The cost model of a `cost=` option."""
@@ -108,7 +117,9 @@ def _adaedl(setup: Setup, **options: Any) -> StoppingPolicy:
 
 
 def _spide(setup: Setup, **options: Any) -> StoppingPolicy:
-    return spide.SpideStopping(range(1, setup.num_layers), num_layers=setup.num_layers, **options)
+    if options.get("shadow") is False and "learn_every" in options:
+        raise ValueError("learn_every changes nothing with shadow=off")
+    return spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
 
 
 def _pacer(setup: Setup, path: str | None = None, exit_layer: int | None = None, **options: Any) -> StoppingPolicy:
@@ -120,7 +131,7 @@ def _pacer(setup: Setup, path: str | None = None, exit_layer: int | None = None,
 
 
 def _del_threshold(setup: Setup, **options: Any) -> StoppingPolicy:
-    return del_policy.DelThreshold(num_layers=setup.num_layers, **options)
+    return del_policy.DelThreshold(num_layers=setup.num_layers, layers=setup.layers_to_learn, **options)
 
 
 EXITS: dict[str, Named] = {
@@ -138,6 +149,8 @@ EXITS: dict[str, Named] = {
             "length": str,
             "no_speculation": _switch,
             "on_stop": str,
+            "state": str,
+            "prompt": str,
         },
     ),
     "auto": Named(
@@ -205,7 +218,7 @@ STOPPINGS: dict[str, Named] = {
         about="DEL's dynamic threshold",
         example="ls:3-18+del",
         build=_del_threshold,
-        options={"on_stop": str, "omega": float},
+        options={"on_stop": str, "omega": float, "state": str, "prompt": str},
     ),
 }
 """Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""
@@ -222,55 +235,82 @@ def parse_policy(
 
     measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
     or None for the one beside the checkpoint. The generator passes its calibration and its loader.
-    Raises ValueError that says what is possible for an unknown name, an unknown option or a value that does not fit.
+    Raises ValueError, one line that names what is possible, for an unknown name or option, a value that does not fit, and an
+    option that would change nothing.
     """
     setup = Setup(num_layers=num_layers, measure=measure, preverifier=preverifier)
     text = text.strip()
-    head, plus, tail = text.partition("+")
-    name, arguments = _split(head)
     try:
-        last: StoppingPolicy | None = None
-        if plus and name in EXITS:
-            other, other_arguments = _split(tail)
-            if name == "ar":
-                raise ValueError('"ar" drafts nothing: no stopping policy can follow it')
-            if other not in STOPPINGS:
-                raise ValueError(f"unknown stopping policy {other!r}")
-            last = _build(setup, other, STOPPINGS[other], other_arguments)
-        if name in EXITS:
-            exit_policy, stopping = _with_own_stopping(setup, name, arguments, last)
-        elif name in STOPPINGS:
-            exit_policy, stopping = _with_fixed_exit(setup, name, arguments)
-            if plus:
-                raise ValueError(
-                    f"{name!r} ends drafts itself: put {tail!r} behind an exit policy, as in ls:3-18+{tail}"
-                )
-        else:
-            raise ValueError("unknown policy")
+        exit_policy, stopping = _parse(setup, text)
     except ValueError as error:
-        raise ValueError(f"policy {text!r}: {error}; {_possible()}") from None
+        raise ValueError(f"policy {text!r}: {error}") from None
     return Policy(exit_policy, stopping, name=text)
 
 
-def _with_own_stopping(
-    setup: Setup, name: str, arguments: str, other: StoppingPolicy | None
-) -> tuple[ExitPolicy, StoppingPolicy | None]:
-    """An exit policy with the other stopping policy, or without one with that which it comes with."""
+def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
+    head, plus, tail = text.partition("+")
+    name, arguments = _split(head)
+    if name in EXITS:
+        if not plus:
+            return _with_own_stopping(setup, name, arguments)
+        return _with_other_stopping(setup, name, arguments, tail)
+    if name not in STOPPINGS:
+        raise ValueError(f"unknown policy {name!r}{_suggestion(name, [*EXITS, *STOPPINGS])}")
+    if plus:
+        raise ValueError(f"{name!r} ends drafts itself: put {tail!r} behind an exit policy, as in ls:3-18+{tail}")
+    return _with_fixed_exit(setup, name, arguments)
+
+
+def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
+    """An exit policy with the stopping policy that it comes with, if any."""
     values = _values(name, EXITS[name], arguments)
-    if isinstance(other, pacer.PacerStopping):
-        setup = replace(setup, block=other.b)
-        _keep_to_layers(values, other.exit_layers, "layers" in EXITS[name].options)
+    if "on_stop" in values and values.get("length") == "tpl":
+        raise ValueError("on_stop= changes nothing with length=tpl, which drafts without a threshold")
     on_stop = values.pop("on_stop", "drop")
-    if on_stop not in del_policy.ON_STOP:
-        raise ValueError(f"on_stop must be one of {', '.join(del_policy.ON_STOP)}, got {on_stop!r}")
     built = EXITS[name].build(setup, **values)
-    if other is not None:
-        return built, other
+    _check_schedule(values, built.needs, Needs(), "")
     if isinstance(built, del_policy.DelExit) and values.get("length", "max") == "max":
-        return built, del_policy.DelThreshold(num_layers=setup.num_layers, on_stop=on_stop, shared=built.matches)
+        return built, del_policy.DelThreshold(num_layers=setup.num_layers, on_stop=on_stop, shared=built.estimates)
     if isinstance(built, auto.AutoExit):
         return built, auto.AutoStopping(built.learner)
     return built, None
+
+
+def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> tuple[ExitPolicy, StoppingPolicy]:
+    """An exit policy with another stopping policy, which learns the layers that the exit policy may choose."""
+    other, other_arguments = _split(tail)
+    if other not in STOPPINGS:
+        raise ValueError(f"unknown stopping policy {other!r}{_suggestion(other, [*STOPPINGS])}")
+    values = _values(name, EXITS[name], arguments)
+    other_values = _values(other, STOPPINGS[other], other_arguments)
+    if "on_stop" in values:
+        raise ValueError(f"on_stop= changes nothing before +{other}, which ends the drafts instead")
+    stopping: StoppingPolicy | None = None
+    if other == "pacer":  # it says which layers may be chosen, not the other way round
+        if "exit_layer" in other_values:
+            raise ValueError(f"exit_layer= changes nothing behind {name!r}, which chooses the exit layer")
+        stopping = STOPPINGS[other].build(setup, **other_values)
+        assert isinstance(stopping, pacer.PacerStopping)
+        setup = replace(setup, block=stopping.b)
+        _keep_to_layers(values, stopping.exit_layers, "layers" in EXITS[name].options)
+    built = EXITS[name].build(setup, **values)
+    if built.exit_layers == ():
+        raise ValueError(f"{name!r} drafts nothing here: no stopping policy can follow it")
+    if stopping is None:
+        stopping = STOPPINGS[other].build(replace(setup, exit_layers=built.exit_layers), **other_values)
+    _check_schedule(values, built.needs, stopping.needs, f"before +{other}")
+    _check_schedule(other_values, stopping.needs, built.needs, f"behind {name!r}")
+    return built, stopping
+
+
+def _check_schedule(values: dict[str, Any], own: Needs, other: Needs, where: str) -> None:
+    """ValueError for a schedule of learning that the other half of the policy, which asks for more, overrides."""
+    if "learn_every" in values and other.shadow_layers and other.learn_every < own.learn_every:
+        raise ValueError(f"learn_every= changes nothing {where}, which learns from one row in {other.learn_every}")
+    if "prompt_rows" in values and other.prompt_rows > own.prompt_rows:
+        raise ValueError(f"prompt_rows= changes nothing {where}, which learns from {other.prompt_rows}")
+    if "learn_first" in values and (own | other).learn_every == 1:
+        raise ValueError("learn_first= changes nothing where every row is learned from")
 
 
 def _keep_to_layers(values: dict[str, Any], layers: tuple[int, ...], chooses: bool) -> None:
@@ -300,7 +340,8 @@ def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolic
     exit_layer = check_exit_layer(int(match[1]), setup.num_layers)
     if name == "fs":
         rest = match[2] + ("," + rest if rest else "")
-    stopping = _build(setup, name, STOPPINGS[name], rest)
+    values = _values(name, STOPPINGS[name], rest)
+    stopping = STOPPINGS[name].build(replace(setup, exit_layers=(exit_layer,)), **values)
     cap = stopping.max_length
     return FixedExit(exit_layer, cap, num_layers=setup.num_layers), stopping
 
@@ -308,10 +349,6 @@ def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolic
 def _split(part: str) -> tuple[str, str]:
     name, _, arguments = part.strip().partition(":")
     return name, arguments
-
-
-def _build(setup: Setup, name: str, named: Named, arguments: str) -> Any:
-    return named.build(setup, **_values(name, named, arguments))
 
 
 def _values(name: str, named: Named, arguments: str) -> dict[str, Any]:
@@ -327,6 +364,8 @@ def _values(name: str, named: Named, arguments: str) -> dict[str, Any]:
         if not equals or key not in named.options:
             takes = ", ".join(f"{option}=" for option in named.options) or "no further arguments"
             raise ValueError(f"{name!r} takes {takes}, not {part!r}")
+        if key in values:
+            raise ValueError(f"{key}= is given twice")
         try:
             values[key] = named.options[key](value)
         except ValueError as error:
@@ -348,7 +387,9 @@ def _position(name: str, named: Named, text: str) -> dict[str, Any]:
     return {"length": int(match[1])}
 
 
-def _possible() -> str:
-    exits = ", ".join(f"{named.example} ({named.about})" for named in EXITS.values())
-    stoppings = ", ".join(f"{named.example} ({named.about})" for name, named in STOPPINGS.items())
-    return f"possible are {exits}; {stoppings}; or an exit policy with another way to stop, as in del+spide:tau=0.7"
+def _suggestion(name: str, known: list[str]) -> str:
+    """The end of a message about an unknown name: the closest known ones, or all of them, by name only."""
+    close = get_close_matches(name.lower(), known, n=2, cutoff=0.6)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known are {', '.join(known)} (docs/policies.md describes them)"

@@ -62,6 +62,8 @@ class PacerStopping(NeverStop):
     Source: Pacer (Zhang et al. 2025), section 3.2 and Algorithm 1; criteria as in Table 7.
     """
 
+    exit_layers: tuple[int, ...]
+
     def __init__(
         self,
         preverifier: PreVerifier,

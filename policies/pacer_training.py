@@ -43,11 +43,11 @@ class DraftTrace:
 
     def draft_index(self) -> Tensor:
         """The number of each row in its draft, from 1: int64 [rows]."""
-        return torch.cat([torch.arange(1, length + 1) for length in self.lengths.tolist()])
+        return torch.cat([_numbers(1, length + 1) for length in self.lengths.tolist()])
 
     def draft_of_row(self) -> Tensor:
         """Which draft each row belongs to: int64 [rows]."""
-        return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+        return _numbers(0, len(self.lengths)).repeat_interleave(self.lengths)
 
     def labels(self) -> Tensor:
         """1 for the tokens before the draft's first mismatch, 0 from there on: float32 [rows]."""
@@ -90,23 +90,30 @@ def pack(trace: DraftTrace, *, scope: str = "full", block: int = 4) -> Packed:
     if scope == "block":
         number = (index - 1) // block
         own &= number.unsqueeze(1) == number
-    context = torch.arange(size).expand(rows, -1) < (starts - 1).unsqueeze(1)
+    context = _numbers(0, size).expand(rows, -1) < (starts - 1).unsqueeze(1)
     if scope != "full":
         context = torch.zeros_like(context)
-    mask = torch.zeros(size + rows, size + rows, dtype=torch.bool)
-    mask[:size, :size] = torch.ones(size, size, dtype=torch.bool).tril()
+    mask = torch.zeros(size + rows, size + rows, dtype=torch.bool, device="cpu")
+    mask[:size, :size] = torch.ones(size, size, dtype=torch.bool, device="cpu").tril()
     mask[size:, :size], mask[size:, size:] = context, own
-    no_features = torch.zeros(size, trace.features.shape[1])
+    no_features = torch.zeros(size, trace.features.shape[1], dtype=torch.float32, device="cpu")
     return Packed(
         exit_layer=trace.exit_layer,
         hidden=torch.cat([trace.context, trace.hidden]).float(),
         features=torch.cat([no_features, trace.features]),
-        draft_index=torch.cat([torch.zeros(size, dtype=torch.long), index]),
-        position=torch.cat([torch.arange(size), starts - 2 + index]),
+        draft_index=torch.cat([torch.zeros(size, dtype=torch.long, device="cpu"), index]),
+        position=torch.cat([_numbers(0, size), starts - 2 + index]),
         mask=mask,
-        labels=torch.cat([torch.zeros(size), trace.labels()]),
-        scored=torch.cat([torch.zeros(size, dtype=torch.bool), torch.ones(rows, dtype=torch.bool)]),
+        labels=torch.cat([torch.zeros(size, dtype=torch.float32, device="cpu"), trace.labels()]),
+        scored=torch.cat(
+            [torch.zeros(size, dtype=torch.bool, device="cpu"), torch.ones(rows, dtype=torch.bool, device="cpu")]
+        ),
     )
+
+
+def _numbers(start: int, stop: int) -> Tensor:
+    """start, start + 1, .. stop - 1: int64 on the CPU."""
+    return torch.arange(start, stop, dtype=torch.long, device="cpu")
 
 
 def cut(trace: DraftTrace, lengths: Tensor) -> DraftTrace:
@@ -134,7 +141,9 @@ def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -
     own, products = [], []
     for trace in traces:
         confidences = trace.features[:, 0].exp().clamp(max=1.0).tolist()
-        rates = torch.tensor([table.rate(trace.exit_layer, confidence) for confidence in confidences])
+        rates = torch.tensor(
+            [table.rate(trace.exit_layer, confidence) for confidence in confidences], dtype=torch.float32, device="cpu"
+        )
         own.append(rates)
         products.append(running_products(rates, trace.lengths))
     return torch.cat(own), torch.cat(products)
@@ -164,7 +173,7 @@ def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
         return 1.0, 0.0
     x, y = logits.double(), labels.double()
     with torch.enable_grad():
-        fitted = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
+        fitted = torch.tensor([1.0, 0.0], dtype=torch.double, device="cpu", requires_grad=True)
         optimizer = torch.optim.LBFGS([fitted], max_iter=200, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from policies.acceptance_table import PRIOR_COUNT, AcceptanceTable
@@ -16,8 +17,8 @@ MAX_LENGTH = 18
 class SpideStopping(NeverStop):
     """Stop, keeping the token, when the reliability Gamma = product of table rates over the draft falls to tau or below.
 
-    layers: exit layers to keep tables for; all of them learn from shadow tokens in every learn_every-th round, the drafting
-    one from its drafts in every round. tau in (0, 1); the paper uses 0.5 to 0.9.
+    layers: exit layers to keep tables for; all of them learn from the shadow tokens of one row in learn_every, the drafting
+    one from its drafts in every round. shadow: False learns from drafts alone. tau in (0, 1); the paper uses 0.5 to 0.9.
     Deviations (docs/policies.md): one table per exit layer; a stated prior; confidence is the top-1 probability.
     Raises ValueError for a tau outside (0, 1).
     Source: SPIDE (2025), section 3.2 and Figure 4.
@@ -40,6 +41,7 @@ class SpideStopping(NeverStop):
         self.table = AcceptanceTable(candidates, prior_count=prior_count)
         self.needs = Needs(confidence=True, shadow_layers=candidates if shadow else (), learn_every=learn_every)
         self.tau = tau
+        self._shadow = shadow
         self.reliability = 1.0
         self.max_length = max_length
 
@@ -59,7 +61,7 @@ class SpideStopping(NeverStop):
 
     def observe(self, record: RoundRecord) -> None:
         """Update the tables."""
-        self.table.observe(record)
+        self.table.observe(record if self._shadow else replace(record, shadow=None))
 
     def reset(self) -> None:
         """Back to the prior."""

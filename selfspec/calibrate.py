@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -12,12 +13,13 @@ from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
 from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
-from selfspec.captured import CapturedRunner
 from selfspec.draft import Drafter
+from selfspec.graphs.runner import CapturedRunner
 from selfspec.kv_cache import KVCache
-from selfspec.runner import RunnerName, Turn, on_device
+from selfspec.runner import RunnerName, Turn
 from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
+from selfspec.torch_mode import engine_mode
 
 _CONTEXT = 256  # positions in the cache while timing; behind longer texts all of a round's parts cost more alike
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
@@ -25,20 +27,23 @@ _DRAFTS = 4
 _SECONDS = 0.6  # for all timings together, once each has two
 _REPEATS = 15
 
+_measuring = threading.Lock()
 _measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 
 def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
     """The model's costs on its device: calibrated on the first call, remembered as long as the model lives."""
-    costs = _measured.setdefault(model, {})
-    if runner not in costs:
-        costs[runner] = calibrate(model, runner)
-    return costs[runner]
+    with _measuring:  # two calibrations at once would time each other
+        costs = _measured.setdefault(model, {})
+        if runner not in costs:
+            costs[runner] = calibrate(model, runner)
+        return costs[runner]
 
 
 def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
     """Take this cost for the model from now on: another process's calibration, say, so that both decide alike."""
-    _measured.setdefault(model, {})[runner] = cost
+    with _measuring:
+        _measured.setdefault(model, {})[runner] = cost
 
 
 def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
@@ -51,7 +56,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
     tokens = torch.zeros(context, dtype=torch.long, device=model.device)
-    with torch.inference_mode(), on_device(model.device):
+    with engine_mode(model.device):
         # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
         model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
         make = _captured_calls if runner == "captured" else _eager_calls
@@ -147,7 +152,7 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
     def learn(count: int) -> Callable[[], object]:
         return lambda: recorder.shadow_tokens(count, target[:count])
 
-    with torch.inference_mode():
+    with engine_mode(model.device):
         return dict(zip(rows, _timed([learn(count) for count in rows], model.device)))
 
 

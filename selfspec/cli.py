@@ -1,4 +1,4 @@
-"""The command line: `selfspec generate`, `trace`, `inspect`, `train` and `train-pacer`.
+"""The command line: `selfspec generate`, `trace`, `inspect`, `verify`, `train` and `train-pacer`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -25,6 +25,7 @@ from selfspec.cli_common import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    checked_output_file,
     load_generator,
     notes_console,
     one_line_errors,
@@ -45,14 +46,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="LayerSkip self-speculative decoding: a Llama drafts with its first layers and verifies with the rest.",
 )
-app.command("train")(train_command)
-app.command("train-pacer")(
-    command_for_config(train_preverifier, PreVerifierTraining, "Train Pacer's pre-verifier for a LayerSkip checkpoint.")
-)
-app.command("trace")(trace_command)
-app.command("inspect")(inspect_command)
-app.command("verify")(verify_command)
-
 WARM_UP_TOKENS = 16
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -93,57 +86,85 @@ def generate(
     device: DeviceOption = "auto",
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel=_SPECULATION)] = None,
     exit_layer: Annotated[
-        int | None, typer.Option(help="Layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
+        int | None, typer.Option(help="Number of layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
     ] = None,
     num_speculations: Annotated[
         int | None,
         typer.Option(help="Tokens drafted per round; 0 is plain decoding.", rich_help_panel=_SPECULATION),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate; without it, 128.", rich_help_panel=_TEXT)
+        int | None, typer.Option(help="Maximum number of new tokens (default 128).", rich_help_panel=_TEXT)
     ] = None,
     do_sample: Annotated[
         bool | None,
         typer.Option(
             "--do-sample/--no-do-sample",
-            help="Draw tokens, or take the likeliest. Without it, the checkpoint's default.",
+            help="Draw tokens at random, or always take the likeliest. Default: what the checkpoint says.",
             rich_help_panel=_TEXT,
         ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
-    top_k: Annotated[int | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
-    top_p: Annotated[float | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
-    min_p: Annotated[float | None, typer.Option(help="When sampling.", rich_help_panel=_TEXT)] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="1.0 is none.", rich_help_panel=_TEXT)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.", rich_help_panel=_TEXT)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=_TEXT)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from the k likeliest tokens only.", rich_help_panel=_TEXT)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens that together have this probability.", rich_help_panel=_TEXT),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw only tokens at least this fraction as likely as the likeliest one.", rich_help_panel=_TEXT
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 discourages repetition.", rich_help_panel=_TEXT)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=_TEXT)] = None,
     eos_token_id: Annotated[
-        list[int] | None, typer.Option(help="Token id that ends the text; repeatable.", rich_help_panel=_TEXT)
+        list[int] | None,
+        typer.Option(help="Token id that ends the text; may be given several times.", rich_help_panel=_TEXT),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Never stop at a token.", rich_help_panel=_TEXT)
+        bool, typer.Option("--ignore-eos", help="Do not stop at an end-of-sequence token.", rich_help_panel=_TEXT)
     ] = False,
     stop_strings: Annotated[
-        list[str] | None, typer.Option(help="String that ends the text; repeatable.", rich_help_panel=_TEXT)
+        list[str] | None,
+        typer.Option(help="String that ends the text; may be given several times.", rich_help_panel=_TEXT),
     ] = None,
     compare_modes: Annotated[
         bool,
-        typer.Option("--compare", help="Also decode autoregressively; show the speed-up.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--compare", help="Also decode without speculation and show the speed-up.", rich_help_panel=_OUTPUT
+        ),
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs for --compare.", rich_help_panel=_OUTPUT)] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Number of pairs of runs for --compare.", rich_help_panel=_OUTPUT)
+    ] = 3,
     show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Colour tokens by their fate.", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option(
+            "--show-drafts",
+            help="Colour each token by how it came about (accepted draft, correction, ...).",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.", rich_help_panel=_OUTPUT)
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT, callback=checked_output_file
+        ),
     ] = None,
     explain_run: Annotated[
         bool,
         typer.Option(
             "--explain",
-            help="Say where the time went, what limits the speed-up, and what fixed settings would have given.",
+            help="Explain where the time went, what limits the speed-up, and what fixed settings would have given.",
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
@@ -151,7 +172,7 @@ def generate(
         bool, typer.Option("--quiet", "-q", help="Text or JSON only: no progress, no summary.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
-    """Continue a prompt, printing as it goes, and sum up what speculation did."""
+    """Continue a prompt: print the text as it is generated, then a summary of what speculation did."""
     options: dict[str, Any] = {
         "policy": policy,
         "exit_layer": exit_layer,
@@ -173,8 +194,6 @@ def generate(
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
-        if trace is not None and not trace.parent.is_dir():
-            raise FileNotFoundError(f"no folder {trace.parent} for --trace: make it first")
         text = read_prompt(prompt, file)
         generator = load_generator(model, dtype, device, notes)
         greedy = _check_sampling(generator, options)
@@ -184,7 +203,7 @@ def generate(
         with session.interrupt:
             if compare_modes:
                 session.warm_up()
-            result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace)
+            result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace, show_prompt=compare_modes)
             explanation = session.explain() if explain_run and not session.interrupt.requested else None
             comparison = session.compare(repeats, greedy) if compare_modes else None
     stop_reason = "interrupted" if session.interrupt.requested else result.stop_reason
@@ -192,7 +211,7 @@ def generate(
         described = _as_dict(generator, result, stop_reason, comparison)
         typer.echo(json.dumps({**described, "explanation": explanation}, allow_nan=False))
     else:
-        lines = summary_lines(result, stop_reason, generator.model.num_layers)
+        lines = summary_lines(result, stop_reason)
         lines += comparison_lines(comparison, result.policy) if comparison is not None else []
         lines += explanation if explanation is not None else []
         notes.print("\n" + "\n".join(lines))
@@ -222,13 +241,22 @@ class _Session:
         with self._notes.status("Warming up ..."):
             warm_up(self._generate, max(1, tokens))
 
-    def run(self, *, show_drafts: bool, silent: bool, trace: Path | None) -> GenerationResult:
-        """The run that the user sees, on standard output unless it is to be silent."""
+    def run(
+        self, *, show_drafts: bool, silent: bool, trace: Path | None, show_prompt: bool = False
+    ) -> GenerationResult:
+        """The run that the user sees, on standard output unless it is to be silent.
+
+        show_prompt: print the prompt to standard error where standard output is no terminal, which shows it anyway.
+        """
         writer = TextWriter(Console(highlight=False))
 
         def on_start() -> None:
-            if writer.is_terminal and not silent and not self._notes.quiet:
+            if silent or self._notes.quiet:
+                return
+            if writer.is_terminal:
                 writer.write(self._prompt, PROMPT_STYLE)
+            elif show_prompt:  # standard output gets the continuation alone
+                self._notes.print(f"prompt:\n{self._prompt}\n", style=PROMPT_STYLE)
 
         streamer = TextStreamer(self._tokenizer, _discard if silent else writer.write, on_start)
         if show_drafts:
@@ -274,8 +302,24 @@ class _Session:
             )
 
 
+app.command("trace")(trace_command)
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+app.command("train")(train_command)
+app.command("train-pacer")(
+    command_for_config(
+        train_preverifier,
+        PreVerifierTraining,
+        "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
+        "selfspec generate --policy pacer:{}",
+    )
+)
+
+
 def _check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
     """Whether decoding is greedy. ValueError if it is and an option would then do nothing."""
+    if options["temperature"] == 0:  # another way to ask for the likeliest token
+        options["do_sample"], options["temperature"] = False, None
     do_sample = options["do_sample"]
     if do_sample is None:
         do_sample = generator.model.generation_config.do_sample

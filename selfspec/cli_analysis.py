@@ -13,6 +13,7 @@ from selfspec.cli_common import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    checked_output_file,
     load_generator,
     load_reference,
     notes_console,
@@ -35,7 +36,12 @@ def trace_command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Picture to draw (.png, .svg, .pdf), or .jsonl for the records."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
+            callback=checked_output_file,
+        ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
@@ -49,8 +55,6 @@ def trace_command(
     with one_line_errors():
         if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
             raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
-        if output is not None and not output.parent.is_dir():
-            raise FileNotFoundError(f"no folder {output.parent} for --output: make it first")
         text = read_prompt(prompt, file)
         generator = load_generator(model, dtype, device, notes)
         with notes.status("Decoding ..."):

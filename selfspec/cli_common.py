@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import torch
@@ -12,10 +13,10 @@ import typer
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors import SafetensorError
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from layerskip_models.loading import load_transformers
+from layerskip_models.output_paths import output_file, output_folder
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 
 MODEL_PANEL = "Model"
@@ -61,18 +62,13 @@ def load_reference(
 
 @contextmanager
 def _loading(model: str | None, notes: Console) -> Iterator[str]:
-    """A status line while a checkpoint is loaded, and one message for what keeps it from loading; yields its name."""
+    """A status line while a checkpoint is loaded; yields its name."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the status line says it, and goes away
     hub_logging.set_verbosity_error()  # its retries
     name = str(DEMO_PATH) if model is None else model
-    try:
-        with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
-            yield name
-    except FileNotFoundError:
-        raise
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot load {name}: {error}") from error
+    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+        yield name
 
 
 @contextmanager
@@ -84,6 +80,18 @@ def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
         yield lambda label: bar.update(task, advance=1, description=label)
 
 
+def checked_output_file(path: Path | None) -> Path | None:
+    """An option's callback: the command ends before it starts if the file could not be written."""
+    with one_line_errors():
+        return None if path is None else output_file(path)
+
+
+def checked_output_folder(path: Path | None) -> Path | None:
+    """The same for a folder of results, which is made."""
+    with one_line_errors():
+        return None if path is None else output_folder(path)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """What a caller can mend becomes one line and status 2; a model that cannot go on, one line and status 1."""
@@ -92,6 +100,7 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:  # `| head`: typer ends quietly
         raise
     except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
     except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
         _fail(error, 1)

@@ -6,8 +6,9 @@ builds the logits processors and the stopping criteria.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -50,6 +51,19 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 """GenerationConfig fields that do not apply to this engine, with the values that leave them off."""
 
 
+_ANY_CONFIG = GenerationConfig()
+_MEANT = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "stop": "stop_strings",
+    "input_ids": "prompt",
+    "inputs": "prompt",
+    "text": "prompt",
+    "assistant_early_exit": "exit_layer",
+}
+"""What other libraries call these arguments."""
+
+
 class GenerationHost(GenerationMixin):
     """Lets transformers' own code prepare a call without a transformers model in memory."""
 
@@ -83,23 +97,28 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: pass one to SelfSpecGenerator, or give token ids")
-        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
+        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long, device="cpu")
         if ids.numel() == 0:
             raise ValueError("the prompt is empty: give at least one token to continue")
         return ids
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(p, str) for p in prompt):
+        raise TypeError(f"got a list of {len(prompt)} texts: one text is decoded at a time, call generate for each")
     if isinstance(prompt, Tensor):
         if prompt.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"prompt ids must be integers, got a tensor of {prompt.dtype}")
-        ids = prompt.detach().to("cpu", torch.long)
+        ids = prompt.detach().to("cpu", torch.long, copy=True)  # the caller may write to theirs while a call runs
         if ids.dim() == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.dim() != 1:
-            raise ValueError(f"prompt ids must have shape [n] or [1, n] (batch 1), got {list(prompt.shape)}")
+            raise ValueError(
+                f"prompt ids must have shape [n] or [1, n], got {list(prompt.shape)}: "
+                "one text is decoded at a time, call generate for each row"
+            )
     elif isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        ids = torch.tensor(list(prompt), dtype=torch.long)
+        ids = torch.tensor(list(prompt), dtype=torch.long, device="cpu")
     else:
         raise TypeError(
-            f"prompt must be text, a list of token ids or an integer tensor, got {type(prompt).__name__}; "
+            f"prompt must be text, a list of token ids or an integer tensor, got {_describe(prompt)}; "
             "of a tokenizer's output pass ['input_ids']"
         )
     if ids.numel() == 0:
@@ -108,6 +127,33 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise ValueError(f"prompt ids must be in [0, {vocab_size - 1}], the model's vocabulary, got {wrong}")
     return ids
+
+
+def _describe(prompt: object) -> str:
+    """The type of a prompt, and of a list the type of its first item that is no token id."""
+    if isinstance(prompt, (list, tuple)):
+        wrong = next((item for item in prompt if not isinstance(item, int) or isinstance(item, bool)), None)
+        return f"a {type(prompt).__name__} that holds a {type(wrong).__name__}"
+    return type(prompt).__name__
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for keyword arguments that `generate` does not have, if there are any.
+
+    Raises ValueError for a field of GenerationConfig that does not apply here, TypeError for any other name, with the
+    argument that is meant if one is close.
+    """
+    known = [name for name in known if name != "unknown"]
+    for name in names:
+        if name in _REFUSED:
+            raise ValueError(f"{name} does not apply to self-speculative decoding of one sequence: leave it out")
+        if hasattr(_ANY_CONFIG, name):
+            raise TypeError(
+                f"generate() has no argument {name!r}: set it in a GenerationConfig and pass that as generation_config"
+            )
+        meant = _MEANT.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+        hint = f": did you mean {meant}?" if meant else f"; it takes {', '.join(known)}"
+        raise TypeError(f"generate() has no argument {name!r}{hint}")
 
 
 def make_generator(
@@ -161,6 +207,8 @@ def make_request(
     )
     config, _ = host._prepare_generation_config(generation_config)
     config.update(**options)
+    if config.do_sample and config.temperature == 0:  # the limit of sampling as the temperature falls: the argmax
+        config.do_sample, config.temperature = False, 1.0
     if never_stops:
         config.eos_token_id = None
     for name, neutral in _REFUSED.items():
@@ -235,13 +283,15 @@ def _check_options(options: dict[str, Any]) -> None:
             and value <= high
         )
         if not in_range:
-            bracket = "(" if open_low else "["
             kind = "an integer" if integer else "a number"
-            remedy = "; for the argmax use do_sample=False" if name == "temperature" else ""
-            raise ValueError(f"{name} must be {kind} in {bracket}{low}, {high}], got {value!r}{remedy}")
+            if high == float("inf"):
+                allowed = f"above {low}" if open_low else f"of at least {low}"
+            else:
+                allowed = f"in {'(' if open_low else '['}{low}, {high}]"
+            raise ValueError(f"{name} must be {kind} {allowed}, got {value!r}")
 
     number("max_new_tokens", 1, float("inf"), integer=True)
-    number("temperature", 0, float("inf"), open_low=True)
+    number("temperature", 0, float("inf"))
     number("top_k", 0, float("inf"), integer=True)
     number("top_p", 0, 1, open_low=True)
     number("min_p", 0, 1)

@@ -50,6 +50,7 @@ class Decoding:
         runner: Runner | None = None,
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
+        policy.begin_text()
         self.needs = policy.needs
         self.history: ExitHistory | None = None
         if self.needs.context_layers:
@@ -226,9 +227,9 @@ class Decoding:
         """Commit a block up to the first stop in it, and return that part; sets lengths, pending and the stop reason."""
         place = self.tokens[0, self.length : self.length + len(block)]
         if self.on_cuda:  # from ordinary memory the copy would wait for all that was launched ahead
-            place.copy_(torch.tensor(block, pin_memory=True), non_blocking=True)
+            place.copy_(torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=True), non_blocking=True)
         else:
-            place.copy_(torch.tensor(block))
+            place.copy_(torch.tensor(block, dtype=torch.long, device="cpu"))
         count, self.stop_reason = self.request.stops.first_stop(block, self.tokens, self.length, self.num_new)
         self.length += count
         self.num_new += count

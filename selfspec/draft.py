@@ -46,15 +46,15 @@ class Drafter:
 
     def __init__(self, model: LayerSkipModel) -> None:
         self._model = model
-        self._hidden = torch.empty(0)  # [rows, hidden]
-        self._q = torch.empty(0)  # [rows, vocab]
+        self._hidden = torch.empty(0, dtype=model.dtype, device=model.device)  # [rows, hidden]
+        self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [rows, vocab]
 
     def _reserve(self, rows: int, do_sample: bool) -> None:
         model = self._model
         if self._hidden.shape[0] < rows:
             self._hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
         if do_sample and self._q.shape[0] < rows:
-            self._q = torch.empty(rows, model.vocab_size, device=model.device)
+            self._q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
 
     def draft(
         self,

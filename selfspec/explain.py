@@ -19,15 +19,16 @@ def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
 class Explanation:
     """One run, explained. All speed-ups are over plain decoding of the same rounds' tokens.
 
-    phases: share of the call's time per phase, summing to 1. layers_speedup: what layers loaded allow (eTPL * L).
-    cost_speedup: what is left of it with heads and numbers of rows at their measured cost. real_speedup: with everything,
-    learning and bookkeeping too, against the plain step's measured cost. full_acceptance_speedup: `cost_speedup` if every
-    draft of these rounds had been accepted. None without rounds.
+    phases: share of the call's time per phase, summing to 1. etpl: committed tokens per loaded layer.
+    layers_speedup: what layers loaded allow (eTPL * L). cost_speedup: what is left of it with heads and numbers of rows at
+    their measured cost. real_speedup: with everything, learning and bookkeeping too, against the plain step's measured
+    cost. full_acceptance_speedup: `cost_speedup` if every draft of these rounds had been accepted. None without rounds.
     settings: fixed ones by measured tokens per second, best first; by_layers: likewise per loaded layer. exact: whether
     they were replayed, not estimated.
     """
 
     phases: dict[str, float]
+    etpl: float | None
     layers_speedup: float | None
     cost_speedup: float | None
     real_speedup: float | None
@@ -56,6 +57,7 @@ def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Expla
     trace: AgreementTrace = agreement_trace(result, num_layers)
     return Explanation(
         phases=phases,
+        etpl=stats.etpl,
         layers_speedup=None if stats.etpl is None else stats.etpl * num_layers,
         cost_speedup=ratio(tokens * plain, rounds_cost),
         real_speedup=ratio(tokens * plain, decoding) if tokens else None,
@@ -72,9 +74,16 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
     """The explanation as text."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in explanation.phases.items())
     lines = [f"time: {shares}"]
-    if explanation.layers_speedup is None or explanation.cost_speedup is None or explanation.real_speedup is None:
+    if (
+        explanation.etpl is None
+        or explanation.layers_speedup is None
+        or explanation.cost_speedup is None
+        or explanation.real_speedup is None
+    ):
         return [*lines, "no round was run: nothing to explain"]
+    plain_etpl = explanation.etpl / explanation.layers_speedup
     lines += [
+        f"eTPL {explanation.etpl:.4f} tokens per loaded layer (plain decoding: {plain_etpl:.4f})",
         f"speed-up by layers loaded {explanation.layers_speedup:.2f};"
         f" with heads and rows at their measured cost {explanation.cost_speedup:.2f};"
         f" with learning and all else {explanation.real_speedup:.2f}",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import closing
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -19,20 +21,18 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from layerskip_models import LayerSkipModel, from_transformers, load_model, load_tokenizer
+from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
-from selfspec.captured import CapturedRunner, captured_length
-from selfspec.config import GenerationHost, Request, make_request
-from selfspec.decoding import Decoding
+from selfspec.call import Call, GenerationResult
+from selfspec.config import GenerationHost, make_request, refuse_unknown
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
-from selfspec.kv_cache import KVCache
+from selfspec.graphs.runner import CapturedRunner
+from selfspec.model_source import BoundModel, ModelSource
 from selfspec.preverify import PreVerifiers
-from selfspec.runner import EagerRunner, Runner, RunnerChoice, RunnerName, on_device, resolve_runner
-from selfspec.sampling import NonFiniteLogitsError
-from selfspec.stats import GenerationStats
-from selfspec.stop_conditions import StopReason
+from selfspec.runner import RunnerChoice, RunnerName
+from selfspec.torch_mode import engine_mode
 
 
 class Streamer(Protocol):
@@ -45,27 +45,6 @@ class Streamer(Protocol):
     def end(self) -> None:
         """The text is complete, or generation broke off."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerationResult:
-    """What `generate` returns.
-
-    sequences: int64 [1, prompt + new] on the CPU. text: the new text without special tokens, None without a tokenizer.
-    policy: the name of the policy that ran. trace: every round's record, None unless asked for.
-    """
-
-    sequences: Tensor
-    text: str | None
-    stop_reason: StopReason
-    stats: GenerationStats
-    policy: str
-    trace: tuple[RoundRecord, ...] | None = None
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """The generated ids, the EOS token included if there was one."""
-        return self.sequences[0, self.stats.num_prompt_tokens :].tolist()
 
 
 class SelfSpecGenerator:
@@ -88,21 +67,13 @@ class SelfSpecGenerator:
         *,
         runner: RunnerChoice = "auto",
     ) -> None:
-        self._source = None if isinstance(model, LayerSkipModel) else model
-        self._source_version: object = None
-        if isinstance(model, LayerSkipModel):
-            self.model = model
-        else:
-            self.model = from_transformers(model)
-            self._source_version = _weights_version(model)
+        self._models = ModelSource(model, runner)
         self.tokenizer = tokenizer
-        self.runner: RunnerName = resolve_runner(runner, self.model.device)
+        self._lock = threading.Lock()  # of `_policies`
         self._policies: dict[str, Policy] = {}
-        self.load_preverifier = PreVerifiers(self.model)  # Pacer's, for policies by name
         self._default = policy
         if policy is not None:
-            self._named_policy(policy)  # a wrong one is an error here, not at the first call
-        self._idle_runners: list[Runner] = []  # at most one, with its KV cache, kept for the next call
+            self._named_policy(self._models.current, policy)  # a wrong one is an error here, not at the first call
 
     @classmethod
     def from_pretrained(
@@ -144,6 +115,7 @@ class SelfSpecGenerator:
         num_speculations: int | None = None,
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
+        **unknown: object,
     ) -> GenerationResult:
         """Continue a prompt.
 
@@ -161,24 +133,68 @@ class SelfSpecGenerator:
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
         trace: keep every round's record in the result.
+        A temperature of 0 means greedy decoding.
         Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
         """
-        start = perf_counter()
-        chosen = self.resolve_policy(policy, exit_layer, num_speculations)
-        self._refresh_weights()
-        options = {
-            "max_new_tokens": max_new_tokens,
-            "do_sample": do_sample,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "eos_token_id": eos_token_id,
-            "stop_strings": stop_strings,
-        }
+        if unknown:
+            refuse_unknown(unknown, signature(self.generate).parameters)
+        call = self._call(
+            prompt,
+            options={
+                "max_new_tokens": max_new_tokens,
+                "do_sample": do_sample,
+                "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": min_p,
+                "repetition_penalty": repetition_penalty,
+                "eos_token_id": eos_token_id,
+                "stop_strings": stop_strings,
+            },
+            seed=seed,
+            generator=generator,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            policy=policy,
+            exit_layer=exit_layer,
+            num_speculations=num_speculations,
+            generation_config=generation_config,
+            trace=trace,
+        )
+        try:
+            if streamer is not None:
+                streamer.put(call.request.prompt.clone())
+            with closing(call.rounds()) as rounds:
+                for block, record in rounds:
+                    if streamer is not None:
+                        _show(streamer, block, record)
+        finally:
+            if streamer is not None:
+                streamer.end()
+        assert call.result is not None
+        return call.result
+
+    def _call(
+        self,
+        prompt: str | list[int] | Tensor,
+        *,
+        options: dict[str, Any],
+        seed: int | None,
+        generator: torch.Generator | None,
+        logits_processor: LogitsProcessorList | None,
+        stopping_criteria: StoppingCriteriaList | None,
+        policy: str | Policy | None,
+        exit_layer: int | None,
+        num_speculations: int | None,
+        generation_config: GenerationConfig | None,
+        trace: bool,
+    ) -> Call:
+        """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet."""
+        started = perf_counter()
+        bound = self._models.bind()
+        chosen = self._resolve(bound, policy, exit_layer, num_speculations)
         request = make_request(
-            host=GenerationHost(self.model.config, self._checkpoint_config(), self.model.device),
+            host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
             prompt=prompt,
             tokenizer=self.tokenizer,
             generation_config=generation_config,
@@ -188,68 +204,7 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        runner = self._take_runner(request.prompt.numel() + request.stops.max_new_tokens)
-        try:
-            if streamer is not None:
-                streamer.put(request.prompt)
-            with torch.inference_mode(), on_device(self.model.device):
-                return self._generate(request, chosen, runner, streamer, start, trace)
-        except NonFiniteLogitsError:
-            runner.clear()
-            raise
-        finally:
-            self._keep_runner(runner)
-            if streamer is not None:
-                streamer.end()
-
-    def _generate(
-        self,
-        request: Request,
-        policy: Policy,
-        runner: Runner,
-        streamer: Streamer | None,
-        start: float,
-        keep_trace: bool,
-    ) -> GenerationResult:
-        """One call: prefill, then rounds until a stop condition holds."""
-        captures, capture_seconds = runner.num_captures, runner.capture_seconds
-        decoding = Decoding(self.model, runner.cache, request, policy, runner)
-        first_token_seconds = 0.0
-        records: list[RoundRecord] = []
-        for block, record in decoding.run():
-            if record is None:
-                first_token_seconds = perf_counter() - start
-            elif keep_trace:
-                records.append(record)
-            if streamer is not None:
-                on_round = getattr(streamer, "on_round", None)
-                if on_round is not None and record is not None:
-                    on_round(record)
-                streamer.put(torch.tensor(block))
-        num_prompt = request.prompt.numel()
-        sequences = decoding.tokens[:, : decoding.length].to("cpu", copy=True)
-        text = None
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(sequences[0, num_prompt:], skip_special_tokens=True)
-        stats = decoding.stats.finish(
-            num_prompt_tokens=num_prompt,
-            seconds=perf_counter() - start,
-            prefill_seconds=decoding.prefill_seconds,
-            first_token=first_token_seconds,
-            cache_bytes=runner.cache.num_bytes,
-            runner=self.runner if decoding.runner is runner else "eager",
-            num_captures=runner.num_captures - captures,
-            capture_seconds=runner.capture_seconds - capture_seconds,
-        )
-        assert decoding.stop_reason is not None
-        return GenerationResult(
-            sequences=sequences,
-            text=text,
-            stop_reason=decoding.stop_reason,
-            stats=stats,
-            policy=policy.name,
-            trace=tuple(records) if keep_trace else None,
-        )
+        return Call(bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
 
     def warm_up(
         self,
@@ -262,67 +217,42 @@ class SelfSpecGenerator:
         """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
 
         policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: that it may choose; None for all it learns from, or all of the model if it says nothing.
+        exit_layers: that it may choose; None for those that it says it may choose, or all of the model if it says nothing.
         max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
         captures itself, and its statistics count it. An eager runner has nothing to capture.
         Returns how many captures were made and the seconds they took.
         """
-        chosen = self.resolve_policy(policy)
-        num_layers = self.model.num_layers
-        layers = exit_layers or chosen.needs.shadow_layers or range(1, num_layers)
+        bound = self._models.bind()
+        chosen = self._resolve(bound, policy, None, None)
+        num_layers = bound.model.num_layers
+        layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
-        self._refresh_weights()
-        runner = self._take_runner(min(max_length, self.model.max_positions))
-        before = runner.num_captures, runner.capture_seconds
-        try:
+        with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
+            before = runner.num_captures, runner.capture_seconds
             if isinstance(runner, CapturedRunner):
-                with torch.inference_mode(), on_device(self.model.device):
+                with engine_mode(bound.model.device):
                     runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
             return runner.num_captures - before[0], runner.capture_seconds - before[1]
-        finally:
-            self._keep_runner(runner)
 
-    def _take_runner(self, needed: int) -> Runner:
-        """The idle runner if its KV cache is long enough, else a new one, with a row for each of so many tokens.
+    @property
+    def model(self) -> LayerSkipModel:
+        """The model that the next call runs on, unless its weights have changed by then."""
+        return self._models.current.model
 
-        It is taken out for the call, so that a nested call (from a streamer, say) or another thread gets its own.
-        """
-        runner = self._idle_runners.pop() if self._idle_runners else None
-        if runner is None or runner.cache.max_length < needed:
-            if self.runner == "captured":
-                cache = KVCache(self.model, captured_length(needed, self.model.max_positions))
-                runner = CapturedRunner(self.model, cache)
-            else:
-                runner = EagerRunner(self.model, KVCache(self.model, needed))
-        runner.cache.roll_back(0)
-        return runner
+    @property
+    def runner(self) -> RunnerName:
+        """How passes are run: "eager" or "captured"."""
+        return self._models.current.runners.kind
 
-    def _keep_runner(self, runner: Runner) -> None:
-        if not self._idle_runners:
-            self._idle_runners.append(runner)
-
-    def _checkpoint_config(self) -> GenerationConfig:
-        """The checkpoint's own generation configuration; of a transformers model, as it is now."""
-        return self.model.generation_config if self._source is None else self._source.generation_config
+    @property
+    def load_preverifier(self) -> PreVerifiers:
+        """Loads Pacer's pre-verifiers for the model; for policies by name."""
+        return self._models.current.preverifiers
 
     @property
     def policy(self) -> Policy:
         """What `generate` uses when a call names no policy; "auto" unless another was given. Calibrates when first asked."""
-        if self._default is not None:
-            return self._named_policy(self._default)
-        return self._named_policy(DEFAULT_POLICY if self.model.num_layers > 1 else "ar")
-
-    def _named_policy(self, policy: str | Policy) -> Policy:
-        """A policy by name, made once: what it learns lasts between calls, as long as the generator."""
-        if isinstance(policy, Policy):
-            return policy
-        name = policy.strip()
-        if name not in self._policies:
-            measure = partial(measured_cost, self.model, self.runner)
-            self._policies[name] = parse_policy(
-                name, num_layers=self.model.num_layers, measure=measure, preverifier=self.load_preverifier
-            )
-        return self._policies[name]
+        return self._default_policy(self._models.current)
 
     def resolve_policy(
         self,
@@ -334,32 +264,46 @@ class SelfSpecGenerator:
 
         Raises ValueError as `generate` does.
         """
-        num_layers = self.model.num_layers
+        return self._resolve(self._models.current, policy, exit_layer, num_speculations)
+
+    def _resolve(
+        self, bound: BoundModel, policy: str | Policy | None, exit_layer: int | None, num_speculations: int | None
+    ) -> Policy:
+        num_layers = bound.model.num_layers
         if exit_layer is not None:
             check_exit_layer(exit_layer, num_layers)
         if num_speculations == 0 and not isinstance(num_speculations, bool):
             return autoregressive(num_layers)
         if exit_layer is None and num_speculations is None:
-            return self.policy if policy is None else self._named_policy(policy)
+            return self._default_policy(bound) if policy is None else self._named_policy(bound, policy)
         if policy is not None:
             raise ValueError("give policy, or exit_layer with num_speculations, not both")
-        default_exit, default_length = fixed_setting(self.model.name, num_layers)
+        default_exit, default_length = fixed_setting(bound.model.name, num_layers)
         chosen_exit = default_exit if exit_layer is None else exit_layer
         chosen_length = default_length if num_speculations is None else num_speculations
         return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=num_layers)
 
-    def _refresh_weights(self) -> None:
-        """Copy the weights again if the transformers model they came from was updated since."""
-        if self._source is None:
-            return
-        version = _weights_version(self._source)
-        if version != self._source_version:
-            self.model = from_transformers(self._source)
-            self.load_preverifier = PreVerifiers(self.model)
-            self._source_version = version
-            self._idle_runners.clear()
+    def _default_policy(self, bound: BoundModel) -> Policy:
+        default = DEFAULT_POLICY if bound.model.num_layers > 1 else "ar"
+        return self._named_policy(bound, default if self._default is None else self._default)
+
+    def _named_policy(self, bound: BoundModel, policy: str | Policy) -> Policy:
+        """A policy by name, made once: what it learns lasts between calls, as long as the generator."""
+        if isinstance(policy, Policy):
+            return policy
+        name = policy.strip()
+        with self._lock:  # two first calls at once calibrate once, and learn in one policy
+            if name not in self._policies:
+                measure = partial(measured_cost, bound.model, bound.runners.kind)
+                self._policies[name] = parse_policy(
+                    name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
+                )
+            return self._policies[name]
 
 
-def _weights_version(model: LlamaForCausalLM) -> tuple[tuple[int, int], ...]:
-    """Changes when a parameter of the model is replaced or updated in place."""
-    return tuple((p.data_ptr(), p._version) for p in model.parameters())
+def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:
+    """Give a streamer what a round committed, and the round's record if it wants it; prefill has none."""
+    on_round = getattr(streamer, "on_round", None)
+    if on_round is not None and record is not None:
+        on_round(record)
+    streamer.put(torch.tensor(block, dtype=torch.long, device="cpu"))

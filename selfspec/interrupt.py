@@ -18,7 +18,8 @@ class InterruptCriteria(StoppingCriteria):
 
     def __init__(self) -> None:
         self.requested = False
-        self._answers = (torch.tensor([False]), torch.tensor([True]))  # made once: asked for every token
+        # Made once, since they are asked for at every token.
+        self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
         self._previous: object = None
 
     def __enter__(self) -> InterruptCriteria:

@@ -25,7 +25,10 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None and file is not None:
         raise ValueError("give a prompt or --file, not both")
     if file is not None:
-        return _decode(file.read_bytes(), str(file))
+        try:
+            return _decode(file.read_bytes(), str(file))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no file {file}: give the path of a UTF-8 text file") from None
     if argument == "-" or (argument is None and _is_piped()):
         return _decode(sys.stdin.buffer.read(), "standard input")
     if argument is None:

@@ -90,7 +90,7 @@ def legend(styles_shown: bool) -> Text:
     return Text(", ").join(Text(meaning, FATE_STYLES[fate]) for meaning, fate in _LEGEND)
 
 
-def summary_lines(result: GenerationResult, stop_reason: str, num_layers: int) -> list[str]:
+def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
     """The summary of one generation."""
     stats = result.stats
     lines = [
@@ -98,8 +98,6 @@ def summary_lines(result: GenerationResult, stop_reason: str, num_layers: int) -
         f"first token after {_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
         f"policy {result.policy}: {_speculation(stats)}",
     ]
-    if stats.etpl is not None:
-        lines.append(f"eTPL {stats.etpl:.4f} tokens per loaded layer (autoregressive: {1 / num_layers:.4f})")
     if stats.num_captures:
         lines.append(f"of that time {_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
@@ -130,10 +128,11 @@ def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
 
 
 def _speculation(stats: GenerationStats) -> str:
+    rounds = f"{stats.rounds} round{'' if stats.rounds == 1 else 's'}"
     if stats.acceptance_rate is None:
-        return f"{stats.rounds} rounds, nothing drafted"
+        return f"{rounds}, nothing drafted"
     return (
-        f"{stats.rounds} rounds, acceptance rate {stats.acceptance_rate:.3f} "
+        f"{rounds}, acceptance rate {stats.acceptance_rate:.3f} "
         f"({stats.num_accepted} of {stats.num_drafted} drafts), "
         f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round"
     )

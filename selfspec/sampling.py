@@ -107,7 +107,7 @@ class Sampler:
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
-        return torch.rand(count, generator=self.generator, device=device)
+        return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
 
 
 def confidences(logits: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ def ask_reference(
             text: list[int] = []
             rows = []
             for _ in range(max_new_tokens):
-                output = llama(torch.tensor([fed], device=llama.device), past_key_values=cache, use_cache=True)
+                output = llama(
+                    torch.tensor([fed], dtype=torch.long, device=llama.device), past_key_values=cache, use_cache=True
+                )
                 cache = output.past_key_values
                 rows.append(output.logits[0, -1].float())
                 fed = [int(rows[-1].argmax())]
@@ -101,7 +103,8 @@ def _courses(llama: LlamaForCausalLM, ids: list[int]) -> dict[tuple[int, ...], f
     for _ in range(_STEPS):
         longer = {}
         for course, probability in courses.items():
-            logits = llama(torch.tensor([[*ids, *course]], device=llama.device), use_cache=False).logits[0, -1].double()
+            text = torch.tensor([[*ids, *course]], dtype=torch.long, device=llama.device)
+            logits = llama(text, use_cache=False).logits[0, -1].double()
             top = logits.topk(min(_TOP_K, logits.numel()))
             for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist()):
                 longer[(*course, token)] = probability * share
@@ -182,7 +185,8 @@ def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
 def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
     """The rule by which rounds accept drafts, on the model's own p and q: accepted below min(1, p/q), rejected above it, and
     what a rejection leaves is p - q where that is positive."""
-    ids = torch.tensor([*reference.prompts[0].tolist(), *reference.texts[0]], device=model.device)[-_LAW_ROWS:]
+    text = [*reference.prompts[0].tolist(), *reference.texts[0]][-_LAW_ROWS:]
+    ids = torch.tensor(text, dtype=torch.long, device=model.device)
     exit_layer = max(model.num_layers // 4, 1)
     faults, tried = 0, 0
     with torch.inference_mode():
@@ -194,7 +198,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
             pair, draft_law = p[row].repeat(2, 1), q[row : row + 1]
             left = (p[row] - q[row]).clamp(min=0).double()
             for token in q[row].topk(min(4, model.vocab_size)).indices.tolist():
-                drafts = torch.tensor([token], device=model.device)
+                drafts = torch.tensor([token], dtype=torch.long, device=model.device)
                 bound = float(p[row, token] / q[row, token])
                 for uniform in {min(bound * (1 - 1e-3), 1 - 1e-6), bound * (1 + 1e-3)}:
                     if uniform >= 1:
@@ -294,7 +298,7 @@ def _chi_squared_tail(statistic: float, freedom: int) -> float:
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
     """Last hidden states and logits of a whole text, [n, hidden] and [n, vocab]."""
     cache = KVCache(model, len(ids))
-    tokens = torch.tensor(ids, device=model.device)
+    tokens = torch.tensor(ids, dtype=torch.long, device=model.device)
     hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
     return hidden, model.logits(hidden)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 from transformers import (
     MaxLengthCriteria,
@@ -52,9 +53,16 @@ class StopConditions:
 
     def _reason(self, prefix: Tensor) -> StopReason | None:
         for criterion in self.criteria:
-            if bool(criterion(prefix, None).any()):
+            if _holds(criterion(prefix, None)):
                 return _reason_of(criterion)
         return None
+
+
+def _holds(answer: object) -> bool:
+    """Whether a criterion's answer says stop: a tensor (bool [1], as transformers' own give), a Python or a NumPy bool."""
+    if isinstance(answer, Tensor):
+        return bool(answer.any())
+    return bool(torch.as_tensor(answer, device="cpu").any())
 
 
 def _reason_of(criterion: StoppingCriteria) -> StopReason:

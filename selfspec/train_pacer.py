@@ -52,6 +52,8 @@ from selfspec.pacer_data import DataPlan, make_data, read_traces, sample_prompts
 
 MODEL_FOLDER = "preverifier"
 _KEPT_BACK = 8
+_RESULTS = ("data", "checkpoints", MODEL_FOLDER)
+"""What holds the work of a run; a folder without any of these may be used for other options."""
 
 
 def train_preverifier(config: PreVerifierTraining, console: Console | None = None) -> Path:
@@ -67,7 +69,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     )
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
-        claim_output_dir(config, output_dir, OPERATIONAL_FIELDS)
+        claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
         generator = load_generator(config.model, config.dtype, config.device, console)
         layers = config.exit_layers or (max(generator.model.num_layers // 4, 1),)
         for layer in layers:
@@ -133,7 +135,7 @@ def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], windo
 def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace]) -> None:
     """Fit the network's `calibration`, per exit layer, to responses that it did not learn from: it is too sure of itself."""
     module.eval()
-    module.calibration.copy_(torch.tensor([1.0, 0.0]).expand_as(module.calibration))
+    module.calibration.copy_(module.calibration.new_tensor([1.0, 0.0]).expand_as(module.calibration))
     for index, layer in enumerate(module.config.exit_layers):
         those = [trace for trace in traces if trace.exit_layer == layer]
         if module.config.estimates == "conditional":
@@ -141,7 +143,7 @@ def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace])
         if those:
             logits = torch.cat([trace_logits(module, trace).cpu() for trace in those])
             fitted = fit_calibration(logits, torch.cat([trace.labels() for trace in those]))
-            module.calibration[index] = torch.tensor(fitted)
+            module.calibration[index] = module.calibration.new_tensor(fitted)
     module.train()
 
 
@@ -270,7 +272,7 @@ class _Run:
         """Gradient of one batch, summed over the processes; returns its loss. The batch follows from (seed, step)."""
         accelerator = self.accelerator
         chosen = block_order(step, size, len(self.traces), self.config.seed)
-        total = torch.zeros((), device=accelerator.device)
+        total = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         for index in chosen[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():
                 loss = trace_loss(self.module, self.traces[index]) / size

@@ -167,6 +167,7 @@ def test_auto_refuses(options: dict[str, object]) -> None:
 def taught(policy: AutoExit, rows: int) -> AutoExit:
     """After a prompt of so many rows, in which every layer was right half the time."""
     layers = policy.learner.layers
+    policy.begin_text()
     policy.observe_prompt(shadow(layers, [[1, 0] * (rows // 2)] * len(layers), [[0.5] * rows] * len(layers)))
     return policy
 
@@ -197,8 +198,10 @@ def test_prompt_rows_are_as_many_as_said() -> None:
 def test_another_kind_of_text_is_soon_believed() -> None:
     policy = AutoExit(num_layers=8, layers=[2, 4])
     for _ in range(60):  # layer 2 was always right
+        policy.begin_text()
         policy.observe_prompt(shadow([2, 4], [[1] * 16] * 2, [[0.6] * 16] * 2))
     assert policy.plan(CONTEXT).exit_layer == 2
     for _ in range(12):  # and now only layer 4 is
+        policy.begin_text()
         policy.observe_prompt(shadow([2, 4], [[0] * 16, [1] * 16], [[0.6] * 16] * 2))
     assert policy.plan(CONTEXT).exit_layer == 4

@@ -41,17 +41,15 @@ def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_
     samples = [line for line in lines if line["kind"] == "sample"]
     assert len(samples) == 5 * 2 * 2
     assert all(line["num_new_tokens"] == 10 and line["seconds"] > 0 for line in samples)
-    assert [line["at_least"] for line in lines if line["kind"] == "bar"] == [1.8, 2.7, 2.8, 2.8]
     assert lines[0]["provenance"]["dtype"] == "float32"
     assert str(tmp_path) not in json.dumps(lines)  # nothing of this machine's folders
-    assert "met" in result.output
 
     page = tmp_path / "report.md"
     assert invoke("report", record, "-o", page).exit_code == 0
     assert "| selfspec, ls:2-3 |" in page.read_text(encoding="utf-8")
-    page.write_text("<!-- report:peers:bars -->\n<!-- /report:peers:bars -->\n")
+    page.write_text("<!-- report:peers:speedups -->\n<!-- /report:peers:speedups -->\n")
     assert invoke("report", record, "--into", page).exit_code == 0
-    assert "| 2.7× |" in page.read_text(encoding="utf-8")
+    assert "| selfspec, ls:2-3 |" in page.read_text(encoding="utf-8")
 
 
 def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):

@@ -1,4 +1,4 @@
-"""Fixed settings as a yardstick, by hand: in hindsight, from the other half, all prompts of a kind together."""
+"""Fixed settings as a yardstick, by hand: in hindsight, from the other half, all prompts of a task pooled."""
 
 from __future__ import annotations
 

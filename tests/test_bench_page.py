@@ -15,6 +15,7 @@ from bench.compare import compare_records
 from bench.figures import figures
 from bench.page import page
 from bench.record import Line, read_record
+from bench.summary import Samples
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 VOID = {"meta", "br", "path", "use"}
@@ -53,7 +54,7 @@ def test_a_page_stands_alone(name: str, tmp_path: Path) -> None:
     assert parser.open == []
     assert all(reference.startswith(("#", "data:")) for reference in parser.references)
     assert "@import" not in text
-    for engine in read_record(record)[0]["engines"].values():
+    for engine in Samples(read_record(record)).labels.values():
         assert engine in text
     assert text.count("<svg") == len(figures(read_record(record)))
     assert "width=device-width" in text

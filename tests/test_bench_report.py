@@ -5,7 +5,7 @@ import pytest
 
 from bench.record import RecordWriter, read_record
 from bench.report import fill_markers, markdown, sections
-from bench.summary import Bar, Samples, Spread, bar_line
+from bench.summary import Samples, Spread
 
 ROOT = Path(__file__).parent.parent
 LABELS = {"transformers:generate": "generate", "selfspec:ar": "plain", "selfspec:ls:1-2": "drafting"}
@@ -130,17 +130,6 @@ def test_mismatches_are_shown_near_ties_apart():
     assert "| plain | – | – | – | – | – | – | near-ties: 1 |" in sections(lines)["rounds"]
     outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
     assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 |" in sections(lines)["rounds"]
-
-
-def test_bars_are_met_or_not():
-    lines = record()
-    samples = Samples(lines)
-    met = bar_line(samples, Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=2.0))
-    missed = bar_line(samples, Bar(engine="selfspec:ar", baseline="transformers:generate", at_least=2.1))
-    assert (met["speedup"], met["met"], missed["met"]) == (2.0, True, False)
-    table = sections([*lines, met, missed])["bars"]
-    assert "| plain over generate | 2.00× (1.33–5.00) | 2.0× | met |" in table
-    assert "| 2.1× | not met |" in table
 
 
 def test_markdown_holds_every_part_and_the_right_numbers():

@@ -21,9 +21,8 @@ from bench.bandwidth import WeightBytes, measure_bandwidth
 from bench.cli import app
 from bench.cli_run import baseline_policies
 from bench.memory import peak_bytes
-from bench.record import Line, RecordWriter, read_parts, read_record
-from bench.runner import BEST_FIXED
-from bench.shape_bars import shape_bars
+from bench.record import BEST_FIXED, Line, RecordWriter, read_parts, read_record
+from bench.shape_figures import shape_figures
 from layerskip_models import from_transformers
 from policies import MeasuredCost, parse_policy
 from selfspec import SelfSpecGenerator
@@ -91,7 +90,7 @@ def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     for title in (
         "of bandwidth",
         "auto:cost=layers, kept |",
-        "those called kept go on learning",
+        "rows marked kept keep what they learned between prompts",
         "× transformers",
         "chosen on the other half",
         "memory, MiB",
@@ -129,9 +128,13 @@ def test_killed_anywhere_and_resumed_it_is_the_same(
     arguments = [*POLICIES, "--num-samples", 1, "--output", record]
     with monkeypatch.context() as patch:
         kill_after(patch, kind, number)
-        assert run(checkpoint, *arguments).exit_code != 0
+        patch.setattr(sys, "argv", ["selfspec-bench", "run", "--output", "run.jsonl"])
+        interrupted = run(checkpoint, *arguments)
     assert not record.exists()
     done = sum(line["kind"] == "done" for line in read_parts(record))
+    assert interrupted.exit_code == 130
+    assert f"interrupted: {done} prompt" in interrupted.stderr
+    assert interrupted.stderr.endswith("to go on: selfspec-bench run --output run.jsonl --resume\n")
     runs: list[object] = []
     original = SelfSpecGenerator.generate
 
@@ -160,6 +163,27 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Li
 def _seconds_that_every_run_measures_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
     monkeypatch.setattr(bench.runner, "measured_cost", lambda model, runner: cost)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing was kept, since there was no --output"),
+        (["--output", "run.jsonl", "--kept", "del"], "is in run.jsonl.part; the command has to be run again"),
+    ],
+)
+def test_ctrl_c_says_what_was_kept(
+    arguments: list[str], message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.runner, "measure_prompt", interrupt)
+    result = run(checkpoint, "--policy", "ls:1-2", "--num-samples", 1, *arguments)
+    assert result.exit_code == 130
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_resumed_run_keeps_the_first_ones_costs(
@@ -344,7 +368,7 @@ def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypat
     assert "unknown shape 'huge'" in unknown.stderr
 
 
-def test_what_is_asked_of_a_gpu_by_hand() -> None:
+def test_key_figures_by_hand() -> None:
     """Two engines of 4 layers of 10 bytes and a head of 5: plain 45 bytes a token at 2 s; auto 10 tokens in 5 rounds."""
     stats = {"num_prompt_tokens": 4, "num_new_tokens": 11, "rounds": 10, "num_drafted": 0, "loaded_layers": 40}
     stats |= {"etpl": 0.25, "learn_seconds": 0.0, "seconds": 21.0, "num_captures": 0}
@@ -363,15 +387,15 @@ def test_what_is_asked_of_a_gpu_by_hand() -> None:
         },
         {**common, "engine": "transformers:static", "seconds": 42.0, "decode_seconds": None, "stats": None},
     ]
-    figures = {line["what"]: (line["measured"], line["met"]) for line in shape_bars(lines)}
-    assert figures["plain over transformers' static, compiled"] == (2.0, True)
-    assert figures["auto over plain"] == (2.0, False)
-    assert figures["plain, share of bandwidth"] == (45 / 2 / 25, True)  # 0.9
+    figures = {line["what"]: line["measured"] for line in shape_figures(lines)}
+    assert figures["plain over transformers' static, compiled"] == 2.0
+    assert figures["auto over plain"] == 2.0
+    assert figures["plain, share of bandwidth"] == 45 / 2 / 25
     # auto moves 30 * 10 + 15 * 5 = 375 bytes for 10 tokens, plain 450: 1.2 is predicted, 2 were reached.
-    assert figures["auto's gain over what bytes moved predict"] == (pytest.approx(2 / 1.2), True)
-    assert figures["auto, learning's share of the time"] == (pytest.approx(0.1), False)
-    assert figures["auto, eTPL"] == (1 / 3, None)
-    assert figures["captures made while timed"] == (0.0, True)
+    assert figures["auto's gain over what bytes moved predict"] == pytest.approx(2 / 1.2)
+    assert figures["auto, learning's share of the time"] == pytest.approx(0.1)
+    assert figures["auto, eTPL"] == 1 / 3
+    assert figures["captures made while timed"] == 0.0
     assert "transformers' generate" not in str(figures)
 
 

@@ -16,17 +16,17 @@ from tiny_llama import full_logits, reference_greedy, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
-import selfspec.captured
+import selfspec.graphs.runner
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.static_model import StaticForward
 from policies import Policy, RoundRecord
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.calibrate import calibrate, measured_cost
-from selfspec.capture import Captures, RecordedOperations
-from selfspec.captured import captured_length
+from selfspec.graphs.buffers import StaticRound
+from selfspec.graphs.capture import Captures, RecordedOperations
+from selfspec.graphs.forward import StaticForward
+from selfspec.graphs.runner import captured_length
 from selfspec.kv_cache import KVCache
 from selfspec.report import summary_lines
-from selfspec.static_round import StaticRound
 
 PROMPT = [5, 1, 7]
 CPU = torch.device("cpu")
@@ -249,8 +249,8 @@ def test_nothing_is_captured_per_length_or_after_warming_up() -> None:
     assert 0 < first.capture_seconds < first.seconds
     second = again.generate([1], max_new_tokens=40)
     assert second.stats.num_captures == 0
-    assert "captures" not in "".join(summary_lines(second, "length", 6))
-    told = summary_lines(replace(second, stats=first), "length", 6)[-1]
+    assert "captures" not in "".join(summary_lines(second, "length"))
+    told = summary_lines(replace(second, stats=first), "length")[-1]
     assert told.endswith(f"for {first.num_captures} captures, which last")
     assert SelfSpecGenerator(model, runner="eager").warm_up("ar") == (0, 0.0)
 
@@ -270,7 +270,7 @@ def test_ranges_of_layers_are_shared() -> None:
 
 
 def test_a_text_that_outgrows_the_cache_captures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec.captured, "SMALLEST_CACHE", 16)
+    monkeypatch.setattr(selfspec.graphs.runner, "SMALLEST_CACHE", 16)
     llama = tiny_llama(dtype=torch.float64, seed=3)
     engine = pair(llama)[1]
     for length, captures in ((12, True), (8, False), (40, True), (30, False)):
@@ -337,7 +337,7 @@ def test_what_is_left_of_numbers_that_were_none_is_cleared(llama64: LlamaForCaus
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     with torch.inference_mode():
-        rounds = selfspec.captured.CapturedRunner(model, cache)
+        rounds = selfspec.graphs.runner.CapturedRunner(model, cache)
         rounds.layers(2, 10)
         assert rounds._round.hidden.isfinite().all()
 

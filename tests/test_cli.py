@@ -2,6 +2,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,9 +65,9 @@ def test_text_on_stdout_and_summary_on_stderr(folder, expected):
         "stop reason: length",
         f"policy ls:1-3: {stats.rounds} rounds, acceptance rate {stats.acceptance_rate:.3f}",
         f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round",
-        f"eTPL {stats.etpl:.4f} tokens per loaded layer (autoregressive: 0.2500)",
     ):
         assert part in result.stderr
+    assert "eTPL" not in result.stderr  # --explain has it
     assert "\x1b" not in result.output
 
 
@@ -113,6 +114,13 @@ def test_compare_reports_speed_and_equality(folder, expected):
     assert all(run["num_drafted"] == 0 and run["num_new_tokens"] == 30 for run in found["baseline_runs"])
     ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(found["runs"], found["baseline_runs"])]
     assert found["speedup"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_compare_shows_the_prompt_beside_the_text(folder, expected):
+    result = generate(folder, PROMPT, "--compare", "--repeats", "1")
+    assert result.stdout == expected.text + "\n"
+    assert f"prompt:\n{PROMPT}\n" in result.stderr
+    assert PROMPT not in generate(folder, PROMPT).stderr
 
 
 def test_compare_of_sampled_texts_claims_no_equality(folder):
@@ -213,12 +221,18 @@ ERRORS = {
     "both": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2"], "give policy, or exit_layer"),
     "both in comparison": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2", "--compare"], "give policy, or exit_"),
     "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
-    "empty folder": ([PROMPT, "--model", "EMPTY"], "config.json"),
-    "not safetensors": ([PROMPT, "--model", "BROKEN"], "BROKEN: "),
+    "a file for a folder": ([PROMPT, "--model", "LATIN"], "LATIN is a file: give the folder"),
+    "empty folder": ([PROMPT, "--model", "EMPTY"], "EMPTY holds no checkpoint: it has no config.json"),
+    "not safetensors": ([PROMPT, "--model", "BROKEN"], "model.safetensors is incomplete or damaged"),
+    "no weights": ([PROMPT, "--model", "WEIGHTLESS"], "WEIGHTLESS has no model.safetensors: only safetensors"),
+    "no tokenizer": ([PROMPT, "--model", "SPEECHLESS"], "SPEECHLESS has no tokenizer that can be loaded: save one"),
+    "unfinished training": ([PROMPT, "--model", "UNFINISHED"], "UNFINISHED holds a training run that is not finished"),
+    "not on the hub": ([PROMPT, "--model", "not/there"], "neither a folder here nor in the local cache"),
+    "negative length": ([PROMPT, "--max-new-tokens", "-3"], "max_new_tokens must be an integer of at least 1, got -3"),
     "not text": (["a\udcff"], "the prompt is not UTF-8 text"),
     "empty stdin": (["-"], "standard input is empty"),
     "empty pipe": ([], "standard input is empty"),
-    "no file": (["--file", "not-there.txt"], "not-there.txt"),
+    "no file": (["--file", "not-there.txt"], "no file not-there.txt: give the path of a UTF-8 text file"),
     "two prompts": ([PROMPT, "--file", "not-there.txt"], "give a prompt or --file, not both"),
     "not UTF-8": (["--file", "LATIN"], "is not UTF-8 text (byte 1)"),
     "greedy temperature": ([PROMPT, "--temperature", "0.5", "--top-k", "3"], "--temperature, --top-k has no effect"),
@@ -228,7 +242,7 @@ ERRORS = {
     "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
-    "trace": ([PROMPT, "--trace", "not/there/trace.jsonl"], "no folder not/there for --trace"),
+    "trace": ([PROMPT, "--trace", "/proc/trace.jsonl"], "cannot write /proc/trace.jsonl"),
 }
 
 
@@ -241,7 +255,14 @@ def test_mistakes_end_with_2_and_one_line(folder, case, tmp_path, monkeypatch):
     (tmp_path / "BROKEN").mkdir()
     (tmp_path / "BROKEN" / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
     (tmp_path / "BROKEN" / "model.safetensors").write_bytes(b"nothing of the kind")
-    arguments = [str(tmp_path / a) if a in ("EMPTY", "BROKEN") else a for a in arguments]
+    for name in ("SPEECHLESS", "WEIGHTLESS"):
+        shutil.copytree(folder, tmp_path / name)
+    (tmp_path / "WEIGHTLESS" / "model.safetensors").unlink()
+    for file in (tmp_path / "SPEECHLESS").glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "UNFINISHED" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no waiting for a network
+    arguments = [str(tmp_path / a) if a.isupper() else a for a in arguments]
     result = invoke("generate", "--model", folder, *arguments, input="")
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
@@ -256,16 +277,36 @@ def test_unknown_options_and_commands_are_refused(folder):
     assert invoke("nonsense").exit_code == 2
 
 
-def test_a_model_without_a_distribution_ends_with_1_and_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("factor", "status", "message"),
+    [
+        (float("nan"), 2, "holds NaN or infinite weights, first in model.norm.weight"),
+        (3e38, 1, "the logits hold NaN"),  # finite weights whose products are not
+    ],
+)
+def test_a_model_without_a_distribution_is_one_line(tmp_path, factor, status, message):
     model = tiny_llama(seed=3)
     with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
+        model.model.norm.weight.fill_(factor)
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     result = generate(tmp_path, PROMPT)
-    assert result.exit_code == 1
-    assert "NaN" in result.stderr
+    assert result.exit_code == status
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_temperature_zero_is_greedy_on_the_command_line_too(folder, expected):
+    for flags in (["--temperature", "0"], ["--do-sample", "--temperature", "0"]):
+        assert generate(folder, PROMPT, *flags).stdout == expected.text + "\n"
+
+
+def test_the_folder_of_a_training_run_stands_for_its_model(folder, expected, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # the run's own, of no model
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(folder, tmp_path / "model")
+    result = generate(tmp_path, PROMPT)
+    assert result.stdout == expected.text + "\n", result.stderr
 
 
 def test_our_own_fault_is_not_dressed_up_as_the_callers(folder, monkeypatch):
@@ -334,6 +375,8 @@ def test_a_second_ctrl_c_ends_at_once(folder, expected, press_ctrl_c):
 def test_version_and_help():
     assert invoke("--version").stdout == f"selfspec {__version__}\n"
     text = invoke("generate", "--help", env={"COLUMNS": "120"}).stdout
+    commands = invoke("--help", env={"COLUMNS": "120"}).stdout
+    assert commands.index("generate") < commands.index("inspect") < commands.index("train")
     for option in ("--policy", "--exit-layer", "--num-speculations", "--compare", "--show-drafts", "--json"):
         assert option in text
 

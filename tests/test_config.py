@@ -39,15 +39,11 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
         ({"policy": "ls:2-3", "num_speculations": 4}, "not both"),
         ({"policy": "magic"}, "policy 'magic': unknown policy; possible are"),
         ({"policy": "ls:9-3"}, "exit_layer must be in"),
-        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer in \[1, inf\], got 0"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": -3}, "max_new_tokens must be"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
-        (
-            {"temperature": 0.0},
-            r"temperature must be a number in \(0, inf\], got 0.0; for the argmax use do_sample=False",
-        ),
-        ({"temperature": -1}, "temperature must be"),
+        ({"temperature": -1}, "temperature must be a number of at least 0, got -1"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": "warm"}, "temperature must be"),
         ({"top_k": -1}, "top_k must be an integer"),
@@ -73,11 +69,12 @@ def test_bad_options(engine: SelfSpecGenerator, options: dict[str, Any], message
         (torch.zeros(1, 0, dtype=torch.long), ValueError, "empty"),
         ([1, VOCAB_SIZE], ValueError, rf"\[0, {VOCAB_SIZE - 1}\].*got {VOCAB_SIZE}"),
         ([-1, 2], ValueError, "got -1"),
-        (torch.ones(2, 3, dtype=torch.long), ValueError, r"batch 1.*\[2, 3\]"),
+        (torch.ones(2, 3, dtype=torch.long), ValueError, r"\[2, 3\]: one text is decoded at a time"),
+        (["a bed", "a fig"], TypeError, "list of 2 texts: one text is decoded at a time, call generate for each"),
         (torch.ones(1, 1, 3, dtype=torch.long), ValueError, "shape"),
         (torch.tensor(3), ValueError, "shape"),
         (torch.ones(3), TypeError, "integers"),
-        ([1.5, 2], TypeError, "list of token ids"),
+        ([1.5, 2], TypeError, "list of token ids .* got a list that holds a float"),
         ([True, False], TypeError, "list of token ids"),
         ([[1, 2]], TypeError, "list of token ids"),
         (None, TypeError, "NoneType"),
@@ -88,6 +85,32 @@ def test_bad_options(engine: SelfSpecGenerator, options: dict[str, Any], message
 def test_bad_prompts(engine: SelfSpecGenerator, prompt: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         engine.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "message"),
+    [
+        ("num_beams", ValueError, "num_beams does not apply to self-speculative decoding of one sequence"),
+        ("num_return_sequences", ValueError, "num_return_sequences does not apply"),
+        ("assistant_early_exit", ValueError, "assistant_early_exit does not apply"),
+        ("max_tokens", TypeError, "'max_tokens': did you mean max_new_tokens"),
+        ("temprature", TypeError, "'temprature': did you mean temperature"),
+        ("no_repeat_ngram_size", TypeError, "set it in a GenerationConfig"),
+        ("xyzzy", TypeError, "'xyzzy'; it takes prompt, max_new_tokens"),
+    ],
+)
+def test_arguments_that_generate_does_not_have(
+    engine: SelfSpecGenerator, argument: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine.generate(PROMPT, **{argument: 3})
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"generation_config": GenerationConfig(temperature=0.0)}])
+def test_temperature_zero_is_greedy(engine: SelfSpecGenerator, options: dict[str, Any]) -> None:
+    greedy = engine.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    cold = engine.generate(PROMPT, max_new_tokens=12, do_sample=True, **options)
+    assert cold.new_tokens == greedy.new_tokens
 
 
 def test_an_empty_text_is_an_empty_prompt(llama: LlamaForCausalLM) -> None:

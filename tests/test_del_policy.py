@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from records import finished, row, shadow
 
 from policies import DelExit, DelThreshold, Plan, RoundContext, parse_policy
-from policies.del_policy import DecayedMatches
+from policies.del_policy import DecayedMatches, DelEstimates
 
 FIRST = RoundContext(round_index=0, num_committed=4, remaining_tokens=50)
 
@@ -72,13 +72,71 @@ def test_drop_and_keep_stop_at_the_same_row() -> None:
     assert not any(policy.stop_before_draw(high) or policy.stop_after_draw(high, 3) for policy in (drop, keep))
 
 
-def test_del_shares_its_sums_and_keeps_them_once() -> None:
-    policy = parse_policy("del", num_layers=4)
+def test_tau_stays_when_the_mismatched_rows_are_long_ago() -> None:
+    # Matched rows at .8, one mismatched row at .12: (.8 + .12) / 2 = .46, and so it stays while only matched rows come,
+    # each at .8: both sums of the mismatched rows fade alike. .5 ** 1100 is 0 in float64.
+    matches = DecayedMatches([1], omega=0.5)
+    matches.observe(shadow([1], [[1, 0]], [[0.8, 0.12]]))
+    for _ in range(1100):
+        assert matches.threshold(1) == pytest.approx(0.46)
+        matches.observe(shadow([1], [[1]], [[0.8]]))
+    assert matches.acceptance(1) == 1.0
+    matches.observe(shadow([1], [[0]], [[0.3]]))  # the old row weighs nothing: (.8 + .3) / 2
+    assert matches.threshold(1) == pytest.approx(0.55)
+
+
+def test_the_prompt_decides_the_first_round_only() -> None:
+    # Prompt: layer 1 right in both rows (.9, .9), layer 2 in none (.2, .2). Round: layer 1 in none of two, layer 2 in both.
+    prompt = shadow([1, 2, 3], [[1, 1], [0, 0], [0, 0]], [[0.9, 0.9], [0.2, 0.2], [0.2, 0.2]])
+    first = finished(1, 1, seen=shadow([1, 2, 3], [[0, 0], [1, 1], [0, 0]], [[0.4, 0.4], [0.7, 0.7], [0.2, 0.2]]))
+    only_first, counted = DelEstimates([1, 2, 3], omega=0.5), DelEstimates([1, 2, 3], omega=0.5, prompt="counted")
+    for estimates in (only_first, counted):
+        estimates.begin_text()
+        estimates.observe_prompt(prompt)
+        assert [estimates.acceptance(layer) for layer in (1, 2)] == [1.0, 0.0]
+        assert estimates.threshold(1) == pytest.approx(0.9)
+        estimates.observe(first)
+    # Empty lists, then this round: 0 and 1. With the prompt as a round of half the weight: 1 / 3 and 2 / 3.
+    assert [only_first.acceptance(layer) for layer in (1, 2)] == [0.0, 1.0]
+    assert only_first.threshold(1) == pytest.approx(0.4)
+    assert [counted.acceptance(layer) for layer in (1, 2)] == pytest.approx([1 / 3, 2 / 3])
+    assert counted.threshold(1) == pytest.approx((0.9 + 0.4) / 2)
+
+
+@pytest.mark.parametrize("name", ["del", "ls:1-9+del"])
+def test_a_new_text_starts_afresh_unless_told_otherwise(name: str) -> None:
+    seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
+    for option, expected in (("", 0.5), (":state=kept", 0.6)):
+        policy = parse_policy(name + option, num_layers=4)
+        assert isinstance(policy.stopping, DelThreshold)
+        policy.begin_text()
+        policy.observe(finished(1, 1, seen=seen))
+        assert policy.stopping.threshold(1) == pytest.approx(0.6)
+        saved = policy.state()
+        policy.begin_text()
+        assert policy.stopping.threshold(1) == pytest.approx(expected)
+        assert policy.learns == (option != "")
+        policy.reset()
+        policy.restore(saved)
+        assert policy.stopping.threshold(1) == pytest.approx(expected)
+
+
+def test_a_policy_that_forgets_takes_up_no_state() -> None:
+    kept = parse_policy("del:state=kept", num_layers=4)
+    with pytest.raises(ValueError, match="say state=kept"):
+        parse_policy("del", num_layers=4).restore(kept.state())
+    with pytest.raises(ValueError, match="another version"):
+        kept.restore({"exit": {"compared": {"1": 3.0}}, "stopping": {}})
+
+
+def test_del_shares_its_estimates_and_keeps_them_once() -> None:
+    policy = parse_policy("del:state=kept,prompt=counted", num_layers=4)
     assert isinstance(policy.stopping, DelThreshold)
     seen = shadow([1, 2, 3], [[1, 0]] * 3, [[0.8, 0.4]] * 3)
+    policy.begin_text()
     policy.observe_prompt(seen)
     policy.observe(finished(1, 1, seen=seen))
-    assert policy.exit.state()["compared"] == pytest.approx(dict.fromkeys("123", 0.95 * 2 + 2))
+    assert policy.exit.state()["matches"] == {layer: pytest.approx([0.95 * 2 + 2, 0.5]) for layer in "123"}
     assert policy.stopping.threshold(2) == pytest.approx(0.6)
     assert policy.stopping.state() == {}
     policy.reset()

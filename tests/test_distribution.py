@@ -31,9 +31,9 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.native_linear import native_works
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
-from selfspec.captured import CapturedRunner
 from selfspec.config import Request
 from selfspec.decoding import Decoding
+from selfspec.graphs.runner import CapturedRunner
 from selfspec.kv_cache import KVCache
 from selfspec.runner import EagerRunner, RunnerName
 from selfspec.sampling import Sampler

@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM
 import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy
-from selfspec.captured import CapturedRunner
 from selfspec.decoding import Decoding
 from selfspec.draft import Draft
+from selfspec.graphs.runner import CapturedRunner
 from selfspec.kv_cache import KVCache
 
 NUM_LAYERS = 3

@@ -26,7 +26,7 @@ from layerskip_models.kernels.native_linear import (
 )
 from layerskip_models.linear import possible_layouts
 from selfspec import SelfSpecGenerator
-from selfspec.capture import RecordedOperations
+from selfspec.graphs.capture import RecordedOperations
 from selfspec.kv_cache import KVCache
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ import typer
 from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from layerskip_models import load_model
 from layerskip_models.checkpoints import latest_checkpoint, rewind_log, write_folder
 from layerskip_models.evaluation import evaluate, is_looping
 from layerskip_models.training import command_for_config, train, train_command
@@ -257,6 +258,36 @@ def test_too_little_text(tmp_path):
         train(config)
 
 
+def test_a_run_that_failed_before_it_learned_anything_leaves_its_folder_usable(text, tmp_path):
+    (tmp_path / "short.txt").write_text("a b c a b c")
+    folder = tmp_path / "out"
+    with pytest.raises(ValueError, match="too few for one sequence"):
+        train(tiny(str(tmp_path / "short.txt"), folder, vocab_size=258, holdout_fraction=0.0))
+    train(tiny(text, folder, max_steps=3))  # other data, and so another tokenizer
+    assert load_model(folder).num_layers == load_model(folder / "model").num_layers
+    with pytest.raises(ValueError, match="another seed"):  # now there is something to lose
+        train(tiny(text, folder, max_steps=3, seed=1))
+
+
+def test_the_command_says_where_the_model_is(text):
+    app = typer.Typer()
+    app.command()(command_for_config(lambda config: Path(config.output_dir) / "model"))
+    result = CliRunner().invoke(app, ["--data", text, "--output-dir", "out"])
+    assert result.exit_code == 0
+    assert result.stderr == 'saved to out/model; use it with: selfspec generate "Once" --model out/model\n'
+
+
+def test_ctrl_c_says_how_to_go_on(text):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    app = typer.Typer()
+    app.command()(command_for_config(interrupted))
+    result = CliRunner().invoke(app, ["--data", text, "--output-dir", "out"])
+    assert (result.exit_code, result.stderr.count("\n")) == (130, 1)
+    assert "repeat the same command" in result.stderr
+
+
 def test_schedules(text, tmp_path):
     wsd = tiny(text, tmp_path, max_steps=10, warmup_steps=1, decay_fraction=0.5, learning_rate=1.0)
     # rise 1/2; constant until half; then (10 - step) / 5
@@ -270,7 +301,7 @@ def test_schedules(text, tmp_path):
 def test_options_are_the_fields(text, tmp_path):
     seen = []
     app = typer.Typer()
-    app.command()(command_for_config(seen.append))
+    app.command()(command_for_config(lambda config: seen.append(config) or tmp_path))
     arguments = ["--data", text, "--output-dir", str(tmp_path), "--exit-weights", "published", "--max-steps", "7"]
     result = CliRunner().invoke(app, [*arguments, "--exclude", "a", "--exclude", "b", "--layer-dropout", "0.1"])
     assert result.exit_code == 0, result.output

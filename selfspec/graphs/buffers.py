@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.static_model import StaticForward
 from selfspec.accept import accept_greedy_on_device
-from selfspec.capture import Body, Captures
+from selfspec.graphs.capture import Body, Captures
+from selfspec.graphs.forward import StaticForward
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import confidences, entropies
 from selfspec.shadow import ShadowRecorder
@@ -47,11 +47,11 @@ class StaticRound:
         self.hidden = torch.zeros(max_rows, model.hidden_size, dtype=model.dtype, device=device)
         self.drafts = torch.zeros(max_rows, dtype=torch.long, device=device)
         self.looks = torch.zeros(max_rows, 4, dtype=torch.float64, device=device)
-        self.row_logits = torch.zeros(1, model.vocab_size, device=device)
-        self.logits = torch.zeros(max_rows, model.vocab_size, device=device)
+        self.row_logits = torch.zeros(1, model.vocab_size, dtype=torch.float32, device=device)
+        self.logits = torch.zeros(max_rows, model.vocab_size, dtype=torch.float32, device=device)
         self.targets = torch.zeros(max_rows, dtype=torch.long, device=device)
         self.verdict = torch.zeros(1 + 3 * max_rows, dtype=torch.float64, device=device)
-        self._index = torch.arange(max_rows, device=device)
+        self._index = torch.arange(max_rows, dtype=torch.long, device=device)
         self._nothing = torch.zeros(1, 1, dtype=torch.float64, device=device)
         self.captures = Captures(device, (self._state, self.hidden))
 

@@ -23,11 +23,11 @@ from layerskip_models import LayerSkipModel
 from policies import DraftRow
 from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
+from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
 from selfspec.kv_cache import KVCache
 from selfspec.runner import Outcome, Turn, checked_tokens, plain_outcome
 from selfspec.sampling import non_finite
 from selfspec.shadow import ShadowRecorder
-from selfspec.static_round import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
 
 SMALLEST_SPAN = 256
 """Attention looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are captured."""
@@ -52,7 +52,7 @@ class HostRead:
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=on_cuda)
+        self._host = torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=on_cuda)
         self.event = torch.cuda.Event() if on_cuda else None
         self._size = 0
 
@@ -82,7 +82,7 @@ class CapturedRunner:
         self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
         self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
         self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK)
-        self._q = torch.empty(0)  # [max_rows, vocab] when sampling
+        self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [max_rows, vocab] when sampling
         self._look_read, self._verdict_read = self._reads()
         self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
         self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
@@ -351,7 +351,8 @@ class CapturedRunner:
         look = rounds.looks[index]
         if sampler.do_sample:
             if self._q.shape[0] < rounds.max_rows:
-                self._q = torch.empty(rounds.max_rows, self._model.vocab_size, device=self._model.device)
+                shape = rounds.max_rows, self._model.vocab_size
+                self._q = torch.empty(shape, dtype=torch.float32, device=self._model.device)
             torch.softmax(processed[0], dim=-1, out=self._q[index])
             token, total = sampler.draw_on_device(self._q[index])
             look[TOTAL : TOTAL + 1].copy_(total)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.pacer_bars import bars_table
+from bench.at_exit_layer import exit_layer_table
 
 
 def sample(engine: str, task: str, layers: int, passes: int, exit_layer: int = 2) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def sample(engine: str, task: str, layers: int, passes: int, exit_layer: int = 2
 
 
 def test_table_by_hand() -> None:
-    """8 layers. Kind a: ls:2-1 has 12 tokens in 48 layers, 2.0 times plain's 1/8; pacer in 40 + 8, as many; dv in 96."""
+    """8 layers. Task a: ls:2-1 has 12 tokens in 48 layers, 2.0 times plain's 1/8; pacer in 40 + 8, as many; dv in 96."""
     cells = {"ls:2-1": [12, 48, 1.0], "ls:2-2": [12, 60, 1.0], "ls:3-1": [12, 12, 1.0]}
     lines = [
         {"kind": "run", "configuration": {"num_layers": 8}},
@@ -30,14 +30,14 @@ def test_table_by_hand() -> None:
         sample("selfspec:pacer", "a", 40, 8),
         sample("selfspec:auto", "a", 40, 0, exit_layer=3),
     ]
-    table = bars_table(lines, 2)
+    table = exit_layer_table(lines, 2)
     assert table.columns == ("policy", "a", "all")
     assert [row[:2] for row in table.rows] == [
-        ("*best fixed length per kind, in hindsight*", "2.000"),
+        ("*oracle length per task*", "2.000"),
         ("*that length*", "1"),
-        ("*best one length, `ls:2-1`, in hindsight*", "2.000"),
+        ("*oracle length for all tasks, `ls:2-1`*", "2.000"),
         ("`pacer`", "2.000"),
         ("`dv:2`", "1.000"),
     ]
     with pytest.raises(ValueError, match="no grid with exit layer 5"):
-        bars_table(lines, 5)
+        exit_layer_table(lines, 5)

@@ -1,9 +1,9 @@
-"""Policies at one exit layer against the fixed lengths there, kind by kind, from a record of `selfspec-bench run`.
+"""Policies at one exit layer beside the fixed lengths there, task by task, from a record of `selfspec-bench run`.
 
-    python -m bench.pacer_bars docs/data/pacer.jsonl --exit-layer 2
+    python -m bench.at_exit_layer docs/data/pacer.jsonl --exit-layer 2
 
-Tokens per loaded layer over plain decoding's; a pre-verifier's passes are loaded layers. Fixed lengths (1 to 8) are replayed
-from the record's grid, each kind with the one that was best on its very prompts.
+Tokens per loaded layer, relative to plain decoding; a pre-verifier's passes count as loaded layers. Fixed lengths (1 to 8)
+are replayed from the record's grid. The oracle per task is the length that was best on the very prompts it is scored on.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench.table import UNKNOWN, Table, number
 from selfspec.cli_common import one_line_errors
 
 
-def bars_table(lines: list[Line], exit_layer: int) -> Table:
-    """Rows for the best fixed length of each kind, the best one of all, and each policy at this layer only, best first.
+def exit_layer_table(lines: list[Line], exit_layer: int) -> Table:
+    """Rows for the oracle length per task, the best single length, and each policy that only used this layer, best first.
 
     Raises ValueError for a record without a grid, or without that layer.
     """
@@ -47,14 +47,14 @@ def bars_table(lines: list[Line], exit_layer: int) -> Table:
     tasks = [*dict.fromkeys(line["task"] for line in grid), ALL]
     scale = lines[0]["configuration"]["num_layers"]
     return Table(
-        name="pacer-bars",
+        name="exit-layer",
         title=f"Exit layer {exit_layer}: tokens per layer over plain decoding's, pre-verifier charged",
         columns=("policy", *tasks),
         rows=(
-            ("*best fixed length per kind, in hindsight*", *(number(fixed.get(t), "{:.3f}", scale) for t in tasks)),
-            ("*that length*", *(length.get(t, UNKNOWN) if t != ALL else "per kind" for t in tasks)),
+            ("*oracle length per task*", *(number(fixed.get(t), "{:.3f}", scale) for t in tasks)),
+            ("*that length*", *(length.get(t, UNKNOWN) if t != ALL else "per task" for t in tasks)),
             (
-                f"*best one length, `{best[ALL]}`, in hindsight*",
+                f"*oracle length for all tasks, `{best[ALL]}`*",
                 *(number(one.get(t), "{:.3f}", scale) for t in tasks),
             ),
             *((name, *(number(row.get(t), "{:.3f}", scale) for t in tasks)) for name, row in ordered.items()),
@@ -68,7 +68,7 @@ def main(
 ) -> None:
     """Print the comparison in Markdown."""
     with one_line_errors():
-        typer.echo(bars_table(read_record(record), exit_layer).markdown())
+        typer.echo(exit_layer_table(read_record(record), exit_layer).markdown())
 
 
 if __name__ == "__main__":

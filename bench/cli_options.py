@@ -1,0 +1,56 @@
+"""The options that commands of `selfspec-bench` share, one type for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from layerskip_models.output_paths import output_file
+from selfspec.cli_common import one_line_errors
+
+
+def _record_path(path: Path | None) -> Path | None:
+    """The command ends before it starts if its record could not be written."""
+    with one_line_errors():
+        return None if path is None else output_file(path, replaced=True)
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help='LayerSkip checkpoint: folder, hub name, or "synthetic:SHAPE" (random weights of that shape). Default: the demo.'
+    ),
+]
+PromptsOption = Annotated[
+    Path | None, typer.Option(help='Prompts, .jsonl[.gz] with "id", "task", "prompt". Default: the shipped ones.')
+]
+NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from the tasks in turn.")]
+TaskSamplesOption = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
+PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]
+NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
+WarmupsOption = Annotated[int, typer.Option(min=0, help="Runs of each engine beforehand, not counted.")]
+KeptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Policy to run a second time, keeping what it learns from prompt to prompt, as in use; repeatable. "
+        "Not with --resume."
+    ),
+]
+PeersOption = Annotated[
+    bool, typer.Option("--peers/--no-peers", help="Measure transformers' own decoding in the same run.")
+]
+MemoryOption = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+RunnerOption = Annotated[
+    str, typer.Option(help="eager, captured (on a CPU a slow stand-in), or auto: captured on CUDA, else eager.")
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the record, JSON lines, to this file.", callback=_record_path),
+]

@@ -1,0 +1,96 @@
+"""Finds a checkpoint's folder and says in one line why its files cannot be read.
+
+transformers reads the files; its messages fit a hub user who has every file, so what goes wrong most often is translated
+here, in one place, for the model and for the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub.errors import GatedRepoError
+from safetensors import SafetensorError, safe_open
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name is written as a path, so that it cannot be a hub name."""
+    return name.startswith((".", "/", "~")) or "\\" in name
+
+
+def resolve_checkpoint(name_or_path: str | Path) -> str:
+    """The folder or hub name to load from.
+
+    The output folder of `selfspec train` stands for the `model/` folder inside it. `~` is expanded.
+    Raises FileNotFoundError where a path names no folder, one without a checkpoint, or an unfinished training run.
+    """
+    name = str(name_or_path)
+    folder = Path(name)
+    if name.startswith("~"):
+        try:
+            folder = folder.expanduser()
+        except RuntimeError:  # no home folder is known
+            raise FileNotFoundError(f"cannot expand {name}: the home folder is unknown, give the whole path") from None
+    if not folder.is_dir():
+        if folder.is_file():
+            raise FileNotFoundError(f"{name} is a file: give the folder with config.json and *.safetensors")
+        if is_path(name):
+            raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
+        return name
+    if not any((folder / weights).exists() for weights in _WEIGHTS):
+        if (folder / "model" / "config.json").is_file():
+            return str(folder / "model")
+        if (folder / "checkpoints").is_dir():
+            raise FileNotFoundError(
+                f"{name} holds a training run that is not finished: repeat its `selfspec train` command to finish it"
+            )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{name} holds no checkpoint: it has no config.json; give a folder with config.json and *.safetensors"
+        )
+    return str(folder)
+
+
+@contextmanager
+def clear_errors(name: str) -> Iterator[None]:
+    """Turn what transformers says of an unreadable checkpoint into one line that names the remedy.
+
+    Raises FileNotFoundError or OSError in place of transformers' own errors.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        damaged = _damaged_file(name)
+        raise OSError(f"{damaged or name} is incomplete or damaged ({error}): copy or download it again") from error
+    except GatedRepoError as error:
+        raise OSError(
+            f"{name} is a gated checkpoint: ask for access on its hub page, then log in with `hf auth login`"
+        ) from error
+    except OSError as error:
+        folder = Path(name)
+        if folder.is_dir():
+            if not any((folder / weights).exists() for weights in _WEIGHTS):
+                raise FileNotFoundError(
+                    f"{name} has no model.safetensors: only safetensors files are loaded; "
+                    "save the model with save_pretrained(), or copy the file there"
+                ) from error
+        elif "connect" in str(error) or "offline" in str(error):
+            raise OSError(
+                f"{name} is neither a folder here nor in the local cache, and the hub cannot be reached: "
+                "check the name and the network, or give a local folder"
+            ) from error
+        raise
+
+
+def _damaged_file(name: str) -> str | None:
+    """The first safetensors file of a folder that cannot be opened."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return str(path)
+    return None

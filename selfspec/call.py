@@ -1,0 +1,135 @@
+"""One call of `generate` or `stream`, from its checked request to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from policies import Policy, RoundRecord
+from selfspec.config import Request
+from selfspec.decoding import Decoding
+from selfspec.model_source import BoundModel
+from selfspec.runner import Runner
+from selfspec.sampling import NonFiniteLogitsError
+from selfspec.stats import GenerationStats
+from selfspec.stop_conditions import StopReason
+from selfspec.torch_mode import engine_mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class GenerationResult:
+    """What `generate` returns.
+
+    sequences: int64 [1, prompt + new] on the CPU. text: the new text without special tokens, None without a tokenizer.
+    policy: the name of the policy that ran. trace: every round's record, None unless asked for.
+    """
+
+    sequences: Tensor
+    text: str | None
+    stop_reason: StopReason
+    stats: GenerationStats
+    policy: str
+    trace: tuple[RoundRecord, ...] | None = None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The generated ids, the EOS token included if there was one."""
+        return self.sequences[0, self.stats.num_prompt_tokens :].tolist()
+
+    def __repr__(self) -> str:
+        new, stats = self.new_tokens if self.text is None else self.text, self.stats
+        shown = repr(new[:_SHOWN]) + ("..." if len(new) > _SHOWN else "")
+        return (
+            f"GenerationResult({shown}, {stats.num_new_tokens} tokens, stop_reason={self.stop_reason!r}, "
+            f"policy={self.policy!r}, {stats.tokens_per_second:.0f} tokens/s)"
+        )
+
+
+Committed = tuple[list[int], RoundRecord | None]
+"""Tokens that prefill or a round committed, and the round's record; prefill has none."""
+
+_SHOWN = 60  # characters, or ids, of the new text in a repr
+
+
+class Call:
+    """Runs one checked request. It keeps the model that it began with, and a runner that no other call has, to its end.
+
+    started: `perf_counter` when the user called. tokenizer: for the result's text, None for none.
+    """
+
+    def __init__(
+        self,
+        bound: BoundModel,
+        request: Request,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        started: float,
+        keep_trace: bool,
+    ) -> None:
+        self.request = request
+        self.tokenizer = tokenizer
+        self.result: GenerationResult | None = None
+        self._bound, self._policy = bound, policy
+        self._started, self._keep_trace = started, keep_trace
+
+    def rounds(self) -> Generator[Committed]:
+        """Yield the committed tokens of prefill (its record is None) and of every round; then `result` is set.
+
+        Whoever does not exhaust it must close it, which ends the call.
+        """
+        request = self.request
+        with self._bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens) as runner:
+            try:
+                yield from self._run(runner)
+            except NonFiniteLogitsError:
+                runner.clear()
+                raise
+
+    def _run(self, runner: Runner) -> Generator[Committed]:
+        model = self._bound.model
+        captures, capture_seconds = runner.num_captures, runner.capture_seconds
+        first_token_seconds = 0.0
+        records: list[RoundRecord] = []
+        with engine_mode(model.device):
+            decoding = Decoding(model, runner.cache, self.request, self._policy, runner)
+        rounds = decoding.run()
+        while True:
+            with engine_mode(model.device):  # left while whoever reads the tokens is at work
+                committed = next(rounds, None)
+            if committed is None:
+                break
+            if committed[1] is None:
+                first_token_seconds = perf_counter() - self._started
+            elif self._keep_trace:
+                records.append(committed[1])
+            yield committed
+        num_prompt = self.request.prompt.numel()
+        sequences = decoding.tokens[:, : decoding.length].to("cpu", copy=True)
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(sequences[0, num_prompt:], skip_special_tokens=True)
+            assert isinstance(text, str)
+        stats = decoding.stats.finish(
+            num_prompt_tokens=num_prompt,
+            seconds=perf_counter() - self._started,
+            prefill_seconds=decoding.prefill_seconds,
+            first_token=first_token_seconds,
+            cache_bytes=runner.cache.num_bytes,
+            runner=self._bound.runners.kind if decoding.runner is runner else "eager",
+            num_captures=runner.num_captures - captures,
+            capture_seconds=runner.capture_seconds - capture_seconds,
+        )
+        assert decoding.stop_reason is not None
+        self.result = GenerationResult(
+            sequences=sequences,
+            text=text,
+            stop_reason=decoding.stop_reason,
+            stats=stats,
+            policy=self._policy.name,
+            trace=tuple(records) if self._keep_trace else None,
+        )

@@ -1,0 +1,1 @@
+"""Captured rounds: the passes of a round run as CUDA graphs."""

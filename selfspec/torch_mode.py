@@ -1,0 +1,26 @@
+"""The state of PyTorch that the engine's own work runs in, whatever the caller has set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from selfspec.runner import on_device
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def engine_mode(device: torch.device) -> Iterator[None]:
+    """Inference mode, the model's device as the current one, and no autocast.
+
+    Autocast would run some operations of the plain layout in half precision and leave the rest as they are, so the output
+    would no longer be the model's own. A model that is to run in half precision is loaded in it.
+    Entered for the engine's own work only. A streamer, or the body of a loop over `stream`, runs in the caller's mode.
+    """
+    casting = torch.is_autocast_enabled(device.type)
+    no_autocast = torch.autocast(device.type, enabled=False) if casting else _AS_IT_IS
+    with torch.inference_mode(), on_device(device), no_autocast:
+        yield
