@@ -166,9 +166,10 @@ class RoundRecord:
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
     loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step.
     stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the
-        round did not speculate.
-    confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw).
-    acceptance_probabilities: min(1, p/q) of each draft when sampling, else None.
+        round did not speculate. A row that gives no token (NaN, say) ends a draft "before_draw", too.
+    confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw,
+        unless that row's is NaN).
+    acceptance_probabilities: min(1, p/q) of each draft up to the first rejected one when sampling, else None.
     dropped_acceptance: of the row that a policy stopped before: 1.0 if what it would have drafted is the target's choice,
         else 0.0; None when sampling, if nothing was dropped, or if a draft before it was rejected.
     shadow: for rows 0..m, if a policy asked.

@@ -128,7 +128,7 @@ class Decoding:
         started = perf_counter()
         outcome = self.runner.run(self._turn(remaining, recorder, exit_layer, cap))
         spent = Spent() if self.policy.stopping is None else self.policy.stopping.spent()
-        committed = self._commit(outcome.block)
+        committed = self._commit(outcome.block, outcome.failure)
         self.stats.accept_seconds += perf_counter() - outcome.verified
         self.stats.num_discarded_rows += outcome.num_discarded
         with self.runner.learning():
@@ -162,7 +162,7 @@ class Decoding:
         num_before = self.length
         recorder = self._recorder_for(1)
         outcome = self.runner.run(self._turn(remaining, recorder, None, 0))
-        block = self._commit(outcome.block)
+        block = self._commit(outcome.block, outcome.failure)
         self.stats.accept_seconds += perf_counter() - outcome.verified
         with self.runner.learning():
             learning = perf_counter()
@@ -201,7 +201,7 @@ class Decoding:
 
     def _shadow_tokens(self, recorder: ShadowRecorder | None, outcome: Outcome) -> ShadowTokens | None:
         """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
-        if recorder is None or outcome.target_tokens is None:
+        if recorder is None or outcome.target_tokens is None or outcome.failure is not None:
             return None
         rows = outcome.num_accepted + 1
         return recorder.shadow_tokens(
@@ -223,14 +223,22 @@ class Decoding:
             return None
         return self.runner.recorder(self.needs.shadow_layers, rows)
 
-    def _commit(self, block: list[int]) -> list[int]:
-        """Commit a block up to the first stop in it, and return that part; sets lengths, pending and the stop reason."""
+    def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
+        """Commit a block up to the first stop in it, and return that part; sets lengths, pending and the stop reason.
+
+        failure: why the last token is none: raised, unless the text ends before it.
+        """
         place = self.tokens[0, self.length : self.length + len(block)]
         if self.on_cuda:  # from ordinary memory the copy would wait for all that was launched ahead
             place.copy_(torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=True), non_blocking=True)
         else:
             place.copy_(torch.tensor(block, dtype=torch.long, device="cpu"))
-        count, self.stop_reason = self.request.stops.first_stop(block, self.tokens, self.length, self.num_new)
+        sound = block if failure is None else block[:-1]
+        count, self.stop_reason = self.request.stops.first_stop(sound, self.tokens, self.length, self.num_new)
+        if failure is not None:
+            if self.stop_reason is None:
+                raise failure
+            self.runner.clear()  # there may be NaN behind the text
         self.length += count
         self.num_new += count
         self.pending = block[count - 1]

@@ -14,7 +14,7 @@ from layerskip_models.preverifier import draft_features
 from policies import ContextStates, DraftRow, Needs, Policy
 from policies.records import StopCause
 from selfspec.kv_cache import KVCache
-from selfspec.sampling import Sampler, confidences, entropies, non_finite
+from selfspec.sampling import NonFiniteLogitsError, Sampler, confidences, entropies
 
 Capture = Callable[[int, int, Tensor], None]
 """capture(first_row, layers_done, hidden [rows, hidden]): sees every hidden state of a round as it is computed."""
@@ -28,7 +28,7 @@ class Draft:
     exit_hidden: [k+1, hidden], output of layer E for the rows pending, d_1..d_k.
     num_rows: how many of these rows were run: k+1 if drafting stopped before a draw, else k (the last is then unset).
     q: float32 [k, vocab], the distributions the drafts were drawn from; None when greedy.
-    confidences: of every row looked at, if the policy asked for them.
+    confidences: of every row looked at that has one, if the policy asked for them.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before.
     """
 
@@ -95,13 +95,20 @@ class Drafter:
             num_rows += 1
             logits = model.draft_logits(hidden)
             row = _look(len(drafts), exit_layer, position, logits, self._hidden[num_rows - 1], needs, context)
+            if _unusable(row):
+                stop_cause = "before_draw"
+                break
             if row.confidence is not None:
                 seen.append(row.confidence)
             if stopping is not None and stopping.stop_before_draw(row):
                 stop_cause = "before_draw"
                 dropped = None if sampler.do_sample else self._pick(logits, tokens, length, len(drafts), sampler)
                 break
-            token = self._pick(logits, tokens, length, len(drafts), sampler)
+            picked = self._pick(logits, tokens, length, len(drafts), sampler)
+            if picked is None:
+                stop_cause = "before_draw"
+                break
+            token = picked
             tokens[0, length + len(drafts)] = token
             drafts.append(token)
             if token in eos:
@@ -122,13 +129,25 @@ class Drafter:
             dropped_token=dropped,
         )
 
-    def _pick(self, logits: Tensor, tokens: Tensor, length: int, index: int, sampler: Sampler) -> int:
-        """Token d_{index+1}: the argmax after processors, or a draw from q, which is kept."""
+    def _pick(self, logits: Tensor, tokens: Tensor, length: int, index: int, sampler: Sampler) -> int | None:
+        """Token d_{index+1}: the argmax after processors, or a draw from q, which is kept.
+
+        None where the row gives none: nothing can be drawn from it, or a processor refuses the text. That text holds drafts,
+        so plain decoding may never come to it. The draft then ends, which depends on nothing that is drawn later, and
+        verification looks at the same row if it is ever committed.
+        """
+        try:
+            processed = sampler.process(logits, tokens, length + index)
+        except Exception:
+            return None
         if not sampler.do_sample:
-            return int(sampler.process(logits, tokens, length + index).argmax())
+            return int(processed.argmax())  # of NaN, too: a greedy draft is a guess, which verification judges
         q = self._q[index]
-        torch.softmax(sampler.process(logits, tokens, length + index)[0], dim=-1, out=q)
-        return sampler.draw(q, f"draft position {length + index}")
+        torch.softmax(processed[0], dim=-1, out=q)
+        try:
+            return sampler.draw(q, f"draft position {length + index}")
+        except NonFiniteLogitsError:
+            return None
 
 
 def _look(
@@ -141,16 +160,22 @@ def _look(
     context: ContextStates | None,
 ) -> DraftRow:
     """The row with what the policy asked to see. hidden: [hidden], the row's own place in the buffer."""
-    confidence = float(confidences(logits)[0]) if needs.confidence else None
-    if confidence is not None and confidence != confidence:
-        raise non_finite(f"exit layer {exit_layer}")
     return DraftRow(
         num_drafted=num_drafted,
         exit_layer=exit_layer,
         position=position,
-        confidence=confidence,
+        confidence=float(confidences(logits)[0]) if needs.confidence else None,
         entropy=float(entropies(logits)[0]) if needs.entropy else None,
         exit_hidden=hidden if needs.exit_hidden else None,
         features=draft_features(logits)[0] if needs.features else None,
         context=context,
     )
+
+
+def _unusable(row: DraftRow) -> bool:
+    """Whether a policy would be shown NaN. The draft then ends without asking it."""
+    if row.confidence is not None and row.confidence != row.confidence:
+        return True
+    if row.entropy is not None and row.entropy != row.entropy:
+        return True
+    return row.features is not None and bool(row.features.isnan().any())

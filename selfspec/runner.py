@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Literal, Protocol, get_args
@@ -19,9 +19,9 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from policies import Needs, Policy
 from policies.records import StopCause
-from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.draft import Capture, Drafter
 from selfspec.exit_history import ExitHistory
+from selfspec.judge import Verdict, judge_greedy, judge_sampled
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
 from selfspec.shadow import ShadowRecorder
@@ -81,6 +81,7 @@ class Outcome:
     draft_tokens: the kept drafts d_1..d_k, the first num_accepted (m) of which were accepted. block: m + 1 tokens to commit.
     target_tokens: int64, the full model's choice for rows 0..m at least, None without a recorder; p: the distributions it
         was made from when sampling, else None.
+    failure: why the last token of the block is none, else None; to be raised if the text comes to that token.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
     num_discarded: rows run ahead of a decision to drop their token.
     drafted, verified: `perf_counter` when drafting and when verifying had been launched.
@@ -97,13 +98,14 @@ class Outcome:
     acceptance_probabilities: tuple[float, ...] | None
     drafted: float
     verified: float
+    failure: Exception | None = None
     dropped_token: int | None = None
     num_discarded: int = 0
 
     @property
     def dropped_acceptance(self) -> float | None:
         """See `RoundRecord`: known where every draft before it was accepted."""
-        if self.dropped_token is None or self.num_accepted < len(self.draft_tokens):
+        if self.dropped_token is None or self.failure is not None or self.num_accepted < len(self.draft_tokens):
             return None
         return float(self.block[-1] == self.dropped_token)
 
@@ -197,55 +199,56 @@ class EagerRunner:
         drafted = perf_counter()
         logits = verify(self._model, draft, turn.length, exit_layer, self.cache, capture)
         verified = perf_counter()
-        num_drafts = len(draft.tokens)
-        probabilities: tuple[float, ...] | None = None
-        p = None
-        processed = sampler.process(logits, turn.tokens, turn.length)
         if draft.q is None:
-            target = argmax_tokens(processed, turn.length)
-            accepted = accept_greedy(draft.tokens, target)
-            block = target[: accepted + 1]
+            verdict = judge_greedy(sampler, logits, turn.tokens, turn.length, draft.tokens)
+            if draft.tokens and _holds_nan(verdict, logits):
+                # A row that overflows may spoil the rows before it, behind whose mask it is: nobody needs it but the draft.
+                return self._step(turn)
         else:
-            p = processed.softmax(dim=-1)
-            drafts = turn.tokens[0, turn.length : turn.length + num_drafts]
-            uniforms = sampler.uniforms(num_drafts, drafts.device)
-            accepted, weights = accept_sampled(p, draft.q, drafts, uniforms)
-            block = [
-                *draft.tokens[:accepted],
-                sampler.draw(weights, f"position {turn.length + accepted}"),
-            ]
-            probabilities = tuple(acceptance_probabilities(p, draft.q, drafts).tolist())
+            verdict = judge_sampled(sampler, logits, turn.tokens, turn.length, draft.tokens, draft.q)
         return Outcome(
             draft_tokens=tuple(draft.tokens),
-            num_accepted=accepted,
-            block=block,
-            # Row i's target token is what the full model says after the row: known for all rows that were verified.
-            target_tokens=None if turn.recorder is None else processed.argmax(dim=-1),
-            p=p,
+            num_accepted=verdict.num_accepted,
+            block=verdict.block,
+            target_tokens=_targets(turn, verdict),
+            p=verdict.p,
             stop_cause=draft.stop_cause,
             confidences=draft.confidences,
-            acceptance_probabilities=probabilities,
+            acceptance_probabilities=verdict.acceptance,
             drafted=drafted,
             verified=verified,
+            failure=verdict.failure,
             dropped_token=draft.dropped_token,
         )
 
     def _step(self, turn: Turn) -> Outcome:
-        model, sampler, recorder, capture = self._model, turn.sampler, turn.recorder, _capture(turn)
+        model, sampler, capture = self._model, turn.sampler, _capture(turn)
         started = perf_counter()
         watch = None if capture is None else partial(capture, 0)
         hidden = model.embed_one(turn.pending)
         hidden = model.run_layers(hidden, 0, model.num_layers, self.cache, turn.length - 1, watch)
         logits = model.logits(hidden)
         verified = perf_counter()
-        p = None
-        processed = sampler.process(logits, turn.tokens, turn.length)
         if sampler.do_sample:
-            p = processed.softmax(dim=-1)
-            block = [sampler.draw(p[0], f"position {turn.length}")]
+            verdict = judge_sampled(sampler, logits, turn.tokens, turn.length, (), logits[:0])
         else:
-            block = argmax_tokens(processed, turn.length)
-        return plain_outcome(block, None if recorder is None else processed.argmax(dim=-1), p, started, verified)
+            verdict = judge_greedy(sampler, logits, turn.tokens, turn.length, ())
+        outcome = plain_outcome(verdict.block, _targets(turn, verdict), verdict.p, started, verified)
+        return outcome if verdict.failure is None else replace(outcome, failure=verdict.failure)
+
+
+def _targets(turn: Turn, verdict: Verdict) -> Tensor | None:
+    """The full model's choices for the rows 0..m, if somebody learns from them."""
+    if turn.recorder is None:
+        return None
+    if verdict.p is not None:
+        return verdict.p.argmax(dim=-1)
+    return torch.tensor(verdict.target_tokens, device=turn.tokens.device)
+
+
+def _holds_nan(verdict: Verdict, logits: Tensor) -> bool:
+    """Whether the round failed, and the model's own logits are why."""
+    return verdict.failure is not None and bool(logits[verdict.num_accepted].isnan().any())
 
 
 def _capture(turn: Turn) -> Capture | None:
@@ -285,17 +288,13 @@ def plain_outcome(
 
 
 def argmax_tokens(logits: Tensor, position: int) -> list[int]:
-    """Argmax of each row, [rows, vocab]. Raises NonFiniteLogitsError for NaN or a row that is masked entirely.
+    """Argmax of each row, [rows, vocab]. Raises NonFiniteLogitsError for NaN.
 
+    As in transformers, a row in which every token is masked gives token 0, and an infinite logit wins.
     position: in the text, of what the first row predicts.
     """
     best = logits.max(dim=-1)
-    return checked_tokens(best.indices.tolist(), best.values.tolist(), position)
-
-
-def checked_tokens(tokens: list[int], logits: list[float], position: int) -> list[int]:
-    """The tokens, if every logit that won is a number; else NonFiniteLogitsError."""
-    for offset, value in enumerate(logits):
-        if value != value or value in (float("inf"), float("-inf")):
+    for offset, value in enumerate(best.values.tolist()):
+        if value != value:
             raise non_finite(f"position {position + offset}")
-    return tokens
+    return best.indices.tolist()

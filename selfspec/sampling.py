@@ -38,9 +38,10 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 def non_finite(where: str) -> NonFiniteLogitsError:
-    """The error for NaN logits or a row in which every token is masked."""
+    """The error for NaN logits, or a row to sample from in which every token is masked or one is infinitely likely."""
     return NonFiniteLogitsError(
-        f"no usable next-token distribution at {where}: the logits hold NaN, or the logits processors masked every token. "
+        f"no usable next-token distribution at {where}: the logits hold NaN, or the logits processors masked every token "
+        "that could be drawn. "
         "In float16 try dtype='bfloat16' or 'float32'; else check the checkpoint's weights and the processors"
     )
 
@@ -51,12 +52,13 @@ class Sampler:
     processors: transformers' list; each must be a pure function of (input_ids, scores), since a row may be processed both
         as a draft and as a verified position.
     generator: source of all randomness when sampling; None when greedy.
+    prefix_free: whether all rows can be processed in one call, because no processor looks at the text.
     """
 
     def __init__(self, processors: LogitsProcessorList, generator: torch.Generator | None) -> None:
         self.processors = processors
         self.generator = generator
-        self._prefix_free = all(type(p) in PREFIX_FREE for p in processors)
+        self.prefix_free = all(type(p) in PREFIX_FREE for p in processors)
 
     @property
     def do_sample(self) -> bool:
@@ -71,7 +73,7 @@ class Sampler:
         """
         if not self.processors:
             return logits
-        if self._prefix_free:
+        if self.prefix_free:
             return self._apply(tokens[:, :length], logits)
         rows = [self._apply(tokens[:, : length + i], logits[i : i + 1].clone()) for i in range(logits.shape[0])]
         return torch.cat(rows)
@@ -81,6 +83,21 @@ class Sampler:
         for processor in self.processors:
             logits = processor(prefix, logits)
         return logits
+
+    def process_willing(
+        self, logits: Tensor, tokens: Tensor, length: int
+    ) -> tuple[Tensor, tuple[int, Exception] | None]:
+        """As `process`, but an exception of a processor is returned, with its row: from there on the rows are NaN."""
+        if self.prefix_free:
+            return self.process(logits, tokens, length), None
+        rows: list[Tensor] = []
+        for index in range(logits.shape[0]):
+            try:
+                rows.append(self.process(logits[index : index + 1], tokens, length + index))
+            except Exception as error:
+                rows.append(torch.full_like(logits[index:], torch.nan))
+                return torch.cat(rows), (index, error)
+        return torch.cat(rows), None
 
     def probabilities(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
         """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import selfspec.runner as rounds
+import selfspec.judge as rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy, parse_policy
 from selfspec.calibrate import measured_cost

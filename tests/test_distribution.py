@@ -26,6 +26,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+import selfspec.judge
 import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.native_linear import native_works
@@ -346,7 +347,7 @@ def test_goodness_of_fit_sees_a_planted_bias(
 
     The first needs short drafts, so that bonus tokens fall among the first four.
     """
-    monkeypatch.setattr(selfspec.runner, "accept_sampled", fault)
+    monkeypatch.setattr(selfspec.judge, "accept_sampled", fault)
     counts = count_runs(model, parse_policy(policy, num_layers=NUM_LAYERS), DRAWS // 5, 4, seed=1)
     assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
 

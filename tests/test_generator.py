@@ -235,11 +235,10 @@ def test_nan_weights_are_an_error(do_sample: bool, policy: str) -> None:
         engine.generate(PROMPT, max_new_tokens=5, do_sample=do_sample, policy=policy, seed=0)
 
 
-def test_a_row_masked_entirely_is_an_error(engine: SelfSpecGenerator) -> None:
+def test_nothing_can_be_drawn_from_a_row_masked_entirely(engine: SelfSpecGenerator) -> None:
     config = GenerationConfig(suppress_tokens=list(range(24)), max_new_tokens=5)
-    for do_sample in (False, True):
-        with pytest.raises(NonFiniteLogitsError):
-            engine.generate(PROMPT, generation_config=config, do_sample=do_sample, seed=0)
+    with pytest.raises(NonFiniteLogitsError):
+        engine.generate(PROMPT, generation_config=config, do_sample=True, seed=0)
 
 
 def test_generators_share_a_model(llama: LlamaForCausalLM) -> None:

@@ -63,7 +63,8 @@ class Spy(LogitsProcessor):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool) -> None:
-    """Draft row j and verified row j see x_0..x_{n-1}, d_1..d_j: no token more, none less, none from a rejected draft."""
+    """Draft row j and verified row j see x_0..x_{n-1}, d_1..d_j: no token more, none less. Rows behind the first rejected
+    draft are not processed again."""
     engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3, late_scale=0.6), layout="plain"))
     spy = Spy()
     result = engine.generate(
@@ -83,7 +84,7 @@ def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool)
     for record in result.trace:
         before = tuple(text[: record.num_committed_before])
         prefixes = [before + record.draft_tokens[:j] for j in range(record.num_drafted + 1)]
-        expected += prefixes[:-1] + prefixes if record.exit_layer is not None else [before]
+        expected += prefixes[:-1] + prefixes[: record.num_accepted + 1] if record.exit_layer is not None else [before]
     assert spy.seen == expected
     assert 0 < result.stats.num_accepted < result.stats.num_drafted
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
+import selfspec.judge
 import selfspec.runner
 from layerskip_models import LayerSkipModel
 from policies import LayerCost, parse_policy
@@ -102,12 +103,12 @@ def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     def biased(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> Any:
         return accept_sampled(p, q, drafts, uniforms / 1.01)
 
-    monkeypatch.setattr(selfspec.runner, "accept_sampled", biased)
+    monkeypatch.setattr(selfspec.judge, "accept_sampled", biased)
 
 
 def accepts_any_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft counts as right."""
-    monkeypatch.setattr(selfspec.runner, "accept_greedy", lambda drafts, target: len(drafts))
+    monkeypatch.setattr(selfspec.judge, "accept_greedy", lambda drafts, target: len(drafts))
 
 
 def wrong_single_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from layerskip_models import LayerSkipModel
 from selfspec.accept import accept_greedy_on_device
 from selfspec.graphs.capture import Body, Captures
 from selfspec.graphs.forward import StaticForward
+from selfspec.graphs.streams import Streams
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import confidences, entropies
 from selfspec.shadow import ShadowRecorder
@@ -36,7 +37,7 @@ class StaticRound:
         are accepted; drafts; targets; their logits.
     """
 
-    def __init__(self, model: LayerSkipModel, cache: KVCache, max_rows: int, block: int) -> None:
+    def __init__(self, model: LayerSkipModel, cache: KVCache, max_rows: int, block: int, streams: Streams) -> None:
         device = model.device
         self.max_rows = max_rows
         self._model = model
@@ -53,7 +54,7 @@ class StaticRound:
         self.verdict = torch.zeros(1 + 3 * max_rows, dtype=torch.float64, device=device)
         self._index = torch.arange(max_rows, dtype=torch.long, device=device)
         self._nothing = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        self.captures = Captures(device, (self._state, self.hidden))
+        self.captures = Captures(device, (self._state, self.hidden), streams)
 
     def start(self, token: int, position: int) -> None:
         """Begin a round with its pending token."""

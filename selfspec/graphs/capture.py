@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
+from selfspec.graphs.streams import Streams
 
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""
@@ -31,13 +32,18 @@ _FROM_HOST = (
 )
 """Operations that bring a number from ordinary host memory, for which CUDA synchronises."""
 
+MAX_CAPTURES = 1024
+"""How many captures are held of those that nobody asked for ahead."""
+
 _WARM_UPS = 2  # before a capture: libraries allocate and choose at their first calls, which a graph must not see
 
 
-class Captured(Protocol):
-    """num_bytes: memory that it holds on its device beside the buffers it works on."""
+class CaptureError(RuntimeError):
+    """Work could not be captured or replayed, or a replay gave other numbers than the work itself. The message says why."""
 
-    num_bytes: int
+
+class Captured(Protocol):
+    """Work that can be done again."""
 
     def replay(self) -> None:
         """Do the captured work again, on what the buffers hold now."""
@@ -48,13 +54,17 @@ class CudaGraph:
     """A CUDA graph. pool: memory for temporary tensors, shared by graphs that never run at the same time."""
 
     def __init__(self, body: Body, pool: Any, stream: torch.cuda.Stream) -> None:
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(stream.device)[0]
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using CUDA meanwhile: only this one must not synchronise.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            body()
-        self.num_bytes = max(free - torch.cuda.mem_get_info(stream.device)[0], 0)
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
+        # This context also leaves the stream when a capture fails, which `torch.cuda.graph` itself does not.
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                body()
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using CUDA meanwhile: only this one must not synchronise.
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                body()
+        current.wait_stream(stream)
 
     def replay(self) -> None:
         """Launch it on the current stream."""
@@ -67,7 +77,6 @@ class RecordedOperations(TorchDispatchMode):
     def __init__(self, body: Body) -> None:
         super().__init__()
         self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
-        self.num_bytes = 0
         with self, operators_only():
             body()
 
@@ -86,7 +95,6 @@ class RecordedOperations(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if any(_memory(result) not in read for result in results):
             self._steps.append((func, args, kwargs, results))
-            self.num_bytes += sum(result.numel() * result.element_size() for result in results)
         return out
 
     def replay(self) -> None:
@@ -105,71 +113,71 @@ def _memory(tensor: Tensor) -> int:
 
 
 class Captures:
-    """Captured work by key: captured when first asked for, the least recently used given up beyond a bound.
+    """Captured work by key: captured when first asked for, or ahead of that.
 
-    protect: what capturing disturbs and must be put back, since a body runs for warming up. max_bytes: bound on the
-    memory of all captures together; one alone may exceed it. max_captures: bound on their number.
+    protect: what capturing disturbs and must be put back, since a body runs for warming up. max_captures: how many of those
+    captured when first asked for are held; beyond that the least recently used is given up. Those made ahead are all kept,
+    and do not count. Their memory is not counted: temporary tensors are in one pool that all share, as large as the
+    largest capture needs, and a graph itself takes a few hundred kilobytes.
     Attributes: num_captures, seconds: how many were made so far, and how long that took.
     """
 
     def __init__(
-        self, device: torch.device, protect: Sequence[Tensor], *, max_bytes: int = 1 << 30, max_captures: int = 1024
+        self, device: torch.device, protect: Sequence[Tensor], streams: Streams, *, max_captures: int = MAX_CAPTURES
     ) -> None:
         self.num_captures = 0
         self.seconds = 0.0
         self._protect = protect
-        self._max_bytes, self._max_captures = max_bytes, max_captures
-        self._held: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._streams = streams
+        self._max_captures = max_captures
+        self._made_ahead: dict[Hashable, Captured] = {}
+        self._on_demand: OrderedDict[Hashable, Captured] = OrderedDict()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of those held now."""
-        return sum(captured.num_bytes for captured in self._held.values())
+        return len(self._made_ahead) + len(self._on_demand)
 
     def run(self, key: Hashable, body: Body) -> None:
-        """Do the work of a key: replay it, after capturing `body` if it is not held. Equal keys must mean equal work."""
-        captured = self._held.get(key)
+        """Do the work of a key: replay it, after capturing `body` if it is not held. Equal keys must mean equal work.
+
+        Raises CaptureError with the reason if the work can be neither captured nor replayed.
+        """
+        captured = self._made_ahead.get(key)
         if captured is None:
-            captured = self._capture(key, body)
-        else:
-            self._held.move_to_end(key)
-        captured.replay()
+            captured = self._on_demand.get(key)
+            if captured is None:
+                captured = self._on_demand[key] = self._capture(key, body)
+                while len(self._on_demand) > self._max_captures:
+                    self._on_demand.popitem(last=False)
+            else:
+                self._on_demand.move_to_end(key)
+        try:
+            captured.replay()
+        except RuntimeError as error:
+            raise CaptureError(f"replaying {key} failed: {error}") from error
 
     def ensure(self, key: Hashable, body: Body) -> None:
-        """Capture a key's work if it is not held, without doing it."""
-        if key not in self._held:
-            self._capture(key, body)
-
-    def clear(self) -> None:
-        """Give all up."""
-        self._held.clear()
-        if self._pool is not None:
-            self._pool = torch.cuda.graph_pool_handle()  # the old one's memory goes with its last graph
+        """Capture a key's work if it is not held, without doing it, and keep it from now on. Raises CaptureError as `run`."""
+        if key not in self._made_ahead:
+            held = self._on_demand.pop(key, None)
+            self._made_ahead[key] = held or self._capture(key, body)
 
     def _capture(self, key: Hashable, body: Body) -> Captured:
-        start = perf_counter()
-        saved = [tensor.clone() for tensor in self._protect]
-        captured: Captured
+        with self._streams.capturing():
+            start = perf_counter()
+            saved = [tensor.clone() for tensor in self._protect]
+            try:
+                captured = self._make(body)
+            except RuntimeError as error:
+                raise CaptureError(f"capturing {key} failed: {error}") from error
+            for tensor, value in zip(self._protect, saved):
+                tensor.copy_(value)
+            self.num_captures += 1
+            self.seconds += perf_counter() - start
+            return captured
+
+    def _make(self, body: Body) -> Captured:
         if self._stream is None:
-            captured = RecordedOperations(body)
-        else:
-            current = torch.cuda.current_stream(self._stream.device)
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                for _ in range(_WARM_UPS):
-                    body()
-            current.wait_stream(self._stream)
-            captured = CudaGraph(body, self._pool, self._stream)
-        for tensor, value in zip(self._protect, saved):
-            tensor.copy_(value)
-        self._held[key] = captured
-        self.num_captures += 1
-        while len(self._held) > 1 and (len(self._held) > self._max_captures or self.num_bytes > self._max_bytes):
-            self._held.popitem(last=False)
-        self.seconds += perf_counter() - start
-        return captured
+            return RecordedOperations(body)
+        return CudaGraph(body, self._pool, self._stream)

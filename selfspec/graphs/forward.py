@@ -42,7 +42,7 @@ class StaticForward:
         self.max_length = values.shape[2]
         self._keys, self._values = keys, values
         self._rotary = model.rotary  # this very table, kept: a graph would not see a longer one that takes its place
-        self._places = torch.arange(self.max_length, device=values.device)
+        self._places = torch.arange(self.max_length, dtype=torch.long, device=values.device)
 
     def run(
         self,

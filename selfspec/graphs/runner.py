@@ -12,8 +12,8 @@ nothing is counted. What was drawn for such a token is never used again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -24,8 +24,10 @@ from policies import DraftRow
 from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
+from selfspec.graphs.streams import HostRead, streams_for
+from selfspec.judge import NO_TOKEN
 from selfspec.kv_cache import KVCache
-from selfspec.runner import Outcome, Turn, checked_tokens, plain_outcome
+from selfspec.runner import Outcome, Turn, plain_outcome
 from selfspec.sampling import non_finite
 from selfspec.shadow import ShadowRecorder
 
@@ -47,29 +49,6 @@ def _power_of_two(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-class HostRead:
-    """Numbers on their way from the device to the host: `start` returns at once, `wait` when they are there."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=on_cuda)
-        self.event = torch.cuda.Event() if on_cuda else None
-        self._size = 0
-
-    def start(self, numbers: Tensor) -> None:
-        """Copy them, float64 [n], as they are at this point of the device's work."""
-        self._size = numbers.shape[0]
-        self._host[: self._size].copy_(numbers, non_blocking=True)
-        if self.event is not None:
-            self.event.record()
-
-    def wait(self) -> list[float]:
-        """The numbers of the last `start`."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self._host[: self._size].tolist()
-
-
 class CapturedRunner:
     """Runs rounds from captures on one KV cache; see `selfspec.runner.Runner`. It lasts as long as its cache.
 
@@ -81,11 +60,11 @@ class CapturedRunner:
         self._model = model
         self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
         self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
-        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK)
+        self._streams = streams_for(model.device)
+        self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK, self._streams)
         self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [max_rows, vocab] when sampling
         self._look_read, self._verdict_read = self._reads()
         self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
-        self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         if not cleared:
             self.clear()
 
@@ -99,14 +78,10 @@ class CapturedRunner:
         """Seconds that they took."""
         return self._earlier[1] + self._round.captures.seconds
 
-    @property
-    def captured_bytes(self) -> int:
-        """Device memory that the captures hold beside weights, cache and buffers."""
-        return self._round.captures.num_bytes
-
     def begin(self) -> None:
         """See `Runner`."""
         self._ahead = None
+        self._streams.resume()
 
     def clear(self) -> None:
         """See `Runner`: what is masked is still multiplied by 0, which only makes 0 of numbers."""
@@ -127,23 +102,16 @@ class CapturedRunner:
         """See `Runner`."""
         return self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> AbstractContextManager[None]:
         """See `Runner`: on a stream of its own, which waits for the round but not for the pass launched after it."""
-        if self._side is None or self._verdict_read.event is None:
-            yield
-            return
-        self._side.wait_event(self._verdict_read.event)
-        with torch.cuda.stream(self._side):
-            yield
-        torch.cuda.current_stream(self._model.device).wait_stream(self._side)
+        return self._streams.beside(self._verdict_read.event)
 
     def warm_up(
         self, exit_layers: tuple[int, ...], max_rows: int, max_length: int, layers_to_learn: tuple[int, ...]
     ) -> None:
         """Capture what greedy rounds of up to `max_rows` rows at these exit layers, and plain steps, may need in texts of up
         to `max_length` tokens, with and without learning from some layers; sampling needs two captures more."""
-        self._ahead = None
+        self.begin()
         self.reserve(max_rows)
         rounds, num_layers = self._round, self._model.num_layers
         recorders = [None, self.recorder(layers_to_learn, max_rows)] if layers_to_learn else [None]
@@ -187,14 +155,14 @@ class CapturedRunner:
 
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
-        return HostRead(4 * rows, self._model.device), HostRead(1 + 3 * rows, self._model.device)
+        return HostRead(4 * rows, self._streams), HostRead(1 + 3 * rows, self._streams)
 
     def reserve(self, rows: int) -> None:
         """Make buffers for so many rows; new ones mean new captures."""
         if rows <= self._round.max_rows:
             return
         self._earlier = (self.num_captures, self.capture_seconds)
-        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK)
+        self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK, self._streams)
         self._look_read, self._verdict_read = self._reads()
         self._recorders.clear()
         self._ahead = None
@@ -236,11 +204,12 @@ class CapturedRunner:
         rounds.last.zero_()
         rounds.judge(1, choose=fast)
         p = None
-        target = rounds.targets
+        refusal: tuple[int, Exception] | None = None
         if fast:
+            target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
-            processed = sampler.process(rounds.logits[:1], turn.tokens, turn.length)
+            processed, refusal = sampler.process_willing(rounds.logits[:1], turn.tokens, turn.length)
             target = processed.argmax(dim=-1)
             if sampler.do_sample:
                 p = processed.softmax(dim=-1)
@@ -254,11 +223,12 @@ class CapturedRunner:
         numbers = self._verdict_read.wait()
         if fast:
             numbers = [numbers[1 + rounds.max_rows], numbers[1 + 2 * rounds.max_rows]]
-        if sampler.do_sample:
-            _check_total(numbers[1], f"position {turn.length}")
-        block = checked_tokens([int(numbers[0])], [numbers[1]], turn.length)
+        failure = None
+        if not (_is_weight(numbers[1]) if sampler.do_sample else numbers[1] == numbers[1]):
+            failure = _failure(refusal, 0, turn.length)
         self._looked_ahead(launched, turn.length + 1)
-        return plain_outcome(block, _kept(target, turn), p, started, verified)
+        block = [int(numbers[0]) if failure is None else NO_TOKEN]
+        return replace(plain_outcome(block, target, p, started, verified), failure=failure)
 
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
         sampler = turn.sampler
@@ -277,11 +247,13 @@ class CapturedRunner:
         rounds.judge(rows, choose=fast)
         if not draft.seen:  # nothing was read while drafting
             self._look_read.start(rounds.looks[:count].flatten())
-        target, p = rounds.targets, None
+        p = None
+        refusal: tuple[int, Exception] | None = None
         if fast:
+            target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
-            target, p = self._accept(turn, count)
+            target, p, refusal = self._accept(turn, count)
         launched = self._look_ahead(turn, exit_layer, count + 1)
         verified = perf_counter()
 
@@ -289,42 +261,53 @@ class CapturedRunner:
         kept = len(tokens)
         numbers = self._verdict_read.wait()
         probabilities = None
+        failure: Exception | None = None
         if sampler.do_sample:
             accepted = min(int(numbers[0]), kept)
-            _check_total(numbers[2], f"position {turn.length + accepted}")
-            block = [*tokens[:accepted], int(numbers[1])]
-            probabilities = tuple(numbers[3 : 3 + kept])
+            if not _is_weight(numbers[2]):
+                failure = _failure(refusal, accepted, turn.length)
+            block = [*tokens[:accepted], int(numbers[1]) if failure is None else NO_TOKEN]
+            probabilities = tuple(numbers[3 : 3 + min(accepted + (failure is None), kept)])
         else:
             stride = rounds.max_rows if fast else count + 1
             chosen = [int(token) for token in numbers[1 + stride : 2 + stride + kept]]
-            checked_tokens(chosen, numbers[1 + 2 * stride : 2 + 2 * stride + kept], turn.length)
-            accepted = accept_greedy(tokens, chosen)
-            block = chosen[: accepted + 1]
+            values = numbers[1 + 2 * stride : 2 + 2 * stride + kept]
+            sound = next((row for row, value in enumerate(values) if value != value), kept + 1)
+            accepted = accept_greedy(tokens[:sound], chosen)
+            if accepted == sound:
+                if count and bool(rounds.logits[accepted].isnan().any()):
+                    self._forget(turn.length - 1)  # NaN of a drafted row spoils the rows before it, behind the mask
+                    return self._step(turn)
+                failure = _failure(refusal, accepted, turn.length)
+            block = [*chosen[:accepted], chosen[accepted] if failure is None else NO_TOKEN]
+            launched = launched and int(numbers[0]) == accepted  # else the device went on from another place
         self._looked_ahead(launched, turn.length + accepted + 1)
         return Outcome(
             draft_tokens=tuple(tokens),
             num_accepted=accepted,
             block=block,
-            target_tokens=_kept(target, turn),
+            target_tokens=target,
             p=p,
             stop_cause=cause,
             confidences=confidences_seen if turn.needs.confidence else None,
             acceptance_probabilities=probabilities,
             drafted=drafted,
             verified=verified,
+            failure=failure,
             dropped_token=draft.dropped,
             num_discarded=draft.num_discarded,
         )
 
-    def _accept(self, turn: Turn, count: int) -> tuple[Tensor, Tensor | None]:
-        """Acceptance behind processors or sampling, operations one by one on the device: target tokens and p.
+    def _accept(self, turn: Turn, count: int) -> tuple[Tensor, Tensor | None, tuple[int, Exception] | None]:
+        """Acceptance behind processors or sampling, operations one by one on the device: target tokens, p, and the row at
+        which a processor raised an exception, if one did.
 
-        Starts reading (m, token, sum of its weights, acceptance probabilities), or when greedy the verdict with as many
-        rows as there are.
+        Both are new tensors, complete before reading starts. What is read: (m, token, sum of its weights, acceptance
+        probabilities), or when greedy the verdict with as many rows as there are.
         """
         rounds, sampler = self._round, turn.sampler
         drafts = rounds.drafts[:count]
-        processed = sampler.process(rounds.logits[: count + 1], turn.tokens, turn.length)
+        processed, refusal = sampler.process_willing(rounds.logits[: count + 1], turn.tokens, turn.length)
         if not sampler.do_sample:
             best = processed.max(dim=-1)
             target = best.indices
@@ -333,7 +316,7 @@ class CapturedRunner:
             parts = (num_accepted, padded, target, best.values)
             self._verdict_read.start(torch.cat([part.double() for part in parts]))
             rounds.settle(num_accepted, target.index_select(0, num_accepted))
-            return target, None
+            return target, None, refusal
         target = processed.argmax(dim=-1)
         p = processed.softmax(dim=-1)
         uniforms = sampler.uniforms(count, p.device)
@@ -342,16 +325,21 @@ class CapturedRunner:
         rates = acceptance_probabilities(p, self._q[:count], drafts)
         self._verdict_read.start(torch.cat([num_accepted.double(), token.double(), total.double(), rates.double()]))
         rounds.settle(num_accepted, token)
-        return target, p
+        return target, p, refusal
 
-    def _choose(self, turn: Turn, index: int) -> None:
-        """The token drafted from row `index`, behind processors or sampling; it becomes the next row's."""
+    def _choose(self, turn: Turn, index: int) -> bool:
+        """The token drafted from row `index`, behind processors or sampling; it becomes the next row's.
+
+        False if a processor raises an exception: there is no token then.
+        """
         rounds, sampler = self._round, turn.sampler
-        processed = sampler.process(rounds.row_logits, turn.tokens, turn.length + index)
+        processed, refusal = sampler.process_willing(rounds.row_logits, turn.tokens, turn.length + index)
+        if refusal is not None:
+            return False
         look = rounds.looks[index]
         if sampler.do_sample:
             if self._q.shape[0] < rounds.max_rows:
-                shape = rounds.max_rows, self._model.vocab_size
+                shape = (rounds.max_rows, self._model.vocab_size)
                 self._q = torch.empty(shape, dtype=torch.float32, device=self._model.device)
             torch.softmax(processed[0], dim=-1, out=self._q[index])
             token, total = sampler.draw_on_device(self._q[index])
@@ -362,12 +350,19 @@ class CapturedRunner:
         rounds.token.copy_(token)
         rounds.drafts[index : index + 1].copy_(token)
         turn.tokens[0, turn.length + index : turn.length + index + 1].copy_(token)
+        return True
 
-    def look_at(self, turn: Turn, index: int, fast: bool) -> None:
-        """Norm and head on row `index`, and its token."""
+    def _forget(self, start: int) -> None:
+        """Clear what the cache holds from this position on, which is NaN perhaps: a masked position is multiplied by 0."""
+        self._ahead = None
+        self.cache.keys[..., start:].zero_()
+        self.cache.values[:, :, start:].zero_()
+        self._round.hidden.zero_()
+
+    def look_at(self, turn: Turn, index: int, fast: bool) -> bool:
+        """Norm and head on row `index`, and its token; False if it has none."""
         self._round.look(confidence=turn.needs.confidence, entropy=turn.needs.entropy, choose=fast)
-        if not fast:
-            self._choose(turn, index)
+        return fast or self._choose(turn, index)
 
     def advance(self, turn: Turn, index: int, exit_layer: int) -> None:
         """Row `index` through the exit layer's layers."""
@@ -404,7 +399,9 @@ class _Drafting:
         stopping = turn.policy.stopping
         while self.count < turn.max_speculations and self._cause == "cap":
             index = self.count
-            runner.look_at(turn, index, self._fast)
+            if not runner.look_at(turn, index, self._fast):
+                self._cause = "before_draw"
+                return
             if stopping is not None:
                 runner.start_reading(index)
             hidden = runner.exit_hidden(index) if turn.needs.exit_hidden else None
@@ -414,20 +411,21 @@ class _Drafting:
                 continue
             look = runner.looks()[0]
             self.seen.append(look)
+            if self._unusable(look):
+                self._stop_before()
+                return
             row = DraftRow(
                 num_drafted=index,
                 exit_layer=self._exit_layer,
-                confidence=self._confidence(look),
+                confidence=look[CONFIDENCE] if turn.needs.confidence else None,
                 entropy=look[ENTROPY] if turn.needs.entropy else None,
                 exit_hidden=hidden,
             )
             if stopping.stop_before_draw(row):
-                self.count -= 1
-                self.num_discarded += 1
-                self._cause = "before_draw"
+                self._stop_before()
                 self.dropped = None if turn.sampler.do_sample else int(look[TOKEN])
                 return
-            token = self._token(index, look)
+            token = int(look[TOKEN])
             if token in turn.eos:
                 self._cause = "eos"
             elif stopping.stop_after_draw(row, token):
@@ -438,36 +436,52 @@ class _Drafting:
         looks = self.seen or self._runner.looks()
         tokens = []
         cause = self._cause
-        for index, look in enumerate(looks[: self.count]):
-            self._confidence(look)
-            tokens.append(self._token(index, look))
+        for look in looks[: self.count]:
+            if self._unusable(look):
+                cause = "before_draw"
+                break
+            tokens.append(int(look[TOKEN]))
             if tokens[-1] in self._turn.eos:
                 cause = "eos"
                 break
         looked_at = len(tokens) + (cause == "before_draw")
-        return tokens, tuple(look[CONFIDENCE] for look in looks[:looked_at]), cause
+        seen = [look[CONFIDENCE] for look in looks[:looked_at]]
+        return tokens, tuple(value for value in seen if value == value), cause
 
-    def _confidence(self, look: list[float]) -> float | None:
-        if not self._turn.needs.confidence:
-            return None
-        if look[CONFIDENCE] != look[CONFIDENCE]:
-            raise non_finite(f"exit layer {self._exit_layer}")
-        return look[CONFIDENCE]
+    def _stop_before(self) -> None:
+        """End the draft before the token of the row that was looked at last."""
+        self.count -= 1
+        self.num_discarded += 1
+        self._cause = "before_draw"
 
-    def _token(self, index: int, look: list[float]) -> int:
-        if self._turn.sampler.do_sample:
-            _check_total(look[TOTAL], f"draft position {self._turn.length + index}")
-        return int(look[TOKEN])
+    def _unusable(self, look: list[float]) -> bool:
+        """Whether a row gives no token, or NaN to a policy."""
+        needs = self._turn.needs
+        if (needs.confidence and look[CONFIDENCE] != look[CONFIDENCE]) or (
+            needs.entropy and look[ENTROPY] != look[ENTROPY]
+        ):
+            return True
+        return self._turn.sampler.do_sample and not _is_weight(look[TOTAL])
 
 
 def _kept(target: Tensor, turn: Turn) -> Tensor | None:
-    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again."""
+    """Target tokens for the record, if somebody learns from them: a copy, since their place is used again.
+
+    To be made before the verdict is read: learning waits for that event, and for nothing that is launched later.
+    """
     return None if turn.recorder is None else target.clone()
 
 
-def _check_total(total: float, where: str) -> None:
-    if not 0 < total < float("inf"):
-        raise non_finite(where)
+def _is_weight(total: float) -> bool:
+    """Whether one can draw from weights of this sum."""
+    return 0 < total < float("inf")
+
+
+def _failure(refusal: tuple[int, Exception] | None, row: int, length: int) -> Exception:
+    """Why a row gave no token: the exception of a processor, or else its numbers."""
+    if refusal is not None and refusal[0] == row:
+        return refusal[1]
+    return non_finite(f"position {length + row}")
 
 
 def _bucket(rows: int) -> int:
