@@ -53,7 +53,7 @@ class BuildKernels(build_ext):
                 extra_postargs=[*FLAGS, *flags],
             )
 
-        objects = compiled("processor.c", "any")
+        objects = compiled("processor.c", "any") + compiled("pool.c", "any")
         for variant, flags in VARIANTS.get(machine, {"baseline": []}).items():
             try:
                 objects += compiled("kernels.c", variant, *flags)
@@ -63,8 +63,7 @@ class BuildKernels(build_ext):
                 self.warn(f"this compiler cannot make the {variant} kernels: they are left out")
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not linked with OpenMP: its functions are found in the library that PyTorch has loaded.
-        self.compiler.link_shared_object(objects, str(target), libraries=["m"], target_lang="c")
+        self.compiler.link_shared_object(objects, str(target), libraries=["m", "pthread"], target_lang="c")
 
 
 class PlatformWheel(bdist_wheel):

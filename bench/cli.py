@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
+from bench.cli_busy import busy
 from bench.cli_common import (
     configuration,
     encoded,
@@ -63,6 +64,7 @@ app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
 app.command()(startup)
+app.command()(busy)
 
 
 @app.command()

@@ -3,7 +3,8 @@
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
 (speed, rounds, phases, speedups, tasks, etpl, figures; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
-phases; of contexts contexts, memory; of a start startup). `report:headline` is short for `report:peers:headline`.
+phases; of contexts contexts, memory; of a start startup; of a busy machine speed,
+cost). `report:headline` is short for `report:peers:headline`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from bench.busy_tables import busy_headline, busy_tables
 from bench.context_tables import context_headline, context_tables
 from bench.record import KEPT, Line
 from bench.roofline_tables import roofline_headline, roofline_tables
@@ -28,11 +30,13 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "roofline": roofline_tables,
     "context": context_tables,
     "startup": startup_tables,
+    "busy": busy_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
     "context": context_headline,
     "startup": startup_headline,
+    "busy": busy_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 

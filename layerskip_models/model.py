@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,13 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
+from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
-from layerskip_models.choices import Choices, Detail, choices_in_pieces
+from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
 _growing = threading.Lock()  # of any model's rotary table
+_AS_IT_IS = nullcontext()
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
@@ -315,6 +318,13 @@ class LayerSkipModel:
     def rotary(self) -> Tensor:
         """The rotary table, complex [positions, 1, head_dim / 2]; `prepare` may put a longer one in its place."""
         return self._rotary
+
+    def on_one_team(self) -> AbstractContextManager[None]:
+        """Within it this thread's PyTorch operators start no threads of their own, if our kernels run the layers.
+
+        For the engine's rounds, whose operators are small; see `kernels.threads`.
+        """
+        return _AS_IT_IS if self._native is None else OneTeam()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""

@@ -28,6 +28,7 @@ from policies.acceptance_model import AcceptanceModel
 from policies.acceptance_table import NUM_BINS, AcceptanceTable, confidence_bin
 from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost
+from policies.drift import CostDrift
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
@@ -110,18 +111,23 @@ class AutoLearner:
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
         self.layers = layers
-        self.cost = cost
         self.max_speculations = max_speculations
         self.table = AcceptanceTable(layers, decay=decay)
         self.model = AcceptanceModel(layers, cost.num_layers)
         self._decay = decay
         self._index = {layer: index for index, layer in enumerate(layers)}
-        rounds = np.array([[cost.round(layer, count) for count in range(max_speculations + 1)] for layer in layers])
-        self._look = np.array([cost.look(layer) for layer in layers])
+        self.use_cost(cost)
+        self.reset()
+
+    def use_cost(self, cost: CostModel) -> None:
+        """Decide by this cost from the next solution on."""
+        self.cost = cost
+        counts = range(self.max_speculations + 1)
+        rounds = np.array([[cost.round(layer, count) for count in counts] for layer in self.layers])
+        self._look = np.array([cost.look(layer) for layer in self.layers])
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
         self._step_list: list[list[float]] = self._steps.tolist()
-        self.reset()
 
     def reset(self) -> None:
         """Back to the prior."""
@@ -149,7 +155,7 @@ class AutoLearner:
         """Learn from the prompt's last rows."""
         self.table.observe_shadow(shadow)
         self._count(shadow)
-        self._learn()
+        self.learn()
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round: what it drafted or dropped always, all layers when it has shadow tokens."""
@@ -159,7 +165,7 @@ class AutoLearner:
         elif record.exit_layer is not None:
             self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
         if self._rows > _NEWS * self._solved_at:
-            self._learn()
+            self.learn()
 
     def _count(self, shadow: ShadowTokens) -> None:
         # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
@@ -172,7 +178,7 @@ class AutoLearner:
                 for confidence in confidences:
                     self.frequency[index, confidence_bin(confidence)] += 1
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Everything from the counts."""
         self._solved_at = self._rows
         counts = self._accepted_and_seen()
@@ -205,7 +211,8 @@ class AutoLearner:
             if abs(self._next_rate / self.rate - 1) < _SETTLED:
                 break
         pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain
-        self.best_layer = self.layers[best] if pays else None
+        self.likeliest_layer = self.layers[best]
+        self.best_layer = self.likeliest_layer if pays else None
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
         """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
@@ -264,7 +271,8 @@ class AutoExit:
     cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
     prompt_rows, learn_first, learn_every: shadow tokens of a prompt's last rows, of a call's first, and of one in so many
         after them; what it drafts or drops teaches in every round.
-    Deterministic: same records, same cost, same plans.
+    repair: correct the cost by the seconds that rounds take (`policies.drift`).
+    Deterministic: same records, same cost, same plans. Records hold seconds only where rounds were timed.
     """
 
     def __init__(
@@ -278,6 +286,7 @@ class AutoExit:
         prompt_rows: int = PROMPT_ROWS,
         learn_every: int = LEARN_EVERY,
         learn_first: int = 0,
+        repair: bool = False,
     ) -> None:
         for name, value, least in (
             ("max_speculations", max_speculations, 1),
@@ -288,6 +297,7 @@ class AutoExit:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
+        self._drift = CostDrift(self.learner.cost) if repair else None
         self._needs = Needs(
             confidence=True,
             shadow_layers=candidates,
@@ -315,6 +325,9 @@ class AutoExit:
     def plan(self, context: RoundContext) -> Plan:
         """The best layer and the cap, or a plain step."""
         layer = self.learner.best_layer
+        due = None if self._drift is None else self._drift.due
+        if due is not None:
+            layer = self.learner.likeliest_layer if due == "draft" else None
         return Plan(
             exit_layer=layer,
             max_speculations=0 if layer is None else self.learner.max_speculations,
@@ -328,9 +341,12 @@ class AutoExit:
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round."""
         self.learner.observe(record)
+        if self._drift is not None and self._drift.observe(record):
+            self.learner.use_cost(self._drift.cost)
+            self.learner.learn()
 
     def reset(self) -> None:
-        """Back to the prior."""
+        """Back to the prior. What rounds cost stays known: it is no matter of the text."""
         self.learner.reset()
 
     def state(self) -> dict[str, Any]:

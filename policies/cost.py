@@ -62,6 +62,7 @@ class MeasuredCost:
         drafts are chosen with is faster by more than that.
     round_seconds: what a speculative round costs beside its draft steps and verification, compared with a plain one.
     description: of model, device and threads, for the record.
+    fixed: True keeps the costs as they are, whatever rounds take (see `policies.drift`): for runs that must decide alike.
     Raises ValueError for timings that are missing or not positive.
     """
 
@@ -71,6 +72,7 @@ class MeasuredCost:
     draft_seconds: float = 0.0
     round_seconds: float = 0.0
     description: str = ""
+    fixed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layer_seconds", "head_seconds"):

@@ -97,7 +97,10 @@ def _del(setup: Setup, *, cost: str = "layers", d_max: int = del_policy.MAX_SPEC
 
 
 def _auto(setup: Setup, *, cost: str = "measured", d_max: int = auto.MAX_SPECULATIONS, **options: Any) -> ExitPolicy:
-    return auto.AutoExit(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
+    found = setup.cost(cost)
+    # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
+    repair = cost == "measured" and setup.block is None and not getattr(found, "fixed", False)
+    return auto.AutoExit(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
 
 
 def _finite_state(setup: Setup, length: int = 4) -> StoppingPolicy:

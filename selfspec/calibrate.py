@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.threads import num_threads
 from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
 from selfspec.draft import Drafter
 from selfspec.graphs.runner import CapturedRunner
@@ -41,9 +43,12 @@ def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> Measur
 
 
 def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
-    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike."""
+    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike.
+
+    It stays as it is: policies do not repair it by what rounds take.
+    """
     with _measuring:
-        _measured.setdefault(model, {})[runner] = cost
+        _measured.setdefault(model, {})[runner] = replace(cost, fixed=True)
 
 
 def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
@@ -56,7 +61,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
     tokens = torch.zeros(context, dtype=torch.long, device=model.device)
-    with engine_mode(model.device):
+    with engine_mode(model.device), model.on_one_team():
         # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
         model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
         make = _captured_calls if runner == "captured" else _eager_calls
@@ -73,7 +78,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         layer_seconds=layer_seconds,
         head_seconds=head_seconds,
         draft_seconds=max(step, -0.9 * head_seconds[0]),
-        description=f"{model.device.type} {dtype}, {torch.get_num_threads()} threads, {runner}",
+        description=f"{model.device.type} {dtype}, {num_threads()} threads, {runner}",
     )
 
 
@@ -152,7 +157,6 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
     def learn(count: int) -> Callable[[], object]:
         return lambda: recorder.shadow_tokens(count, target[:count])
 
-    with engine_mode(model.device):
         return dict(zip(rows, _timed([learn(count) for count in rows], model.device)))
 
 

@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.threads import settle
 from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, Spent, check_exit_layer
 from selfspec.config import Request
 from selfspec.exit_history import ExitHistory
@@ -74,9 +75,14 @@ class Decoding:
 
     def run(self) -> Iterator[tuple[list[int], RoundRecord | None]]:
         """Yield (committed tokens, record) for the prefill (record None) and for every round, until the text ends."""
-        yield self._prefill(), None
+        with self.model.on_one_team():
+            first = self._prefill()
+        yield first, None
         while self.stop_reason is None:
-            yield self._round()
+            with self.model.on_one_team():  # left while whoever reads the tokens is at work
+                committed = self._round()
+            yield committed
+        settle()
 
     def _prefill(self) -> list[int]:
         """Run the prompt through all layers and commit the first new token from the last position's logits."""

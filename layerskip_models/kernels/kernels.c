@@ -8,83 +8,98 @@
  * Every row is computed by the same operations in the same order whatever rows are beside it and however many threads
  * there are. So a token that was drafted in a pass of one row gets, in a verification of many, the very same logits.
  */
-#include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-static int omp_get_num_threads(void) { return 1; }
-#endif
 #include "attention.h"
 #include "head.h"
 #include "matrices.h"
+#include "pool.h"
 
 #define JOINED(name, variant) name##_##variant
 #define JOIN(name, variant) JOINED(name, variant)
 #define EXPORT(name) JOIN(name, VARIANT) /* run_avx2 */
 #define PUBLIC __attribute__((visibility("default")))
 
-/* ---- Matrices on threads -------------------------------------------------------------------------------------------- */
+/* ---- Matrices on a team of threads ---------------------------------------------------------------------------------- */
 
-/* The same for any number of rows, some at a time; memory of this thread, until its next call. */
-static const float *packed_rows(const float *x, int64_t rows, int64_t in) {
-  static _Thread_local float *memory = NULL;
-  static _Thread_local int64_t held = 0;
-  if (rows == 1) return x;
-  if (held < rows * in) {
-    free(memory);
-    memory = malloc((held = rows * in) * sizeof(float));
+#define PIECE_BYTES (24 << 10) /* of weights, at least; a microsecond or two */
+
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Into how many pieces the team divides so many units whose weights have so many bytes. */
+static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes) {
+  int64_t each = most(1, least(POOL_PIECES, bytes / PIECE_BYTES / team));
+  return least(units, team * each);
+}
+
+/* Where piece number `piece` of `size` outputs begins, in steps of BLOCK. */
+INLINE int64_t piece_start(int64_t size, int64_t piece, int64_t pieces) {
+  return least((size + BLOCK - 1) / BLOCK * piece / pieces * BLOCK, size);
+}
+
+/* The most outputs of a piece. */
+INLINE int64_t widest(int64_t size, int64_t pieces) { return ((size + BLOCK - 1) / BLOCK / pieces + 1) * BLOCK; }
+
+/* What a matrix is multiplied by: rows [rows, in], normalised first if there is a norm. */
+typedef struct {
+  const float *x, *norm;
+  float eps;
+  int64_t rows;
+} Input;
+
+/* The rows as `outputs` wants them; room: for 2 * rows * in numbers. Every member prepares them for itself: that is cheaper
+ * than waiting for one that does. */
+static const float *prepared(const Input *input, int64_t in, float *room) {
+  const float *x = input->x;
+  int64_t rows = input->rows;
+  if (input->norm) {
+    normalise(x, input->norm, input->eps, rows, in, room);
+    x = room;
+    room += rows * in;
   }
-  for (int64_t r = 0; r < rows; r += together(r, rows)) pack(x + r * in, together(r, rows), in, memory + r * in);
-  return memory;
+  if (rows == 1) return x;
+  for (int64_t r = 0; r < rows; r += together(r, rows)) pack(x + r * in, together(r, rows), in, room + r * in);
+  return room;
 }
 
-/* Where a thread's part of `size` begins, in steps of BLOCK. */
-INLINE int64_t part(int64_t size, int thread, int threads) {
-  return least((size + BLOCK - 1) / BLOCK * thread / threads * BLOCK, size);
-}
-
-/* y[at ..] = residual[at ..] + block, `count` <= BLOCK numbers. */
-INLINE void put(const float *block, const float *residual, int64_t at, int64_t count, float *y) {
+/* y[..] = residual[..] + block, `count` <= BLOCK numbers. */
+INLINE void put(const float *block, const float *residual, int64_t count, float *y) {
   if (count == BLOCK) {
     v4 v = *(const v4_memory *)block;
-    if (residual) v += *(const v4_memory *)(residual + at);
-    *(v4_memory *)(y + at) = v;
+    if (residual) v += *(const v4_memory *)residual;
+    *(v4_memory *)y = v;
   } else {
-    for (int64_t j = 0; j < count; j++) y[at + j] = residual ? residual[at + j] + block[j] : block[j];
+    for (int64_t j = 0; j < count; j++) y[j] = residual ? residual[j] + block[j] : block[j];
   }
 }
 
-/* This thread's outputs of y = residual + x W^T; y, residual: [rows, out], residual may be NULL. */
-static void multiply(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y) {
-  int t = omp_get_thread_num(), n = omp_get_num_threads();
-  int64_t end = part(m->out, t + 1, n), ahead = outputs_ahead(m);
-  x = packed_rows(x, rows, m->in);
-  for (int64_t first = part(m->out, t, n); first < end; first += GROUP)
+/* Outputs first .. end - 1 of residual + x W^T. residual: [rows, out], may be NULL. y: its rows are `stride` apart, and begin with
+ * output `first`. */
+static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
+                         float *y, int64_t stride) {
+  int64_t ahead = outputs_ahead(m);
+  for (int64_t group = first; group < end; group += GROUP)
     for (int64_t r = 0; r < rows; r += together(r, rows)) {
       int64_t count = together(r, rows);
-      for (int64_t o = first; o < least(first + GROUP, end); o += BLOCK) {
+      for (int64_t o = group; o < least(group + GROUP, end); o += BLOCK) {
         float block[ROWS * BLOCK];
         outputs(m, o, x + r * m->in, count, r == 0 && o + ahead + BLOCK <= end ? ahead : 0, block);
         for (int64_t i = 0; i < count; i++)
-          put(block + i * BLOCK, residual, (r + i) * m->out + o, least(BLOCK, m->out - o), y);
+          put(block + i * BLOCK, residual ? residual + (r + i) * m->out + o : NULL, least(BLOCK, m->out - o),
+              y + (r + i) * stride + o - first);
       }
     }
 }
 
-/* This thread's part of silu(gate) * up, [rows, out / 2]; the matrix holds gate above up. */
-static void multiply_gated(const Matrix *m, const float *x, int64_t rows, float *y) {
-  int t = omp_get_thread_num(), n = omp_get_num_threads();
-  int64_t size = m->out / 2, end = part(size, t + 1, n), ahead = outputs_ahead(m);
-  x = packed_rows(x, rows, m->in);
+/* The same of silu(gate) * up; the matrix holds gate above up, and has half as many outputs. */
+static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride) {
+  int64_t size = m->out / 2, ahead = outputs_ahead(m);
   Matrix gate = *m;
   gate.out = size; /* its last outputs must not run on into up's */
-  for (int64_t first = part(size, t, n); first < end; first += GROUP)
+  for (int64_t group = first; group < end; group += GROUP)
     for (int64_t r = 0; r < rows; r += together(r, rows)) {
       int64_t count = together(r, rows);
-      for (int64_t o = first; o < least(first + GROUP, end); o += BLOCK) {
+      for (int64_t o = group; o < least(group + GROUP, end); o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        int fetch = r == 0 && o + ahead + BLOCK <= end ? ahead : 0;
+        int64_t fetch = r == 0 && o + ahead + BLOCK <= end ? ahead : 0;
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
         outputs(m, size + o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {
@@ -92,9 +107,37 @@ static void multiply_gated(const Matrix *m, const float *x, int64_t rows, float 
           store(gates + i, g / (1.0f + exponential(-g)) * load(ups + i));
         }
         for (int64_t i = 0; i < count; i++)
-          put(gates + i * BLOCK, NULL, (r + i) * size + o, least(BLOCK, size - o), y);
+          put(gates + i * BLOCK, NULL, least(BLOCK, size - o), y + (r + i) * stride + o - first);
       }
     }
+}
+
+/* A phase: y = residual + x W^T, or silu(gate) * up where `gated`; y: [rows, out or out / 2].
+ * room: the member's own, for 2 * rows * in numbers and the rows of a piece. */
+static void multiply(Member *member, const Matrix *m, const Input *input, int gated, const float *residual, float *y,
+                     float *room) {
+  int64_t rows = input->rows, size = gated ? m->out / 2 : m->out, units = (size + BLOCK - 1) / BLOCK;
+  int64_t pieces = pieces_of(pool_team(member), units, m->out * m->in * bytes_of(m->kind));
+  int alone = pool_alone(member);
+  const float *x = NULL;
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    int64_t first = piece_start(size, piece, pieces), end = piece_start(size, piece + 1, pieces), width = end - first;
+    if (!x) x = prepared(input, m->in, room);
+    float *to = alone ? y + first : room + 2 * rows * m->in;
+    int64_t stride = alone ? size : width;
+    if (gated) some_gated(m, x, rows, first, end, to, stride);
+    else some_outputs(m, x, rows, residual, first, end, to, stride);
+    if (alone || !pool_win(&phase, piece)) continue;
+    for (int64_t r = 0; r < rows; r++) memcpy(y + r * size + first, to + r * width, width * sizeof(float));
+    pool_done(&phase, piece);
+  }
+}
+
+/* Numbers of `room` that `multiply` needs. */
+static int64_t room_of(int64_t team, const Matrix *m, int64_t rows) {
+  int64_t units = (m->out + BLOCK - 1) / BLOCK;
+  return rows * (2 * m->in + widest(m->out, pieces_of(team, units, m->out * m->in * bytes_of(m->kind))));
 }
 
 /* ---- Layers --------------------------------------------------------------------------------------------------------- */
@@ -116,130 +159,226 @@ typedef struct {
 
 /* ---- What Python calls ---------------------------------------------------------------------------------------------- */
 
-/* y = residual + x W^T, for any number of rows. */
-PUBLIC void EXPORT(linear)(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y, int threads) {
-#pragma omp parallel num_threads(threads)
-  multiply(m, x, rows, residual, y);
+typedef struct {
+  Matrix matrix;
+  Input input;
+  const float *residual;
+  float *y;
+} Product;
+
+static int product(const void *arguments, Member *member) {
+  const Product *a = arguments;
+  float *room = pool_memory(member, room_of(pool_team(member), &a->matrix, a->input.rows) * sizeof(float));
+  if (!room) return -1;
+  multiply(member, &a->matrix, &a->input, 0, a->residual, a->y, room);
+  return 0;
 }
 
-/* The same of normalised rows: y = norm(x) W^T. normed: room for threads * rows * in numbers. */
-PUBLIC void EXPORT(normalised_linear)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, float *normed, float *y,
-                       int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    float *own = normed + omp_get_thread_num() * rows * m->in;
-    normalise(x, norm, eps, rows, m->in, own);
-    multiply(m, own, rows, NULL, y);
+static int64_t bytes_read(const Matrix *m) { return m->out * m->in * bytes_of(m->kind); }
+
+/* y = residual + x W^T, for any number of rows. Returns as `pool_run`. */
+PUBLIC int64_t EXPORT(linear)(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y, int threads) {
+  Product a = {*m, {x, NULL, 0, rows}, residual, y};
+  return pool_run(product, &a, sizeof a, threads, bytes_read(m));
+}
+
+/* The same of normalised rows: y = norm(x) W^T. */
+PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows,
+                                         float *y, int threads) {
+  Product a = {*m, {x, norm, eps, rows}, NULL, y};
+  return pool_run(product, &a, sizeof a, threads, bytes_read(m));
+}
+
+/* Numbers of scratch that `run` wants for so many rows. */
+PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {
+  return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 2 * s->hidden);
+}
+
+typedef struct {
+  Shape shape;
+  const Layer *layers;
+  Cache cache;
+  const float *x, *rotary;
+  float *outputs, *scratch;
+  int64_t count, rows, position, stride;
+} Pass;
+
+/* Rotated keys, and values, of the rows go into the cache. So little work that it is done where the result belongs. */
+static void write_cache(Member *member, const Pass *a, const float *qkv, float *keys, float *values) {
+  const Shape *s = &a->shape;
+  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, units = a->rows * s->kv_heads;
+  int64_t pieces = least(units, pool_team(member));
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    if (!pool_win(&phase, piece)) continue;
+    for (int64_t unit = units * piece / pieces; unit < units * (piece + 1) / pieces; unit++) {
+      int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
+      const float *key = qkv + r * width + (s->heads + head) * dim, *value = key + s->kv_heads * dim;
+      int64_t place = head * a->cache.head_stride + (a->position + r) * dim;
+      rotate(key, a->rotary + r * dim, 1.0f, dim, keys + place);
+      memcpy(values + place, value, dim * sizeof(float));
+    }
+    pool_done(&phase, piece);
   }
 }
 
-/* Numbers of scratch that `run` wants for so many rows, positions and threads. */
-PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows, int64_t end, int64_t threads) {
-  int64_t shared = rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 2 * s->hidden);
-  return shared + threads * (rows * s->hidden + QUERIES * (s->head_dim + end + 2 * LANES));
+/* Into how many pieces the queries of all rows and heads are divided: neighbours, counted head by head, share their keys. */
+static int64_t query_pieces(int64_t team, int64_t queries) {
+  return least(queries, most(team, least(team * POOL_PIECES, queries / QUERIES)));
+}
+
+/* room: for QUERIES * (dim + end + 2 * LANES) numbers, and as many times dim as a piece has queries. */
+static void attend_all(Member *member, const Pass *a, const float *qkv, const float *keys, const float *values,
+                       float *attended, float *room) {
+  const Shape *s = &a->shape;
+  int64_t dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
+  int64_t per_head = a->rows * group, all = a->rows * s->heads, longest = a->position + a->rows + 2 * LANES;
+  int64_t pieces = query_pieces(pool_team(member), all);
+  float *queries = room, *scores = queries + QUERIES * dim, *own = scores + QUERIES * longest;
+  int alone = pool_alone(member);
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    int64_t start = all * piece / pieces, stop = all * (piece + 1) / pieces;
+#define PLACE(unit) (attended + ((unit) % per_head / group * s->heads + (unit) / per_head * group + (unit) % group) * dim)
+    for (int64_t unit = start; unit < stop;) {
+      int64_t head = unit / per_head, chosen = least(least(QUERIES, stop - unit), (head + 1) * per_head - unit);
+      int64_t ends[QUERIES], offset = head * a->cache.head_stride;
+      float *places[QUERIES];
+      for (int64_t q = 0; q < chosen; q++, unit++) {
+        int64_t r = unit % per_head / group, at = head * group + unit % group;
+        rotate(qkv + r * width + at * dim, a->rotary + r * dim, s->scale, dim, queries + q * dim);
+        ends[q] = a->position + r + 1;
+        places[q] = alone ? PLACE(unit) : own + (unit - start) * dim;
+      }
+      attend(queries, chosen, ends, keys + offset, values + offset, dim, longest, scores, places);
+    }
+    if (alone || !pool_win(&phase, piece)) continue;
+    for (int64_t unit = start; unit < stop; unit++)
+      memcpy(PLACE(unit), own + (unit - start) * dim, dim * sizeof(float));
+    pool_done(&phase, piece);
+#undef PLACE
+  }
+}
+
+static int pass(const void *arguments, Member *member) {
+  const Pass *a = arguments;
+  const Shape *s = &a->shape;
+  int64_t rows = a->rows, dim = s->head_dim, size = s->hidden, team = pool_team(member), all = rows * s->heads;
+  int64_t need = QUERIES * (dim + a->position + rows + 2 * LANES) + (all / query_pieces(team, all) + 1) * dim;
+  const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
+  for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
+  float *room = pool_memory(member, need * sizeof(float));
+  if (!room) return -1;
+  float *qkv = a->scratch, *attended = qkv + rows * (s->heads + 2 * s->kv_heads) * dim;
+  float *gated = attended + rows * s->heads * dim, *middle = gated + rows * a->layers->down.in;
+  float *between = middle + rows * size;
+  const float *input = a->x;
+  for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
+    const Layer *layer = a->layers + l;
+    float *keys = a->cache.keys + l * a->cache.layer_stride, *values = a->cache.values + l * a->cache.layer_stride;
+    float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? between : a->outputs;
+    multiply(member, &layer->qkv, &(Input){input, layer->input_norm, s->eps, rows}, 0, NULL, qkv, room);
+    write_cache(member, a, qkv, keys, values);
+    attend_all(member, a, qkv, keys, values, attended, room);
+    multiply(member, &layer->output, &(Input){attended, NULL, 0, rows}, 0, input, middle, room);
+    multiply(member, &layer->gate_up, &(Input){middle, layer->post_attention_norm, s->eps, rows}, 1, NULL, gated, room);
+    multiply(member, &layer->down, &(Input){gated, NULL, 0, rows}, 0, middle, result, room);
+    input = result;
+  }
+  return 0;
 }
 
 /* Layers over consecutive rows, the first of which is at `position`. Layer i writes its output to outputs + i * stride,
- * [rows, hidden]; a stride of 0 keeps the last one's only. x: [rows, hidden]. rotary: [rows, head_dim]. */
-PUBLIC void EXPORT(run)(const Shape *s, const Layer *layers, int64_t count, const Cache *cache, const float *x, int64_t rows,
-         int64_t position, const float *rotary, float *outputs, int64_t stride, float *scratch, int threads) {
-  int64_t dim = s->head_dim, size = s->hidden, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
-  float *qkv = scratch, *attended = qkv + rows * width, *gated = attended + rows * s->heads * dim;
-  float *middle = gated + rows * layers->down.in, *between = middle + rows * size, *own = between + rows * size;
-#pragma omp parallel num_threads(threads)
-  {
-    int t = omp_get_thread_num(), n = omp_get_num_threads();
-    int64_t room = position + rows + 2 * LANES;
-    float *normed = own + t * (rows * size + QUERIES * (dim + room)), *queries = normed + rows * size;
-    float *scores = queries + QUERIES * dim;
-    const float *input = x;
-    for (int64_t l = 0; l < count; l++) {
-      const Layer *layer = layers + l;
-      float *keys = cache->keys + l * cache->layer_stride, *values = cache->values + l * cache->layer_stride;
-      float *result = stride ? outputs + l * stride : l + 1 < count ? between : outputs;
-      normalise(input, layer->input_norm, s->eps, rows, size, normed); /* every thread for itself: cheaper than waiting */
-      multiply(&layer->qkv, normed, rows, NULL, qkv);
-#pragma omp barrier
-      for (int64_t unit = t; unit < rows * s->kv_heads; unit += n) {
-        int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
-        const float *key = qkv + r * width + (s->heads + head) * dim, *value = key + s->kv_heads * dim;
-        int64_t place = head * cache->head_stride + (position + r) * dim;
-        rotate(key, rotary + r * dim, 1.0f, dim, keys + place);
-        memcpy(values + place, value, dim * sizeof(float));
-      }
-#pragma omp barrier
-      /* Each thread takes neighbours among the queries, counted head by head: those of one head share its keys. */
-      int64_t per_head = rows * group, unit = rows * s->heads * t / n, stop = rows * s->heads * (t + 1) / n;
-      while (unit < stop) {
-        int64_t head = unit / per_head, chosen = least(least(QUERIES, stop - unit), (head + 1) * per_head - unit);
-        int64_t ends[QUERIES], offset = head * cache->head_stride;
-        float *places[QUERIES];
-        for (int64_t q = 0; q < chosen; q++, unit++) {
-          int64_t r = unit % per_head / group, at = head * group + unit % group;
-          rotate(qkv + r * width + at * dim, rotary + r * dim, s->scale, dim, queries + q * dim);
-          ends[q] = position + r + 1;
-          places[q] = attended + (r * s->heads + at) * dim;
-        }
-        attend(queries, chosen, ends, keys + offset, values + offset, dim, room, scores, places);
-      }
-#pragma omp barrier
-      multiply(&layer->output, attended, rows, input, middle);
-#pragma omp barrier
-      normalise(middle, layer->post_attention_norm, s->eps, rows, size, normed);
-      multiply_gated(&layer->gate_up, normed, rows, gated);
-#pragma omp barrier
-      multiply(&layer->down, gated, rows, middle, result);
-#pragma omp barrier
-      input = result;
-    }
-  }
+ * [rows, hidden]; a stride of 0 keeps the last one's only. x: [rows, hidden]. rotary: [rows, head_dim]. Returns as `pool_run`. */
+PUBLIC int64_t EXPORT(run)(const Shape *s, const Layer *layers, int64_t count, const Cache *cache, const float *x,
+                           int64_t rows, int64_t position, const float *rotary, float *outputs, int64_t stride,
+                           float *scratch, int threads) {
+  Pass a = {*s, layers, *cache, x, rotary, outputs, scratch, count, rows, position, stride};
+  const Layer *l = layers;
+  int64_t layer = bytes_read(&l->qkv) + bytes_read(&l->output) + bytes_read(&l->gate_up) + bytes_read(&l->down);
+  return pool_run(pass, &a, sizeof a, threads, count * layer);
 }
 
-/* Bytes of scratch that `pick` wants. */
-PUBLIC int64_t EXPORT(pick_scratch)(const Matrix *m, int64_t rows, int64_t threads) {
-  int64_t floats = threads * (rows * m->in + rows * (chunk_size(m->out) + LANES));
-  return rows * chunk_count(m->out) * (int64_t)sizeof(Summary) + floats * (int64_t)sizeof(float);
+/* Numbers of bytes of scratch that `pick` wants. */
+PUBLIC int64_t EXPORT(pick_scratch)(const Matrix *m, int64_t rows) {
+  return rows * chunk_count(m->out) * (int64_t)sizeof(Summary);
 }
 
-/* For rows [rows, in], normalised first: tokens[r], the argmax of its logits (the first of equal ones), and numbers[r], its logit,
- * NaN if any logit of the row is. With `spread` also, rows numbers each: the probability of the token, its logit less the
- * second largest, and the entropy in nats. scratch: aligned to 8 bytes. */
-PUBLIC void EXPORT(pick)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, void *scratch, int spread,
-            int64_t *tokens, float *numbers, int threads) {
-  int64_t size = chunk_size(m->out), chunks = chunk_count(m->out), ahead = outputs_ahead(m);
-  Summary *summaries = scratch;
-  float *floats = (float *)(summaries + rows * chunks);
-#pragma omp parallel num_threads(threads)
-  {
-    int t = omp_get_thread_num(), n = omp_get_num_threads();
-    int64_t width = size + LANES, last = chunks * (t + 1) / n;
-    float *own = floats + t * rows * (m->in + width), *logits = own + rows * m->in;
-    normalise(x, norm, eps, rows, m->in, own);
-    const float *packed = packed_rows(own, rows, m->in);
-    for (int64_t c = chunks * t / n; c < last; c++) {
-      int64_t begin = c * size, end = least(begin + size, m->out);
-      for (int64_t first = begin; first < end; first += GROUP)
-        for (int64_t r = 0; r < rows; r += together(r, rows)) {
-          int64_t count = together(r, rows);
-          for (int64_t o = first; o < least(first + GROUP, end); o += BLOCK) {
-            float block[ROWS * BLOCK];
-            outputs(m, o, packed + r * m->in, count, r == 0 && o + ahead + BLOCK <= m->out ? ahead : 0, block);
-            for (int64_t i = 0; i < count; i++)
-              memcpy(logits + (r + i) * width + o - begin, block + i * BLOCK, least(BLOCK, end - o) * sizeof(float));
-          }
-        }
+typedef struct {
+  Matrix matrix;
+  Input input;
+  Summary *summaries; /* [rows, chunks] */
+  int spread;
+} Picking;
+
+/* Into how many pieces the chunks of a vocabulary are divided. */
+static int64_t chunk_pieces(int64_t team, const Matrix *m) {
+  return pieces_of(team, chunk_count(m->out), m->out * m->in * bytes_of(m->kind));
+}
+
+/* A phase: logits, chunk by chunk, and what they come to. room: see `room_of_picking`. */
+static void summarise_all(Member *member, const Picking *a, float *room) {
+  const Matrix *m = &a->matrix;
+  int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
+  int64_t pieces = chunk_pieces(pool_team(member), m);
+  float *logits = room + 2 * rows * m->in;
+  Summary *own = (Summary *)(logits + (rows * width + 1) / 2 * 2);
+  const float *x = NULL;
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    int64_t first = chunks * piece / pieces, count = chunks * (piece + 1) / pieces - first;
+    if (!x) x = prepared(&a->input, m->in, room);
+    for (int64_t c = 0; c < count; c++) {
+      int64_t begin = (first + c) * size, end = least(begin + size, m->out);
+      some_outputs(m, x, rows, NULL, begin, end, logits, width);
       for (int64_t r = 0; r < rows; r++)
-        summaries[r * chunks + c] = summarise(logits + r * width, end - begin, begin, spread);
+        own[r * count + c] = summarise(logits + r * width, end - begin, begin, a->spread);
     }
+    if (!pool_win(&phase, piece)) continue;
+    for (int64_t r = 0; r < rows; r++)
+      memcpy(a->summaries + r * chunks + first, own + r * count, count * sizeof(Summary));
+    pool_done(&phase, piece);
   }
+}
+
+/* Numbers of `room` that `summarise_all` needs. */
+static int64_t room_of_picking(int64_t team, const Picking *a) {
+  const Matrix *m = &a->matrix;
+  int64_t chunks = chunk_count(m->out) / chunk_pieces(team, m) + 1;
+  int64_t row = 2 * m->in + chunk_size(m->out) + LANES + chunks * (int64_t)(sizeof(Summary) / sizeof(float));
+  return a->input.rows * row + 2;
+}
+
+static int picking(const void *arguments, Member *member) {
+  const Picking *a = arguments;
+  float *room = pool_memory(member, room_of_picking(pool_team(member), a) * sizeof(float));
+  if (!room) return -1;
+  summarise_all(member, a, room);
+  return 0;
+}
+
+/* What the summaries say of each row; see `pick`. */
+static void conclude(const Picking *a, int64_t *tokens, float *numbers) {
+  int64_t rows = a->input.rows, chunks = chunk_count(a->matrix.out);
   for (int64_t r = 0; r < rows; r++) {
-    Summary s = joined(summaries + r * chunks, chunks, spread);
+    Summary s = joined(a->summaries + r * chunks, chunks, a->spread);
     tokens[r] = s.token;
     numbers[r] = s.best;
-    if (spread) {
+    if (a->spread) {
       numbers[rows + r] = 1.0f / s.sum;
       numbers[2 * rows + r] = s.best - s.second;
       numbers[3 * rows + r] = logf(s.sum) - s.moment / s.sum;
     }
   }
+}
+
+/* For rows [rows, in], normalised first: tokens[r], the argmax of its logits (the first of equal ones), and numbers[r], its logit,
+ * NaN if any logit of the row is. With `spread` also, rows numbers each: the probability of the token, its logit less the
+ * second largest, and the entropy in nats. No logit is stored. scratch: aligned to 8 bytes. Returns as `pool_run`. */
+PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, void *scratch,
+                            int spread, int64_t *tokens, float *numbers, int threads) {
+  Picking a = {*m, {x, norm, eps, rows}, scratch, spread};
+  int64_t job = pool_run(picking, &a, sizeof a, threads, bytes_read(m));
+  if (job >= 0) conclude(&a, tokens, numbers);
+  return job;
 }

@@ -11,6 +11,7 @@ PyTorch's operators do the work. The environment variable SELFSPEC_NATIVE change
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import struct
@@ -84,27 +85,27 @@ class Kernels:
     """The library's functions, compiled for one kind of processor. variant: which, one of `VARIANTS`."""
 
     variant: str
-    linear: Callable[..., None]
-    normalised_linear: Callable[..., None]
-    run: Callable[..., None]
+    linear: Callable[..., int]
+    normalised_linear: Callable[..., int]
+    run: Callable[..., int]
     scratch_size: Callable[..., int]
-    pick: Callable[..., None]
+    pick: Callable[..., int]
     pick_scratch: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
-    "normalised_linear": (None, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+    "linear": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
+    "normalised_linear": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int]),
     "run": (
-        None,
+        c_int64,
         [
             POINTER(Shape), c_void_p, c_int64, POINTER(Cache), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,
             c_void_p, c_int,
         ],
     ),
-    "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64, c_int64, c_int64]),
-    "pick": (None, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
-    "pick_scratch": (c_int64, [c_void_p, c_int64, c_int64]),
+    "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64]),
+    "pick": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "pick_scratch": (c_int64, [c_void_p, c_int64]),
 }  # fmt: skip
 
 
@@ -134,6 +135,23 @@ def _is_cut_short(path: Path) -> bool:
         return True
     (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
     return path.stat().st_size < start + size * count
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What Python asks of the threads (pool.h), and OpenMP's number of threads, where PyTorch has loaded it."""
+
+    oldest: Callable[[], int]
+    omp_set_num_threads: Callable[[int], None] | None
+
+
+@cache
+def pool() -> Pool:
+    """The threads of the native library, which end with the interpreter. Raises KernelsUnavailableError."""
+    library = _library()
+    library.pool_oldest.restype = c_int64
+    atexit.register(library.pool_stop)
+    return Pool(library.pool_oldest, getattr(ctypes.CDLL(None), "omp_set_num_threads", None))
 
 
 def runnable_variants() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerskip_models.kernels.library import Cache, Layer, Shape, kernels
 from layerskip_models.kernels.native_linear import NativeLinear, pieces
+from layerskip_models.kernels.threads import keep, num_threads
 
 if TYPE_CHECKING:
     from layerskip_models.model import DecoderLayer, LayerCache
@@ -33,16 +34,17 @@ class NativeLayers:
         self._shape = Shape(hidden_size, heads, kv_heads, head_dim, eps, head_dim**-0.5)
         self._layers = (Layer * len(layers))()
         self._first = addressof(self._layers)
-        self._norms: list[Tensor] = []  # the pointers below do not keep them alive
+        self._alive: list[Tensor] = []  # what the pointers below point to, which they do not keep alive
         for described, layer in zip(self._layers, layers):
             for name in ("qkv", "output", "gate_up", "down"):
                 linear = getattr(layer, name)
                 assert isinstance(linear, NativeLinear)
                 setattr(described, name, linear.matrix)
+                self._alive += linear.tensors
             for name in ("input_norm", "post_attention_norm"):
                 factors = getattr(layer, name).factors.contiguous()
                 setattr(described, name, factors.data_ptr())
-                self._norms.append(factors)
+                self._alive.append(factors)
         self._scratch = threading.local()
 
     @staticmethod
@@ -73,9 +75,10 @@ class NativeLayers:
         rows, size = hidden.shape
         count = stop - start
         outputs = hidden.new_empty(1 if capture is None else count, rows, size)
-        threads = torch.get_num_threads()
+        threads = num_threads()
         for done, piece in pieces(rows):
-            self._library.run(
+            scratch = self._scratch_for(piece)
+            job = self._library.run(
                 self._shape,
                 self._first + start * sizeof(Layer),
                 count,
@@ -86,18 +89,20 @@ class NativeLayers:
                 rotary.data_ptr() + 4 * done * self._shape.head_dim,
                 outputs.data_ptr() + 4 * done * size,
                 0 if capture is None else rows * size,
-                self._scratch_for(piece, position + done + piece, threads),
+                scratch.data_ptr(),
                 threads,
             )
+            if job:
+                keep(job, self, hidden, keys, values, rotary, scratch)
         if capture is not None:
             for index in range(count):
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
 
-    def _scratch_for(self, rows: int, end: int, threads: int) -> int:
-        """Address of memory for one call, this thread's own; it grows with the longest text."""
-        size = self._library.scratch_size(self._shape, self._first, rows, end, threads)
+    def _scratch_for(self, rows: int) -> Tensor:
+        """Memory for one call, this thread's own; it grows with the number of rows."""
+        size = self._library.scratch_size(self._shape, self._first, rows)
         held: Tensor | None = getattr(self._scratch, "memory", None)
         if held is None or held.numel() < size:
-            held = self._scratch.memory = torch.empty(2 * size)
-        return held.data_ptr()
+            held = self._scratch.memory = torch.empty(size, dtype=torch.float32)
+        return held

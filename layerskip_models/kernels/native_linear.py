@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels.library import KINDS, Matrix, kernels
+from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
@@ -75,6 +76,11 @@ class NativeLinear:
         self.num_bytes = stored.numel() * stored.element_size() + (0 if scale is None else 4 * self._out)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that `matrix` points to."""
+        return [tensor for tensor in (self.stored, self._scale, self._bias) if tensor is not None]
+
+    @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
         full = self.stored.float()
@@ -89,9 +95,9 @@ class NativeLinear:
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x, residual: contiguous."""
         rows, size = x.shape
-        y, threads = x.new_empty(rows, self._out), torch.get_num_threads()
+        y, threads = x.new_empty(rows, self._out), num_threads()
         for first, count in pieces(rows):
-            self._run(
+            job = self._run(
                 self._address,
                 x.data_ptr() + 4 * first * size,
                 count,
@@ -99,6 +105,8 @@ class NativeLinear:
                 y.data_ptr() + 4 * first * self._out,
                 threads,
             )
+            if job:
+                keep(job, self, x, residual)
         return y
 
     def _by_operators(self, x: Tensor) -> Tensor:
@@ -126,21 +134,21 @@ class NativeLinear:
         factors = norm.factors
         if factors is None or _operators_only.get():
             return self(norm(x))
-        x, threads = x.contiguous(), torch.get_num_threads()
+        x, threads = x.contiguous(), num_threads()
         rows, size = x.shape
         y = x.new_empty(rows, self._out)
-        normed = x.new_empty(threads, min(rows, MOST_ROWS), size)
         for first, count in pieces(rows):
-            self._run_normalised(
+            job = self._run_normalised(
                 self._address,
                 factors.data_ptr(),
                 norm.eps,
                 x.data_ptr() + 4 * first * size,
                 count,
-                normed.data_ptr(),
                 y.data_ptr() + 4 * first * self._out,
                 threads,
             )
+            if job:
+                keep(job, self, x, factors)
         return y
 
     def choices_of_normalised(self, norm: RMSNorm, x: Tensor, detail: Detail) -> Choices:
@@ -148,38 +156,39 @@ class NativeLinear:
         factors = norm.factors
         if factors is None or _operators_only.get():
             return choices_in_pieces(x, self._out, lambda piece: self.of_normalised(norm, piece), detail)
-        x, threads = x.contiguous(), torch.get_num_threads()
-        rows, size = x.shape
-        if rows <= MOST_ROWS:
-            return self._choices(factors.data_ptr(), norm.eps, x, detail, threads)
-        parts = [self._choices(factors.data_ptr(), norm.eps, part, detail, threads) for part in x.split(MOST_ROWS)]
+        x = x.contiguous()
+        if x.shape[0] <= MOST_ROWS:
+            return self._choices(factors, norm.eps, x, detail)
+        parts = [self._choices(factors, norm.eps, part, detail) for part in x.split(MOST_ROWS)]
         return Choices(torch.cat([p.tokens for p in parts]), torch.cat([p.numbers for p in parts], dim=1))
 
-    def _choices(self, factors: int, eps: float, x: Tensor, detail: Detail, threads: int) -> Choices:
+    def _choices(self, factors: Tensor, eps: float, x: Tensor, detail: Detail) -> Choices:
+        """x: contiguous, of no more rows than the kernels take at once."""
         rows = x.shape[0]
-        choices = empty_choices(rows, detail)
-        self._pick(
+        choices, scratch = empty_choices(rows, detail), self._scratch_for(rows)
+        job = self._pick(
             self._address,
-            factors,
+            factors.data_ptr(),
             eps,
             x.data_ptr(),
             rows,
-            self._scratch_for(rows, threads),
+            scratch.data_ptr(),
             detail != "token",
             choices.tokens.data_ptr(),
             choices.numbers.data_ptr(),
-            threads,
+            num_threads(),
         )
+        if job:
+            keep(job, self, x, factors, scratch)
         return choices
 
-    def _scratch_for(self, rows: int, threads: int) -> int:
-        """Address of memory for one call of `pick`, this thread's own."""
-        held: tuple[int, int, Tensor, int] | None = getattr(self._scratch, "memory", None)
-        if held is None or held[0] < rows or held[1] != threads:
-            size = self._pick_scratch(self._address, rows, threads)
-            memory = torch.empty(-(-size // 8), dtype=torch.int64, device="cpu")
-            held = self._scratch.memory = rows, threads, memory, memory.data_ptr()
-        return held[3]
+    def _scratch_for(self, rows: int) -> Tensor:
+        """Memory for one call of `pick`, this thread's own; it grows with the number of rows."""
+        held: tuple[int, Tensor] | None = getattr(self._scratch, "memory", None)
+        if held is None or held[0] < rows:
+            size = self._pick_scratch(self._address, rows)
+            held = self._scratch.memory = rows, torch.empty(-(-size // 8), dtype=torch.int64, device="cpu")
+        return held[1]
 
 
 class NativeInt8Linear(NativeLinear):

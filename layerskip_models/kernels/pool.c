@@ -1,0 +1,415 @@
+/* See pool.h. What a thread waits for, it waits for actively for a moment only; then it sleeps (between jobs) or does the
+ * missing work itself (within one).
+ *
+ * Why this is right. Every piece of a phase has a word that only grows: 4 * phase + TAKEN, WRITING or DONE. Results are
+ * written by the member whose compare-and-swap set WRITING, and by nobody else; a phase ends when all its words are DONE.
+ *
+ * - Who leaves a phase has read DONE, or a later value, from each word with acquire. DONE is stored with release behind the
+ *   results; what replaces it later is set by a compare-and-swap (which continues the release sequence) of a member that
+ *   left the phase itself. So the results of all earlier phases happen before whatever a member does in this one.
+ * - A compare-and-swap to WRITING succeeds only while the word is below it, so while the phase has not ended, so before
+ *   anybody began the next. What the winner computed from can therefore not have been overwritten yet: phases do not
+ *   write what they read.
+ * - A member that was left behind loses every compare-and-swap, since words never fall. It only read memory: the numbers it
+ *   read meanwhile may be any, and are dropped. Formally that is a data race; on the machines this runs on, a read of
+ *   memory that is mapped has no other effect than its value.
+ * - A job ends for its owner when its last phase has. Others may still be inside; `door` tells them, and `inside` the owner:
+ *   both are sequentially consistent, so either the member sees the door closed or the owner sees the member inside.
+ */
+#define _GNU_SOURCE
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#ifdef __linux__
+#include <errno.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#define PUBLIC __attribute__((visibility("default")))
+
+#define LINE 64
+#define ALIGNED __attribute__((aligned(LINE)))
+enum { TAKEN = 1, WRITING = 2, DONE = 3 };
+
+#ifndef SPIN_QUIET
+#define SPIN_QUIET 2000 /* microseconds that a helper waits actively for the next job; a round's Python takes a tenth */
+#endif
+#ifndef SPIN_BUSY
+#define SPIN_BUSY 50    /* the same while others want the cores */
+#endif
+#ifndef GAP
+#define GAP 100          /* microseconds between two looks at the clock that mean that the core was lost */
+#endif
+#ifndef CROWDED
+#define CROWDED 200000   /* microseconds for which a lost core is remembered */
+#endif
+#ifndef PATIENCE
+#define PATIENCE 3       /* microseconds that a late piece is waited for, at least */
+#endif
+#ifndef WORTH_WAKING
+#define WORTH_WAKING (256 << 10) /* bytes of a job for which sleepers are woken */
+#endif
+
+typedef struct {
+  _Atomic uint64_t seen; /* the last phase that the member came to */
+  _Atomic uint64_t words[POOL_PIECES];
+} ALIGNED Place;
+
+struct Member {
+  Place *places; /* of the whole team; NULL for one that works alone */
+  int index, team;
+  uint32_t door;
+  uint64_t phase;
+  void *memory;
+  size_t held;
+  _Atomic int64_t inside; /* the job's number, 0 outside */
+  char arguments[POOL_ARGUMENTS] ALIGNED;
+} ALIGNED;
+
+static struct {
+  _Atomic uint32_t door ALIGNED; /* odd while a job is open */
+  _Atomic int asleep;
+  /* Of the open job; written while the door is closed. */
+  Work work ALIGNED;
+  size_t size;
+  int team;
+  int64_t job;
+  uint64_t phase; /* the last one of all jobs before */
+  char arguments[POOL_ARGUMENTS];
+  _Atomic int busy ALIGNED; /* somebody owns the team */
+  _Atomic int stopping;
+  int helpers; /* threads started; changed by the owner alone */
+  pthread_t threads[POOL_MEMBERS];
+  Member *members[POOL_MEMBERS];
+  Place places[POOL_MEMBERS];
+} pool;
+
+/* ---- Clock ---------------------------------------------------------------------------------------------------------- */
+
+static uint64_t microseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
+}
+
+#if defined(__x86_64__)
+static _Atomic uint64_t per_microsecond = 0;
+static uint64_t ticks(void) { return __builtin_ia32_rdtsc(); }
+static void relax(void) { _mm_pause(); }
+/* Ticks of a microsecond, measured once; only how long something is waited for depends on it. */
+static void measure_ticks(void) {
+  if (per_microsecond) return;
+  uint64_t start = microseconds(), first = ticks(), now;
+  while ((now = microseconds()) - start < 200) relax();
+  per_microsecond = (ticks() - first) / (now - start) + 1;
+}
+static uint64_t ticks_of(uint64_t us) { return us * atomic_load_explicit(&per_microsecond, memory_order_relaxed); }
+#else
+static uint64_t ticks(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+static void measure_ticks(void) {}
+static uint64_t ticks_of(uint64_t us) { return us * 1000; }
+static void relax(void) {
+#if defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+#endif
+
+/* ---- Sleeping ------------------------------------------------------------------------------------------------------- */
+
+#ifdef __linux__
+static void sleep_at(uint32_t door) {
+  atomic_fetch_add(&pool.asleep, 1);
+  /* The kernel looks at the door again: a job that opened in between is not slept through. */
+  syscall(SYS_futex, &pool.door, FUTEX_WAIT_PRIVATE, door, NULL, NULL, 0);
+  atomic_fetch_sub(&pool.asleep, 1);
+}
+static void wake(void) { syscall(SYS_futex, &pool.door, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0); }
+#else
+static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t bell = PTHREAD_COND_INITIALIZER;
+static void sleep_at(uint32_t door) {
+  pthread_mutex_lock(&bed);
+  atomic_fetch_add(&pool.asleep, 1);
+  while (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) pthread_cond_wait(&bell, &bed);
+  atomic_fetch_sub(&pool.asleep, 1);
+  pthread_mutex_unlock(&bed);
+}
+static void wake(void) {
+  pthread_mutex_lock(&bed);
+  pthread_cond_broadcast(&bell);
+  pthread_mutex_unlock(&bed);
+}
+#endif
+
+/* ---- Phases --------------------------------------------------------------------------------------------------------- */
+
+int pool_alone(const Member *m) { return m->places == NULL; }
+int pool_team(const Member *m) { return m->team; }
+int pool_left(const Member *m) {
+  return m->places && atomic_load_explicit(&pool.door, memory_order_relaxed) != m->door;
+}
+
+void *pool_memory(Member *m, size_t bytes) {
+  if (m->held < bytes) {
+    free(m->memory);
+    m->held = (bytes + bytes / 2 + LINE - 1) / LINE * LINE;
+    m->memory = aligned_alloc(LINE, m->held);
+    if (!m->memory) m->held = 0;
+  }
+  return m->memory;
+}
+
+static int64_t first_of(const Phase *p, int64_t member) { return p->pieces * member / p->member->team; }
+
+Phase pool_phase(Member *m, int64_t pieces) {
+  m->phase++;
+  Phase p = {.member = m, .pieces = pieces, .done = 4 * m->phase + DONE, .end = pieces};
+  if (m->places) {
+    p.own = p.at = first_of(&p, m->index);
+    p.end = first_of(&p, m->index + 1);
+    p.began = ticks();
+    atomic_store_explicit(&m->places[m->index].seen, m->phase, memory_order_relaxed);
+  }
+  return p;
+}
+
+static _Atomic uint64_t *word_of(const Phase *p, int64_t member, int64_t piece) {
+  return &p->member->places[member].words[piece - first_of(p, member)];
+}
+
+/* A piece that its member has not done, or -1 when all are done. First those of members that have not come to this phase,
+ * at once; then, having waited, also those that somebody is at. */
+static int64_t another(Phase *p) {
+  const Member *m = p->member;
+  uint64_t now = ticks();
+  if (!p->waiting) { /* others' pieces take about as long as its own did */
+    uint64_t piece = p->end > p->own ? (now - p->began) / (p->end - p->own) : 0;
+    p->waiting = now;
+    p->patience = piece > ticks_of(PATIENCE) ? piece : ticks_of(PATIENCE);
+  }
+  for (int turn = 0;; turn++, now = ticks()) {
+    int patient = now - p->waiting < p->patience, all_done = 1;
+    int64_t late = -1;
+    for (int64_t i = 1; i <= m->team; i++) {
+      int64_t member = (m->index + i) % m->team;
+      Place *place = m->places + member;
+      int64_t first = first_of(p, member);
+      for (int64_t piece = first_of(p, member + 1) - 1; piece >= first; piece--) {
+        _Atomic uint64_t *word = place->words + (piece - first);
+        uint64_t value = atomic_load_explicit(word, memory_order_acquire);
+        if (value >= p->done) continue;
+        all_done = 0;
+        if (value == p->done - DONE + WRITING) continue;
+        int free = value < p->done - DONE + TAKEN;
+        if (free && (!patient || atomic_load_explicit(&place->seen, memory_order_relaxed) < m->phase)) {
+          if (atomic_compare_exchange_strong(word, &value, p->done - DONE + TAKEN)) return piece;
+        } else if (late < 0) {
+          late = piece;
+        }
+      }
+    }
+    if (all_done) return -1;
+    if (!patient && late >= 0) {
+      p->waiting = now; /* after this one, waits again */
+      return late;
+    }
+    if (turn > 2000) sched_yield(); /* somebody lost its core while it wrote: nothing can be done but let it have one */
+    else relax();
+  }
+}
+
+int64_t pool_next(Phase *p) {
+  Member *m = p->member;
+  if (!m->places) return p->at < p->end ? p->at++ : -1;
+  while (p->at < p->end) {
+    int64_t piece = p->at++;
+    if (atomic_load_explicit(word_of(p, m->index, piece), memory_order_relaxed) < p->done - DONE + WRITING) return piece;
+  }
+  return another(p);
+}
+
+static int64_t member_of(const Phase *p, int64_t piece) {
+  int64_t member = piece * p->member->team / p->pieces;
+  while (first_of(p, member + 1) <= piece) member++;
+  return member;
+}
+
+int pool_win(Phase *p, int64_t piece) {
+  Member *m = p->member;
+  if (!m->places) return 1;
+  _Atomic uint64_t *word = word_of(p, piece >= p->own && piece < p->end ? m->index : member_of(p, piece), piece);
+  uint64_t value = atomic_load_explicit(word, memory_order_relaxed);
+  while (value < p->done - DONE + WRITING)
+    if (atomic_compare_exchange_weak(word, &value, p->done - DONE + WRITING)) return 1;
+  return 0;
+}
+
+void pool_done(Phase *p, int64_t piece) {
+  Member *m = p->member;
+  if (!m->places) return;
+  _Atomic uint64_t *word = word_of(p, piece >= p->own && piece < p->end ? m->index : member_of(p, piece), piece);
+  atomic_store_explicit(word, p->done, memory_order_release);
+}
+
+/* ---- Jobs ----------------------------------------------------------------------------------------------------------- */
+
+/* Take part in the job behind this door, if it is still open. */
+static void join(Member *m, uint32_t door) {
+  atomic_store(&m->inside, INT64_MAX); /* until its number is known: the owner must not take it for outside */
+  if (atomic_load(&pool.door) == door) {
+    Work work = pool.work;
+    size_t size = pool.size;
+    int team = pool.team;
+    int64_t job = pool.job;
+    uint64_t phase = pool.phase;
+    memcpy(m->arguments, pool.arguments, size <= POOL_ARGUMENTS ? size : 0);
+    atomic_thread_fence(memory_order_acquire);
+    if (atomic_load(&pool.door) == door && m->index < team) { /* so all of that belongs together */
+      atomic_store(&m->inside, job);
+      m->door = door;
+      m->team = team;
+      m->phase = phase;
+      m->places = pool.places;
+      work(m->arguments, m);
+    }
+  }
+  atomic_store(&m->inside, 0);
+}
+
+static void *helper(void *argument) {
+  Member *m = argument;
+  uint32_t last = 0;
+  uint64_t crowded = 0, came = ticks(), before = came;
+  while (!atomic_load_explicit(&pool.stopping, memory_order_acquire)) {
+    uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
+    uint64_t now = ticks();
+    if ((door & 1) && door != last) {
+      join(m, last = door);
+      came = before = ticks();
+      continue;
+    }
+    if (now - before > ticks_of(GAP)) crowded = now;
+    before = now;
+    int busy = crowded && now - crowded < ticks_of(CROWDED);
+    if (now - came < ticks_of(busy ? SPIN_BUSY : SPIN_QUIET)) {
+      relax();
+    } else {
+      sleep_at(door);
+      came = before = ticks();
+    }
+  }
+  return NULL;
+}
+
+/* Have as many helpers as a team of so many needs; returns the team that there is. */
+static int gather(int team) {
+  if (team > POOL_MEMBERS) team = POOL_MEMBERS;
+  while (pool.helpers + 1 < team) {
+    int index = pool.helpers + 1;
+    Member *m = pool.members[index];
+    if (!m) m = pool.members[index] = aligned_alloc(LINE, (sizeof(Member) + LINE - 1) / LINE * LINE);
+    if (!m) break;
+    memset(m, 0, sizeof(Member));
+    m->index = index;
+    if (pthread_create(&pool.threads[index], NULL, helper, m)) break;
+    pool.helpers++;
+  }
+  return pool.helpers + 1 < team ? pool.helpers + 1 : team;
+}
+
+PUBLIC int64_t pool_oldest(void) {
+  int64_t oldest = INT64_MAX;
+  for (int i = 1; i < POOL_MEMBERS && pool.members[i]; i++) {
+    int64_t job = atomic_load(&pool.members[i]->inside);
+    if (job && job < oldest) oldest = job;
+  }
+  return oldest;
+}
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_key_t lone;
+
+static void free_member(void *argument) {
+  Member *m = argument;
+  free(m->memory);
+  free(m);
+}
+
+/* A forked child has none of the threads: it starts with a pool of its own. */
+static void forget(void) { memset(&pool, 0, sizeof pool); }
+
+static void prepare(void) {
+  measure_ticks();
+  pthread_key_create(&lone, free_member);
+  pthread_atfork(NULL, NULL, forget);
+}
+
+int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int64_t bytes) {
+  pthread_once(&once, prepare);
+  Member *m = pthread_getspecific(lone);
+  if (!m) {
+    m = aligned_alloc(LINE, (sizeof(Member) + LINE - 1) / LINE * LINE);
+    if (!m) return -1;
+    memset(m, 0, sizeof(Member));
+    pthread_setspecific(lone, m);
+  }
+  int mine = 0;
+  if (threads > 1 && !atomic_load_explicit(&pool.stopping, memory_order_relaxed) && size <= POOL_ARGUMENTS)
+    mine = atomic_compare_exchange_strong(&pool.busy, &mine, 1);
+  int team = mine ? gather(threads) : 1;
+  m->team = team;
+  if (team == 1) {
+    m->places = NULL;
+    int failed = work(arguments, m);
+    if (mine) atomic_store(&pool.busy, 0);
+    return failed;
+  }
+  pool.work = work;
+  pool.size = size;
+  pool.team = team;
+  int64_t job = ++pool.job;
+  memcpy(pool.arguments, arguments, size);
+  m->index = 0;
+  m->phase = pool.phase;
+  m->places = pool.places;
+  m->door = atomic_fetch_add(&pool.door, 1) + 1;
+  if (bytes >= WORTH_WAKING && atomic_load(&pool.asleep)) wake();
+  int failed = work(arguments, m);
+  atomic_store(&pool.door, m->door + 1);
+  pool.phase = m->phase + (failed ? 1 << 20 : 0); /* beyond what those who had memory may come to */
+  int64_t left = 0;
+  for (int i = 1; i <= pool.helpers; i++)
+    if (atomic_load(&pool.members[i]->inside)) left = job;
+  atomic_store(&pool.busy, 0);
+  return failed ? failed : left;
+}
+
+PUBLIC void pool_stop(void) {
+  int no = 0;
+  while (!atomic_compare_exchange_weak(&pool.busy, &no, 1)) no = 0, sched_yield();
+  atomic_store(&pool.stopping, 1);
+  atomic_fetch_add(&pool.door, 2);
+  wake();
+  for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
+  for (int i = 1; i < POOL_MEMBERS && pool.members[i]; i++) {
+    free(pool.members[i]->memory);
+    free(pool.members[i]);
+    pool.members[i] = NULL;
+  }
+  pool.helpers = 0;
+  atomic_store(&pool.busy, 0);
+}

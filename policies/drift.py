@@ -1,0 +1,123 @@
+"""Measured costs, repaired by what rounds really take.
+
+A calibration takes a fraction of a second. Was the machine busy just then, its costs can be wrong by far, and unevenly: a
+draft step may look dear and a plain step cheap. Then a policy drafts nothing, or far too much, for the rest of the process.
+Rounds are timed anyway, so their seconds are compared with what the cost predicts: of plain rounds, of draft steps and of
+verifications. A common factor does not matter, since only ratios of costs decide; where the three disagree by more than
+`_TOLERANCE`, drafting and verifying are scaled to agree with plain rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from policies.cost import CostModel
+from policies.records import RoundRecord
+
+_WINDOW = 64  # rounds that are compared with each other: of one load of the machine, more or less
+_FEWEST = 6  # of each kind; a median, so that a round in which the thread lost its core counts for nothing
+_TOLERANCE = 1.3  # a calibration in quiet is right within a tenth; acting on less would make decisions follow noise
+_PROBE_EVERY = 4  # while kinds are compared, one round in so many is of a kind that there are too few of
+_COMPARE_EVERY = 1024  # rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledCost:
+    """A cost whose draft steps and verifications take other multiples of what it says, plain rounds none."""
+
+    cost: CostModel
+    drafting: float
+    verifying: float
+
+    @property
+    def num_layers(self) -> int:
+        """As of the cost that is scaled."""
+        return self.cost.num_layers
+
+    def autoregressive(self) -> float:
+        """As of the cost that is scaled."""
+        return self.cost.autoregressive()
+
+    def look(self, exit_layer: int) -> float:
+        """Part of a draft step."""
+        return self.drafting * self.cost.look(exit_layer)
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        """Its draft steps by the one factor, all else by the other."""
+        drafting = num_drafts * step_cost(self.cost, exit_layer)
+        return self.drafting * drafting + self.verifying * (self.cost.round(exit_layer, num_drafts) - drafting)
+
+
+def step_cost(cost: CostModel, exit_layer: int) -> float:
+    """One draft step: the first E layers for one row, and a look at it."""
+    # A round without drafts is E layers for its row, then the others and the head: the share of layers is E of L.
+    layers = (cost.autoregressive() - cost.look(exit_layer)) / cost.num_layers
+    return exit_layer * layers + cost.look(exit_layer)
+
+
+class CostDrift:
+    """Compares rounds with a cost, and says what the cost is now.
+
+    Deterministic: the same records give the same costs. Records without seconds (of a replay) change nothing.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._measured = cost
+        self.cost: CostModel = cost
+        self._factors = (1.0, 1.0)
+        self._round = 0
+        self._compared: int | None = None  # the round after which all kinds were last compared
+        self._ratios: Mapping[str, deque[tuple[int, float]]] = {"plain": deque(), "draft": deque(), "verify": deque()}
+
+    def observe(self, record: RoundRecord) -> bool:
+        """Take a round into account. Returns whether the cost has changed."""
+        if record.draft_seconds + record.verify_seconds <= 0:
+            return False
+        self._round += 1
+        cost, exit_layer = self._measured, record.exit_layer
+        if exit_layer is None:
+            self._add("plain", record.draft_seconds + record.verify_seconds, cost.autoregressive())
+        else:
+            step, drafts = step_cost(cost, exit_layer), record.num_drafted
+            early = (
+                record.stop_cause == "before_draw"
+            )  # its row has been through E layers: verification need not do that
+            verifying = cost.round(exit_layer, drafts) - drafts * step - early * (step - cost.look(exit_layer))
+            self._add("draft", record.draft_seconds, (drafts + early) * step)
+            self._add("verify", record.verify_seconds, verifying)
+        for ratios in self._ratios.values():
+            while ratios and ratios[0][0] <= self._round - _WINDOW:
+                ratios.popleft()
+        return self._compare()
+
+    def _add(self, kind: str, seconds: float, predicted: float) -> None:
+        if seconds > 0 and predicted > 0:
+            self._ratios[kind].append((self._round, seconds / predicted))
+
+    @property
+    def due(self) -> str | None:
+        """ "plain" or "draft" if the next round should be one, so that kinds can be compared; else None."""
+        if self._compared is not None and self._round - self._compared < _COMPARE_EVERY:
+            return None
+        for kind in ("plain", "draft"):
+            ratios = self._ratios[kind]
+            last = ratios[-1][0] if ratios else 0
+            if len(ratios) < _FEWEST and self._round - last >= _PROBE_EVERY:
+                return kind
+        return None
+
+    def _compare(self) -> bool:
+        if min(map(len, self._ratios.values())) < _FEWEST:
+            return False
+        self._compared = self._round
+        plain, drafting, verifying = (median(ratio for _, ratio in ratios) for ratios in self._ratios.values())
+        wanted = (drafting / plain, verifying / plain)
+        if all(abs(math.log(new / old)) < math.log(_TOLERANCE) for new, old in zip(wanted, self._factors)):
+            return False
+        self._factors = wanted
+        self.cost = ScaledCost(cost=self._measured, drafting=wanted[0], verifying=wanted[1])
+        return True

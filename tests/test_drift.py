@@ -1,0 +1,126 @@
+"""Costs that were measured in a bad moment are repaired by what rounds take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from policies import LayerCost, MeasuredCost, Plan, RoundContext, RoundRecord, ShadowTokens, parse_policy
+from policies.drift import CostDrift, step_cost
+
+LAYERS = 8
+TRUE = MeasuredCost(num_layers=LAYERS, layer_seconds=(1.0, 1.1, 1.2), head_seconds=(2.0, 2.1, 2.2))
+# A draft step was timed at 20 instead of 3 seconds, in a moment when the thread kept losing its core.
+DEAR = MeasuredCost(
+    num_layers=LAYERS, layer_seconds=TRUE.layer_seconds, head_seconds=TRUE.head_seconds, draft_seconds=17.0
+)
+
+
+def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0) -> RoundRecord:
+    """A round whose drafts are all accepted, and that takes `factor` times what TRUE says."""
+    exit_layer = plan.exit_layer
+    if exit_layer is None:
+        draft, verify, drafts = 0.0, TRUE.autoregressive(), 0
+    else:
+        draft = drafts * (exit_layer * TRUE.layer_seconds[0] + TRUE.look(exit_layer))
+        verify = TRUE.round(exit_layer, drafts) - draft
+    return RoundRecord(
+        index=index,
+        num_committed_before=10 + index,
+        exit_layer=exit_layer,
+        max_speculations=drafts,
+        draft_tokens=(1,) * drafts,
+        num_accepted=drafts,
+        tokens=(1,) * (drafts + 1),
+        loaded_layers=LAYERS,
+        stop_cause="none" if exit_layer is None else "cap",
+        confidences=(0.9,) * drafts,
+        draft_seconds=factor * draft,
+        verify_seconds=factor * verify,
+    )
+
+
+PLAIN, DRAFT = Plan(exit_layer=None, max_speculations=0), Plan(exit_layer=2, max_speculations=3)
+
+
+def test_a_round_of_the_scaled_cost_by_hand() -> None:
+    """L = 8, E = 2: a step is 2 layers and a look, (8 + 2 - 2) / 8 * 2 + 2 = 4; a round of 2 drafts is 6 layers for three
+    rows one by one, 2 looks, 6 layers and the head over 3 rows: 6 + 4 + 7.2 + 2.2 = 19.4, of which 8 are draft steps."""
+    drift = CostDrift(TRUE)
+    assert step_cost(TRUE, 2) == pytest.approx(4.0)
+    assert TRUE.round(2, 2) == pytest.approx(19.4)
+    for index in range(20):
+        slow = record(DRAFT if index % 2 else PLAIN, index=index)
+        changed = drift.observe(RoundRecord(**{**fields(slow), "draft_seconds": 3 * slow.draft_seconds}))
+        assert changed == (index == 11)  # six of each
+    assert drift.cost.round(2, 2) == pytest.approx(3 * 8 + 11.4)
+    assert drift.cost.look(2) == pytest.approx(3 * 2.0)
+    assert drift.cost.autoregressive() == TRUE.autoregressive() and drift.cost.num_layers == LAYERS
+
+
+def fields(source: RoundRecord) -> dict[str, object]:
+    return {name: getattr(source, name) for name in RoundRecord.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
+def test_a_machine_that_is_slower_all_over_changes_nothing(factor: float) -> None:
+    drift = CostDrift(TRUE)
+    for index in range(300):
+        odd = 50.0 if index % 9 == 4 else 1.0  # the thread lost its core in some rounds
+        assert not drift.observe(record(DRAFT if index % 2 else PLAIN, factor=factor * odd, index=index))
+    assert drift.cost is TRUE
+
+
+def test_kinds_that_are_missing_are_asked_for_and_then_not_for_long() -> None:
+    drift = CostDrift(TRUE)
+    asked = []
+    for index in range(1000):
+        due = drift.due
+        asked.append(due)
+        drift.observe(record({"plain": PLAIN, "draft": DRAFT, None: PLAIN}[due], index=index))
+    assert asked.count("draft") == 6 and asked.count("plain") == 0
+    assert "draft" not in asked[40:]
+
+
+def test_rounds_without_seconds_teach_nothing() -> None:
+    drift = CostDrift(TRUE)
+    for index in range(50):
+        untimed = record(DRAFT if index % 2 else PLAIN, factor=0.0, index=index)
+        assert not drift.observe(untimed)
+    assert drift.due is None
+
+
+def run_auto(measure: Callable[[], MeasuredCost], rounds: int) -> list[int | None]:
+    """The exit layers of rounds of `auto` on a text whose drafts are all right."""
+    policy = parse_policy("auto", num_layers=LAYERS, measure=measure)
+    layers = policy.needs.shadow_layers
+    always = torch.ones(len(layers), 12, dtype=torch.long)
+    policy.observe_prompt(ShadowTokens(layers=layers, tokens=always, confidences=always * 0.9, target_tokens=always[0]))
+    chosen = []
+    for index in range(rounds):
+        plan = policy.exit.plan(RoundContext(round_index=index, num_committed=10 + index, remaining_tokens=100))
+        chosen.append(plan.exit_layer)
+        policy.observe(record(plan, index=index))
+    return chosen
+
+
+def test_auto_drafts_again_after_a_calibration_that_made_drafts_dear() -> None:
+    truly = run_auto(lambda: TRUE, 200)
+    assert sum(layer is not None for layer in truly) > 150
+    repaired = run_auto(lambda: DEAR, 200)
+    assert repaired[0] is None
+    assert all(layer is not None for layer in repaired[100:])
+
+
+def test_a_cost_that_was_handed_over_is_not_repaired() -> None:
+    fixed = MeasuredCost.from_dict({**DEAR.as_dict(), "fixed": True})
+    assert run_auto(lambda: fixed, 200) == [None] * 200
+
+
+def test_counted_layers_are_not_seconds() -> None:
+    policy = parse_policy("auto:cost=layers", num_layers=LAYERS)
+    for index in range(100):
+        policy.observe(record(PLAIN, index=index))
+    assert policy.exit.learner.cost == LayerCost(LAYERS)  # type: ignore[attr-defined]
