@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,21 @@ class Choices:
         return self.numbers[3]
 
 
+class Look(NamedTuple):
+    """What the head says of one row; see `Choices`. NaN where it was not asked for."""
+
+    token: int
+    logit: float
+    confidence: float = math.nan
+    margin: float = math.nan
+    entropy: float = math.nan
+
+    @classmethod
+    def first(cls, choices: Choices) -> Look:
+        """Of the first row."""
+        return cls(int(choices.tokens[0]), *choices.numbers[:, 0].tolist())
+
+
 def choices_of(logits: Tensor, detail: Detail) -> Choices:
     """By PyTorch's operators. logits: float32 [rows, vocab]."""
     best = logits.max(dim=-1)
@@ -58,9 +74,7 @@ def choices_of(logits: Tensor, detail: Detail) -> Choices:
     return Choices(best.indices, torch.stack(numbers))
 
 
-def choices_in_pieces(
-    hidden: Tensor, vocab_size: int, logits: Callable[[Tensor], Tensor], detail: Detail
-) -> Choices:
+def choices_in_pieces(hidden: Tensor, vocab_size: int, logits: Callable[[Tensor], Tensor], detail: Detail) -> Choices:
     """The same for rows whose logits would be too many at once. hidden: [rows, hidden]; logits: makes them of such rows."""
     rows = max(_LOGITS // vocab_size, 1)
     if hidden.shape[0] <= rows:

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, LlamaConfig
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
@@ -227,6 +228,28 @@ class LayerSkipModel:
             mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
         windows = cache.window(start, stop, position, end)
         return self.run_windows(hidden, start, windows, rotary, attend, mask, capture)
+
+    def steps(self, cache: LayerCache) -> NativeSteps | None:
+        """Whole steps on this cache in single calls of our own kernels; None where they don't run all of the model."""
+        embedding, native = self._embedding, self._native
+        heads = (self._head, self._draft_head)
+        if native is None or self._final_norm.factors is None or self.dtype != torch.float32:
+            return None
+        if not embedding.is_contiguous() or not all(isinstance(head, NativeLinear) for head in heads):
+            return None
+        head, draft_head = heads
+        assert isinstance(head, NativeLinear)
+        assert isinstance(draft_head, NativeLinear)
+        return NativeSteps(
+            native,
+            embedding=embedding,
+            norm=self._final_norm,
+            head=head,
+            draft_head=draft_head,
+            keys=cache.keys,
+            values=cache.values,
+            rotary=lambda: self._rotary,
+        )
 
     def run_windows(
         self,

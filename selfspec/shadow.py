@@ -7,23 +7,35 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from policies import ShadowTokens
-from selfspec.sampling import confidences
 
 
 class ShadowRecorder:
     """Keeps the hidden states that a policy wants to learn from while rows pass through the layers.
 
     layers: the candidate exit layers. max_rows: most rows in one round. The buffer is allocated once.
+    every_layer: keep room for all layers, so that a pass may write its outputs to `memory` as they come.
     """
 
-    def __init__(self, model: LayerSkipModel, layers: tuple[int, ...], max_rows: int) -> None:
+    def __init__(
+        self, model: LayerSkipModel, layers: tuple[int, ...], max_rows: int, *, every_layer: bool = False
+    ) -> None:
         self._model = model
-        self._slot = {layer: slot for slot, layer in enumerate(layers)}
+        self._slot = {layer: layer - 1 if every_layer else slot for slot, layer in enumerate(layers)}
         self.layers = layers
+        self.every_layer = every_layer
         self.max_rows = max_rows
         self._hidden = torch.empty(
-            len(layers), max_rows, model.hidden_size, dtype=model.dtype, device=model.device
+            model.num_layers if every_layer else len(layers),
+            max_rows,
+            model.hidden_size,
+            dtype=model.dtype,
+            device=model.device,
         )  # [layers, rows, hidden]
+
+    @property
+    def memory(self) -> Tensor:
+        """[layers, rows, hidden]: with `every_layer`, what layer l puts out for a round's rows belongs at [l]."""
+        return self._hidden
 
     def watches(self, start: int, stop: int) -> bool:
         """Whether running layers [start, stop) yields anything to keep."""
@@ -46,20 +58,21 @@ class ShadowRecorder:
         self.capture(0, layers_done, hidden[-self.max_rows :])
 
     def shadow_tokens(self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None) -> ShadowTokens:
-        """Norm + head over rows 0 .. num_rows-1 of all candidate layers at once.
+        """Norm + head over rows 0 .. num_rows-1 of all candidate layers; no more logits at a time than a few rows have.
 
         target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling.
         """
-        hidden = self._hidden[:, :num_rows].reshape(-1, self._model.hidden_size)
-        logits = self._model.draft_logits(hidden)
-        tokens = logits.argmax(dim=-1).view(len(self.layers), num_rows)
+        shape = len(self.layers), num_rows
+        hidden = self._hidden[[*self._slot.values()], :num_rows].reshape(-1, self._model.hidden_size)
+        choices = self._model.draft_choices(hidden, "confidence")
+        tokens = choices.tokens.view(shape)
         probabilities = None
         if p is not None:
             probabilities = p.unsqueeze(0).expand(len(self.layers), -1, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return ShadowTokens(
             layers=self.layers,
             tokens=tokens,
-            confidences=confidences(logits).view(len(self.layers), num_rows),
+            confidences=choices.confidences.view(shape),
             target_tokens=target_tokens,
             target_probabilities=probabilities,
         )

@@ -33,7 +33,7 @@ class NativeLayers:
         self._library = library
         self._shape = Shape(hidden_size, heads, kv_heads, head_dim, eps, head_dim**-0.5)
         self._layers = (Layer * len(layers))()
-        self._first = addressof(self._layers)
+        self.first = addressof(self._layers)
         self._alive: list[Tensor] = []  # what the pointers below point to, which they do not keep alive
         for described, layer in zip(self._layers, layers):
             for name in ("qkv", "output", "gate_up", "down"):
@@ -45,6 +45,7 @@ class NativeLayers:
                 factors = getattr(layer, name).factors.contiguous()
                 setattr(described, name, factors.data_ptr())
                 self._alive.append(factors)
+        self.shape_address = addressof(self._shape)
         self._scratch = threading.local()
 
     @staticmethod
@@ -77,10 +78,10 @@ class NativeLayers:
         outputs = hidden.new_empty(1 if capture is None else count, rows, size)
         threads = num_threads()
         for done, piece in pieces(rows):
-            scratch = self._scratch_for(piece)
+            scratch = self.scratch_for(piece)
             job = self._library.run(
                 self._shape,
-                self._first + start * sizeof(Layer),
+                self.first + start * sizeof(Layer),
                 count,
                 where,
                 hidden.data_ptr() + 4 * done * size,
@@ -99,9 +100,9 @@ class NativeLayers:
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
 
-    def _scratch_for(self, rows: int) -> Tensor:
+    def scratch_for(self, rows: int) -> Tensor:
         """Memory for one call, this thread's own; it grows with the number of rows."""
-        size = self._library.scratch_size(self._shape, self._first, rows)
+        size = self._library.scratch_size(self._shape, self.first, rows)
         held: Tensor | None = getattr(self._scratch, "memory", None)
         if held is None or held.numel() < size:
             held = self._scratch.memory = torch.empty(size, dtype=torch.float32)

@@ -34,6 +34,11 @@ def operators_only() -> Iterator[None]:
         _operators_only.reset(token)
 
 
+def only_operators() -> bool:
+    """Whether this is within `operators_only`."""
+    return _operators_only.get()
+
+
 def pieces(rows: int) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each call that so many rows take."""
     for first in range(0, rows, MOST_ROWS):
