@@ -43,6 +43,8 @@ from bench.compare import compare_records
 from bench.engines import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
 from bench.provenance import provenance
+from bench.reading_tables import reading_tables
+from bench.readings import SEGMENT
 from bench.record import RecordWriter, read_record, showing
 from bench.report import fill_markers, markdown
 from bench.table import print_tables
@@ -177,6 +179,23 @@ def report(
         for document in into or []:
             written = document.read_text(encoding="utf-8")
             document.write_text(fill_markers(written, loaded), encoding="utf-8")
+
+
+@app.command(name="readings")
+def show_readings(
+    record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
+    segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
+) -> None:
+    """What the traces in a record say, with no decoding: how settings transfer between tasks and along a text, the best
+    length of every round in hindsight, acceptance by position in the draft.
+    """
+    with one_line_errors():
+        lines = read_record(record)
+        with showing(record):
+            found = reading_tables(lines, segment)
+        if not found:
+            raise ValueError(f"{record} holds no traces: measure again with selfspec-bench run, without --no-grid")
+    print_tables(found)
 
 
 @app.command()

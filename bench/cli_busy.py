@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from bench.busy import Timed, TimedSelfSpec, TimedTransformers, busy_processes, measure_cell
-from bench.cli_common import (
+from bench.cli_common import configuration, encoded, load_network, open_tokenizer, progress, recording, show
+from bench.cli_options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
@@ -16,12 +17,6 @@ from bench.cli_common import (
     OutputOption,
     PromptsOption,
     PromptTokensOption,
-    configuration,
-    encoded,
-    load_network,
-    open_tokenizer,
-    progress,
-    show,
 )
 from bench.provenance import available_cores, provenance
 from bench.record import RecordWriter
@@ -79,7 +74,7 @@ def busy(
     }
     ids = [sample.ids for sample in samples]
     limit = min(_LONGEST, len(engines) * (seconds + _STARTING))
-    with RecordWriter(output) as record:
+    with recording(RecordWriter(output)) as record:
         record.write(description)
         with progress(len(engines) * len(levels) * repeats) as advance:
             for engine in engines:  # calibrates and warms up, in quiet

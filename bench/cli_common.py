@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
-from bench.engines import Engine
+from bench.engines import Engine, Sampling
 from bench.peers import (
     transformers_early_exit,
     transformers_early_exit_default,
@@ -34,9 +34,14 @@ _errors = Console(stderr=True)
 
 
 def configuration(
-    checkpoint: str, prompts: Sequence[EncodedPrompt], max_new_tokens: int, repeats: int, warmups: int
+    checkpoint: str,
+    prompts: Sequence[EncodedPrompt],
+    max_new_tokens: int,
+    repeats: int,
+    warmups: int,
+    sampling: Sampling | None = None,
 ) -> dict[str, Any]:
-    """What a record says about any run. A local checkpoint is named by its folder alone."""
+    """What a record says about any run. A local checkpoint is named by its folder alone. sampling: None if greedy."""
     is_folder = Path(checkpoint).is_dir()
     return {
         "model": _described(checkpoint),
@@ -47,7 +52,7 @@ def configuration(
         "repeats": repeats,
         "warmups": warmups,
         "eos": "off",
-        "do_sample": False,
+        **({"do_sample": False} if sampling is None else {**sampling.arguments(), "seed": sampling.seed}),
     }
 
 
@@ -101,14 +106,16 @@ def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
     return load_transformers(checkpoint, dtype=dtype, device=device)
 
 
-def transformers_engines(network: LlamaForCausalLM, exit_layer: int, num_speculations: int) -> list[Engine]:
+def transformers_engines(
+    network: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
+) -> list[Engine]:
     """`generate` in its cache modes, and `assistant_early_exit` at a fixed setting and at its defaults."""
-    static = [transformers_static(network)] if network.device.type == "cuda" else []
+    static = [transformers_static(network, sampling)] if network.device.type == "cuda" else []
     return [
-        transformers_generate(network),
+        transformers_generate(network, sampling),
         *static,
-        transformers_early_exit(network, exit_layer, num_speculations),
-        transformers_early_exit_default(network, exit_layer),
+        transformers_early_exit(network, exit_layer, num_speculations, sampling),
+        transformers_early_exit_default(network, exit_layer, sampling),
     ]
 
 

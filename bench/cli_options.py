@@ -36,6 +36,7 @@ KeptOption = Annotated[
     list[str] | None,
     typer.Option(
         help="Policy to run a second time, keeping what it learns from prompt to prompt, as in use; repeatable. "
+        "'all' means every policy of the run that learns. "
         "Not with --resume."
     ),
 ]
@@ -43,6 +44,16 @@ PeersOption = Annotated[
     bool, typer.Option("--peers/--no-peers", help="Measure transformers' own decoding in the same run.")
 ]
 MemoryOption = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
+DoSampleOption = Annotated[
+    bool,
+    typer.Option(
+        "--do-sample", help="Draw tokens instead of taking the likeliest; every repeat of a prompt has another seed."
+    ),
+]
+TemperatureOption = Annotated[float | None, typer.Option(help="For --do-sample (default 1).")]
+TopPOption = Annotated[float | None, typer.Option(help="For --do-sample (default 1: all tokens).")]
+TopKOption = Annotated[int | None, typer.Option(help="For --do-sample (default 0: all tokens).")]
+SeedOption = Annotated[int | None, typer.Option(help="For --do-sample: seed of the first repeat (default 0).")]
 DtypeOption = Annotated[
     str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
 ]

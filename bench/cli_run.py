@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -25,6 +26,7 @@ from bench.cli_common import (
 )
 from bench.cli_options import (
     DeviceOption,
+    DoSampleOption,
     DtypeOption,
     KeptOption,
     MemoryOption,
@@ -35,19 +37,24 @@ from bench.cli_options import (
     PromptTokensOption,
     RepeatsOption,
     RunnerOption,
+    SeedOption,
     TaskSamplesOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     WarmupsOption,
 )
 from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
-from bench.engines import Engine, SelfSpecEngine
+from bench.engines import Engine, Sampling, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
 from bench.runner import Run, RunSettings, resumable
+from bench.scoring import Scorer
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.loading import resolve_device
-from policies import LayerCost, parse_policy
+from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli_common import one_line_errors
 from selfspec.defaults import fixed_setting
@@ -82,11 +89,20 @@ def run(
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
     repeats: RepeatsOption = 2,
+    do_sample: DoSampleOption = False,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
     warmups: WarmupsOption = 1,
     peers: PeersOption = True,
     grid: Annotated[
-        bool, typer.Option("--grid/--no-grid", help="Replay all fixed settings, and run the best one of each task.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--grid/--no-grid",
+            help="Replay all fixed settings, and run the best one of each task. Default: yes, unless sampling.",
+        ),
+    ] = None,
     memory: MemoryOption = True,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -104,10 +120,16 @@ def run(
             raise ValueError("--resume needs --output, the record that was being written")
         if resume and kept:
             raise ValueError("--resume cannot go on with --kept: what a policy had learned is not in the record")
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        sampling = sampling_of(do_sample, options)
+        if sampling is not None and grid:
+            raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
+        grid = sampling is None if grid is None else grid
         names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
-        samples = encode_prompts(chosen, open_tokenizer(checkpoint), prompt_tokens)
+        tokenizer = open_tokenizer(checkpoint)
+        samples = encode_prompts(chosen, tokenizer, prompt_tokens)
         on = str(workers.device)
         network = load_network(checkpoint, dtype, on) if peers else None
         generator = SelfSpecGenerator(
@@ -115,26 +137,33 @@ def run(
             runner=resolve_runner(runner, workers.device),
         )
         num_layers = generator.model.num_layers
-        for name in [*names, *(kept or [])]:  # mistakes are told before anything is measured
-            parse_policy(
-                name,
-                num_layers=num_layers,
-                measure=lambda: LayerCost(num_layers),
-                preverifier=generator.load_preverifier,
-            )
-        settings = RunSettings(
-            max_new_tokens=max_new_tokens, repeats=repeats, warmups=warmups, grid=grid, memory=memory
+        parse = partial(
+            parse_policy,
+            num_layers=num_layers,
+            measure=lambda: LayerCost(num_layers),
+            preverifier=generator.load_preverifier,
         )
-        engines: list[Engine] = [SelfSpecEngine(generator, name) for name in dict.fromkeys(names)]
-        engines += [SelfSpecEngine(generator, name, kept=True) for name in dict.fromkeys(kept or [])]
+        for name in names:  # mistakes are told before anything is measured
+            parse(name)
+        lasting = kept_policies(kept or [], names, parse)
+        settings = RunSettings(
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            grid=grid,
+            memory=memory,
+            sampling=sampling,
+        )
+        engines: list[Engine] = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
+        engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
         if network is not None:
-            engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers))
+            engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
         labels = {engine.name: engine.label for engine in engines}
         description: dict[str, Any] = {
             "kind": "run",
             "command": "run",
             "configuration": {
-                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
                 "prompt_tokens": prompt_tokens,
                 "runner": generator.runner,
                 "num_layers": num_layers,
@@ -152,7 +181,7 @@ def run(
     with recording(writer, resume=None if kept else _resuming()) as record:
         if workers.is_main:
             workers.wait()
-        measuring = Run(generator, engines, samples, settings, record, workers)
+        measuring = Run(generator, engines, samples, settings, record, workers, Scorer(tokenizer))
         cost = measuring.costs()
         measuring.limits()
         total = Run.num_steps(len(workers.share(samples)), len(engines), settings)
@@ -165,6 +194,15 @@ def run(
     if workers.is_main:
         show(lines)
         exit_if_outputs_differ(lines)
+
+
+def sampling_of(do_sample: bool, options: Mapping[str, Any]) -> Sampling | None:
+    """The options of sampling, None for greedy decoding. Raises ValueError for an option that would do nothing."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not do_sample:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
+    return Sampling(**given) if do_sample else None
 
 
 def _resuming() -> str:
@@ -192,6 +230,22 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
     for name in tasks or by_task:
         chosen += by_task[name][:num_samples] if name in by_task else load_hub_task(name, num_samples)
     return chosen
+
+
+def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
+    """The policies to run a second time with what they have learned: those asked for, "all" meaning all that learn.
+
+    Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
+    """
+    chosen: list[str] = []
+    for name in asked:
+        if name == "all":
+            chosen += [known for known in names if parse(kept_between_texts(known)).learns]
+        elif parse(kept_between_texts(name)).learns:
+            chosen.append(name)
+        else:
+            raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")
+    return list(dict.fromkeys(chosen))
 
 
 def baseline_policies(exit_layers: Sequence[int]) -> list[str]:

@@ -9,6 +9,7 @@ from bench.summary import Samples
 from bench.table import UNKNOWN, Table, number, spread_text
 
 _CONTEXT = ("model", "weights_digest", "prompts_digest", "max_new_tokens", "runner")
+_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "seed")
 _MACHINE = ("cpu", "device", "threads", "dtype", "torch", "transformers", "commit")
 
 
@@ -19,7 +20,7 @@ def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list
     """
     notes = [
         f"{name}: {old} -> {new}"
-        for part, names in (("configuration", _CONTEXT), ("provenance", _MACHINE))
+        for part, names in (("configuration", (*_CONTEXT, *_SAMPLING)), ("provenance", _MACHINE))
         for name in names
         if (old := before[0][part].get(name)) != (new := after[0][part].get(name))
     ]

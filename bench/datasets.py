@@ -13,35 +13,42 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+METRICS = ("number", "choice", "rouge", "none")
+"""How an answer can be scored: by its final number, by a letter, by the words it shares with the reference, or not at all."""
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
 """Prompts written for this project: code, maths word problems, English prose and summaries, German to English."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt. reference: an expected answer, None if there is none. source: where the text comes from."""
+    """One prompt. reference: an expected answer, None if there is none. source: where the text comes from.
+
+    metric: how an answer is scored (`bench.scoring`), None to go by the reference.
+    """
 
     id: str
     task: str
     prompt: str
     reference: str | None = None
     source: str | None = None
+    metric: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedPrompt:
-    """A prompt as token ids, int64 [n] on the CPU."""
+    """A prompt as token ids, int64 [n] on the CPU. origin: the prompt as text, None for one that was made of ids."""
 
     id: str
     task: str
     ids: Tensor
+    origin: Prompt | None = None
 
 
 def load_prompts(path: Path | None = None) -> list[Prompt]:
     """Prompts of a .jsonl or .jsonl.gz file in the order of its lines; None takes the shipped ones.
 
-    A line is an object with "id", "task" and "prompt" (text that ends where the model goes on), and "reference" and
-    "source", which may be null or left out. Ids must differ.
+    A line is an object with "id", "task" and "prompt" (text that ends where the model goes on), and "reference",
+    "source" and "metric", which may be null or left out. Ids must differ.
     Raises ValueError that names file and line for anything else; OSError if the file cannot be read.
     """
     if path is None:
@@ -69,12 +76,18 @@ def _parse(line: str, place: str) -> Prompt:
     for name in ("id", "task", "prompt"):
         if not isinstance(fields.get(name), str) or not fields[name]:
             raise ValueError(f'{place}: "{name}" must be a string that is not empty, got {fields.get(name)!r}')
+    for name in ("reference", "source", "metric"):
+        if not isinstance(fields.get(name), str | None):
+            raise ValueError(f'{place}: "{name}" must be a string or null, got {fields[name]!r}')
+    if fields.get("metric") not in (None, *METRICS):
+        raise ValueError(f'{place}: "metric" must be one of {", ".join(METRICS)}, got {fields["metric"]!r}')
     return Prompt(
         id=fields["id"],
         task=fields["task"],
         prompt=fields["prompt"],
         reference=fields.get("reference"),
         source=fields.get("source"),
+        metric=fields.get("metric"),
     )
 
 
@@ -111,7 +124,7 @@ def encode_prompts(
     encoded = []
     for prompt in prompts:
         ids = torch.tensor(tokenizer(prompt.prompt, verbose=False)["input_ids"], dtype=torch.long)
-        encoded.append(EncodedPrompt(id=prompt.id, task=prompt.task, ids=ids[-max_tokens:]))
+        encoded.append(EncodedPrompt(id=prompt.id, task=prompt.task, ids=ids[-max_tokens:], origin=prompt))
     return encoded
 
 

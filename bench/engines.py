@@ -1,6 +1,7 @@
 """What a measured engine is, and selfspec as one. transformers is in `bench.peers`.
 
-All engines continue token ids greedily by exactly `max_new_tokens` tokens, EOS off, and are timed by the same clock.
+All engines continue token ids by exactly `max_new_tokens` tokens, EOS off, and are timed by the same clock; all greedily, or
+all with the same sampling settings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.record import KEPT
+from policies import kept_between_texts
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
 from selfspec.kv_cache import KVCache
@@ -35,14 +37,39 @@ class Generation:
     stats: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How engines draw tokens. top_p 1 and top_k 0 leave all tokens. seed: of a prompt's first run, then seed + 1, ...
+
+    Raises ValueError for a temperature or top_p that is not positive, a top_p above 1 or a negative top_k.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature must be above 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k must be 0 (all tokens) or more, got {self.top_k}")
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`, the seed left out."""
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
 class Engine(Protocol):
     """Something that continues token ids. name: short and unique; label: for tables."""
 
     name: str
     label: str
 
-    def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
-        """Continue a prompt, int64 [n], greedily and timed."""
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """Continue a prompt, int64 [n], timed. repeat: number of the run; sampled runs draw with another seed in each."""
         ...
 
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
@@ -63,7 +90,7 @@ class SelfSpecEngine:
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
     With `kept` it starts every run on a prompt with what it had learned from one run on each prompt before it.
-    name, label: of the engine, when not the policy's.
+    name, label: of the engine, when not the policy's. sampling: None for greedy decoding.
     """
 
     def __init__(
@@ -74,9 +101,11 @@ class SelfSpecEngine:
         kept: bool = False,
         name: str | None = None,
         label: str | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
         self._generator = generator
-        self._policy = policy
+        self._sampling = sampling
+        self._policy = kept_between_texts(policy) if kept else policy
         self._kept = kept
         self._prompt: Tensor | None = None
         self._known: dict[str, Any] | None = None  # before this prompt
@@ -86,7 +115,14 @@ class SelfSpecEngine:
         if kept:
             self.label += ", kept"
 
-    def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
+    def _decoding(self, repeat: int) -> dict[str, Any]:
+        sampling = self._sampling
+        options: dict[str, Any] = {"eos_token_id": [], "policy": self._policy}
+        if sampling is None:
+            return {**options, "do_sample": False}
+        return {**options, **sampling.arguments(), "seed": sampling.seed + repeat}
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `Engine`."""
         device = self._generator.model.device
         policy = self._generator.resolve_policy(self._policy)
@@ -98,9 +134,7 @@ class SelfSpecEngine:
                 policy.restore(self._known)
         synchronize(device)
         start = perf_counter()
-        result = self._generator.generate(
-            prompt, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=self._policy
-        )
+        result = self._generator.generate(prompt, max_new_tokens=max_new_tokens, **self._decoding(repeat))
         synchronize(device)
         seconds = perf_counter() - start
         if self._kept:
@@ -125,7 +159,7 @@ class SelfSpecEngine:
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
         """See `Engine`: by a generator that has no KV cache yet."""
         fresh = SelfSpecGenerator(self._generator.model, runner=self._generator.runner)
-        fresh.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=self._policy)
+        fresh.generate(prompt, max_new_tokens=max_new_tokens, **self._decoding(0))
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: `generate` counts."""

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.context_tables import ROLES, seconds_per_token
 from bench.grid import grid_lines, mean_agreement
+from bench.reading_figures import reading_figures
 from bench.record import Line
 from bench.run_tables import PLAIN
 from bench.summary import Samples
@@ -25,11 +26,17 @@ from bench.sweep_tables import Sweep
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _OURS, _PEERS, _REFERENCE = _COLOURS[0], _COLOURS[7], "#000000"
 _WIDTH = 5.2  # inches; the page scales it: so narrow that its text can be read on a phone
-_ROW = 0.36  # inches per bar
+_ROW = 0.28  # inches per bar
+_FONT = 9  # points
 
 
 def figures(lines: Sequence[Line]) -> dict[str, Figure]:
     """Title -> figure, for all that the record has lines for."""
+    with rc_context({"font.size": _FONT}):
+        return {**_figures(lines), **reading_figures(lines)}
+
+
+def _figures(lines: Sequence[Line]) -> dict[str, Figure]:
     made: dict[str, Figure] = {}
     if lines[0]["command"] == "sweep":
         sweep = Sweep.of(lines)
@@ -51,8 +58,8 @@ def figures(lines: Sequence[Line]) -> dict[str, Figure]:
         made["Agreement of early layers with the last"] = agreement_curve(agreement)
     drafting = [name for name in timed if name != PLAIN and not name.startswith("selfspec:ls:")]  # those that choose
     if drafting:
-        made["Exit layers"] = histograms(samples, drafting, "rounds_by_exit_layer", "exit layer (0: no drafts)")
-        made["Drafts per round"] = histograms(samples, drafting, "rounds_by_length", "tokens drafted in a round")
+        made["Exit layers"] = shares_map(samples, drafting, "rounds_by_exit_layer", "exit layer (0: no drafts)")
+        made["Drafts per round"] = shares_map(samples, drafting, "rounds_by_length", "tokens drafted in a round")
     return made
 
 
@@ -66,7 +73,7 @@ def svg(figure: Figure) -> str:
 
 
 def speedup_bars(samples: Samples) -> Figure:
-    """A bar per engine with the lowest and highest repeat, fastest first."""
+    """A bar per engine, fastest first, with a line from the lowest to the highest repeat."""
     spreads = {name: samples.speedup(name, PLAIN) for name in samples.engines}
     names = sorted(spreads, key=lambda name: spreads[name].value)
     values = [spreads[name].value for name in names]
@@ -78,10 +85,10 @@ def speedup_bars(samples: Samples) -> Figure:
         values, range(len(names)), xerr=np.array(whiskers).T, fmt="none", ecolor="#444444", capsize=2, linewidth=1
     )
     for row, name in enumerate(names):
-        axes.text(spreads[name].high, row, f"  {values[row]:.2f}", va="center", fontsize=9)
+        _beside(axes, spreads[name].high, row, f"{values[row]:.2f}")
     axes.axvline(1, color=_REFERENCE, linewidth=0.8)
     axes.set_xlim(0, 1.12 * max(spread.high for spread in spreads.values()))
-    axes.set_xlabel("tokens/s over plain decoding's; lines: all repeats", fontsize=9)
+    axes.set_xlabel("tokens/s relative to plain decoding; thin lines: range of the repeats", fontsize=9)
     return figure
 
 
@@ -125,26 +132,27 @@ def agreement_curve(agreement: Sequence[float | None]) -> Figure:
     return figure
 
 
-def histograms(samples: Samples, engines: Sequence[str], counts: str, label: str) -> Figure:
-    """Shares of rounds per engine, small panels with one scale; `counts` is the statistics' field."""
-    columns = 2
-    rows = -(-len(engines) // columns)
-    figure = Figure(figsize=(_WIDTH, 1.5 * rows + 0.4))
+def shares_map(samples: Samples, engines: Sequence[str], counts: str, label: str) -> Figure:
+    """Share of rounds, a row per engine and a column per exit layer or length; `counts` is the statistics' field."""
     every = [_rounds(samples, name, counts) for name in engines]
     last = max(int(key) for count in every for key in count)
-    for number, (name, count) in enumerate(zip(engines, every)):
-        axes = figure.add_subplot(rows, columns, number + 1)
-        total = sum(count.values())
-        axes.bar(range(last + 1), [100 * count.get(str(key), 0) / total for key in range(last + 1)], color=_OURS)
-        axes.set_title(samples.labels[name].removeprefix("selfspec, "), fontsize=9)
-        axes.set_ylabel("% of rounds", fontsize=8)
-        axes.set_xlim(-0.6, last + 0.6)
-        axes.tick_params(labelsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if number >= len(engines) - columns:
-            axes.set_xlabel(label, fontsize=8)
-        _bare(axes)
-    figure.tight_layout()
+    shares = np.array(
+        [[100 * count.get(str(key), 0) / sum(count.values()) for key in range(last + 1)] for count in every]
+    )
+    figure = Figure(figsize=(_WIDTH, 0.24 * len(engines) + 0.9))
+    axes = figure.add_subplot()
+    axes.imshow(shares, cmap="Blues", aspect="auto", vmin=0, vmax=100)
+    for row, column in np.argwhere(shares >= 0.5):
+        share = shares[row, column]
+        ink = "white" if share > 55 else "black"
+        axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=7, color=ink)
+    axes.set_xticks(range(last + 1), list(map(str, range(last + 1))), fontsize=8)
+    axes.set_yticks(
+        range(len(engines)), [samples.labels[name].removeprefix("selfspec, ") for name in engines], fontsize=8
+    )
+    axes.tick_params(length=0)
+    axes.set_xlabel(f"{label}; % of rounds", fontsize=9)
+    axes.spines[:].set_visible(False)
     return figure
 
 
@@ -205,7 +213,7 @@ def roofline_bars(lines: Sequence[Line]) -> Figure:
     figure, axes = _bars(len(shares))
     axes.barh(list(shares)[::-1], list(shares.values())[::-1], color=_OURS, height=0.7)
     for row, share in enumerate(reversed(shares.values())):
-        axes.text(share, row, f"  {share:.0f}", va="center", fontsize=9)
+        _beside(axes, share, row, f"{share:.0f}")
     axes.axvline(100, color=_REFERENCE, linewidth=0.8)
     axes.set_xlim(0, 1.12 * max(100, *shares.values()))
     axes.set_xlabel("% of bandwidth, timed alone", fontsize=9)
@@ -242,15 +250,20 @@ def _bars(count: int, extra: float = 0.0) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _beside(axes: Axes, value: float, row: int, text: str) -> None:
+    """Text to the right of a bar's end. Spaces would not do: a browser drops them."""
+    axes.annotate(text, (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
 def _bare(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _rounds(samples: Samples, engine: str, counts: str) -> Counter[str]:
-    """Rounds of an engine's first repeat over all prompts, by exit layer or length."""
+    """Rounds of an engine's runs, by exit layer or length."""
     total: Counter[str] = Counter()
     for line in samples.samples:
-        if line["engine"] == engine and line["repeat"] == 0:
+        if line["engine"] == engine:
             total.update(line["stats"].get(counts, {}))
     return total
 

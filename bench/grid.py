@@ -23,14 +23,24 @@ _HALVES = 2
 
 
 def grid_line(prompt: EncodedPrompt, trace: AgreementTrace, lengths: Sequence[int], cost: CostModel) -> Line:
-    """One prompt's line: [tokens, loaded layers, measured cost] of every setting, and each exit layer's agreement."""
+    """One prompt's line: [tokens, loaded layers, measured cost] of every setting, and where each exit layer agrees.
+
+    agreement: each layer's share of positions. agrees: by layer, "1" or "0" for every position, for `bench.readings`.
+    """
     cells = {}
     for layer in trace.agrees:
         for length in lengths:
             rounds = replay(trace, layer, length)
             cells[f"ls:{layer}-{length}"] = [rounds.num_tokens, rounds.loaded_layers, round(rounds.cost(cost), 6)]
     agreement = [trace.agreement(layer) for layer in trace.agrees]
-    return {"kind": "grid", "prompt": prompt.id, "task": prompt.task, "cells": cells, "agreement": agreement}
+    return {
+        "kind": "grid",
+        "prompt": prompt.id,
+        "task": prompt.task,
+        "cells": cells,
+        "agreement": agreement,
+        "agrees": {str(layer): "".join("1" if value else "0" for value in row) for layer, row in trace.agrees.items()},
+    }
 
 
 def grid_lines(lines: Iterable[Line]) -> list[Line]:

@@ -41,7 +41,8 @@ def _gsm8k(row: Row) -> tuple[str, str | None]:
 
 def _aqua(row: Row) -> tuple[str, str | None]:
     options = " ".join(f"({option}" if not option.startswith("(") else option for option in row["options"])
-    return f"Question: {row['question']}\nAnswer Choices: {options}\nAnswer:", row["rationale"]
+    answer = f"{row['rationale']}\nThe answer is {row['correct']}."
+    return f"Question: {row['question']}\nAnswer Choices: {options}\nAnswer:", answer
 
 
 def _summary(article: str, summary: str) -> Callable[[Row], tuple[str, str | None]]:

@@ -79,8 +79,12 @@ def measure_prompt(
     write: Callable[[Mapping[str, Any]], None],
     advance: Callable[[str], None] = lambda label: None,
     turn: int = 0,
+    sampled: bool = False,
+    score: Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None] | None = None,
 ) -> None:
     """Time every engine on one prompt, `repeats` times, and compare their outputs with the first engine's.
+
+    sampled: every repeat draws with another seed, and outputs are not compared. score: of a run's tokens, for its sample.
 
     Engines take turns, in each repeat starting with another one (the first time with number `turn`, round and round), so that
     slow drift of the machine meets all alike.
@@ -92,26 +96,29 @@ def measure_prompt(
     for repeat in range(repeats):
         for offset in range(len(engines)):
             engine = engines[(turn + repeat + offset) % len(engines)]
-            generation = engine.generate(prompt.ids, max_new_tokens)
+            generation = engine.generate(prompt.ids, max_new_tokens, repeat)
             if len(generation.tokens) != max_new_tokens:
                 raise RuntimeError(
                     f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {max_new_tokens}"
                 )
             tokens = outputs.setdefault(engine.name, list(generation.tokens))
             changed[engine.name] += list(generation.tokens) != tokens
-            write(_sample(engine, prompt, repeat, generation))
+            scores = None if score is None else score(prompt, generation.tokens)
+            write(_sample(engine, prompt, repeat, generation, scores))
             advance(engine.label)
     reference = engines[0]
     for engine in engines:
-        difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, dtype)
+        difference = None
+        if not sampled:
+            difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, dtype)
         write(
             {
                 "kind": "output",
                 "engine": engine.name,
                 "prompt": prompt.id,
                 "tokens": outputs[engine.name],
-                "repeats_that_differ": changed[engine.name],
-                "reference": reference.name,
+                "repeats_that_differ": None if sampled else changed[engine.name],
+                "reference": None if sampled else reference.name,
                 "first_difference": None if difference is None else difference.position,
                 "reference_logit_gap": None if difference is None else difference.gap,
                 "near_tie": None if difference is None else difference.near_tie,
@@ -142,7 +149,9 @@ def compare_outputs(
     return Difference(position=position, gap=gap, near_tie=gap <= NEAR_TIE_LOGIT_GAPS[dtype])
 
 
-def _sample(engine: Engine, prompt: EncodedPrompt, repeat: int, generation: Generation) -> dict[str, Any]:
+def _sample(
+    engine: Engine, prompt: EncodedPrompt, repeat: int, generation: Generation, scores: Mapping[str, float] | None
+) -> dict[str, Any]:
     return {
         "kind": "sample",
         "engine": engine.name,
@@ -154,6 +163,7 @@ def _sample(engine: Engine, prompt: EncodedPrompt, repeat: int, generation: Gene
         "seconds": generation.seconds,
         "time_to_first_token": generation.time_to_first_token,
         "decode_seconds": generation.decode_seconds,
+        "scores": None if scores is None else dict(scores),
         "output": hashlib.sha256(json.dumps(list(generation.tokens)).encode()).hexdigest()[:12],
         "stats": None if generation.stats is None else dict(generation.stats),
     }

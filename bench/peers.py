@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
-from bench.engines import Generation
+from bench.engines import Generation, Sampling
 from selfspec.calibrate import synchronize
 from selfspec.stats import ratio
 
@@ -55,7 +55,7 @@ class _FirstTokenStreamer(BaseStreamer):
 
 
 class TransformersEngine:
-    """`model.generate(do_sample=False)`. arguments: more keywords for it. settings: fields of its GenerationConfig."""
+    """`model.generate`. arguments: more keywords for it. settings: of its GenerationConfig. sampling: None if greedy."""
 
     def __init__(
         self,
@@ -65,38 +65,46 @@ class TransformersEngine:
         *,
         arguments: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        sampling: Sampling | None = None,
     ) -> None:
+        self._sampling = sampling
         self.name = name
         self.label = label
         self._model = model
         self._arguments = dict(arguments or {})
         self._settings = dict(settings or {})
 
-    def _call(self, prompt: Tensor, max_new_tokens: int, streamer: BaseStreamer | None = None) -> Tensor:
+    def _call(
+        self, prompt: Tensor, max_new_tokens: int, repeat: int = 0, streamer: BaseStreamer | None = None
+    ) -> Tensor:
         """Sequences [1, n + new]."""
         ids = prompt.to(self._model.device).unsqueeze(0)
+        decoding: dict[str, Any] = {"do_sample": False}
+        if self._sampling is not None:
+            torch.manual_seed(self._sampling.seed + repeat)
+            decoding = self._sampling.arguments()
         with torch.inference_mode(), generation_settings(self._model, **self._settings):
             return self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                do_sample=False,
                 max_new_tokens=max_new_tokens,
                 streamer=streamer,
+                **decoding,
                 **self._arguments,
             )
 
-    def generate(self, prompt: Tensor, max_new_tokens: int) -> Generation:
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `Engine`. The first token is timed in a second call, so that no streamer slows the first one down."""
         device = self._model.device
         synchronize(device)
         start = perf_counter()
-        sequences = self._call(prompt, max_new_tokens)
+        sequences = self._call(prompt, max_new_tokens, repeat)
         synchronize(device)
         seconds = perf_counter() - start
         first = None
         start = perf_counter()
         try:
-            self._call(prompt, max_new_tokens, _FirstTokenStreamer())
+            self._call(prompt, max_new_tokens, repeat, _FirstTokenStreamer())
         except _FirstTokenSeen:
             first = perf_counter() - start
         return Generation(
@@ -139,22 +147,25 @@ class TransformersEngine:
             return output.logits[0, -1].float().cpu()
 
 
-def transformers_generate(model: LlamaForCausalLM) -> TransformersEngine:
-    """Plain greedy `generate` with its default, dynamic cache."""
-    return TransformersEngine(model, "transformers:generate", "transformers generate")
+def transformers_generate(model: LlamaForCausalLM, sampling: Sampling | None = None) -> TransformersEngine:
+    """Plain `generate` with its default, dynamic cache."""
+    return TransformersEngine(model, "transformers:generate", "transformers generate", sampling=sampling)
 
 
-def transformers_static(model: LlamaForCausalLM) -> TransformersEngine:
-    """Greedy `generate` with a static cache; on CUDA transformers compiles it by itself."""
+def transformers_static(model: LlamaForCausalLM, sampling: Sampling | None = None) -> TransformersEngine:
+    """`generate` with a static cache; on CUDA transformers compiles it by itself."""
     return TransformersEngine(
         model,
         "transformers:static",
         "transformers generate, static cache",
         arguments={"cache_implementation": "static"},
+        sampling=sampling,
     )
 
 
-def transformers_early_exit(model: LlamaForCausalLM, exit_layer: int, num_speculations: int) -> TransformersEngine:
+def transformers_early_exit(
+    model: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
+) -> TransformersEngine:
     """`assistant_early_exit` with a fixed exit layer and length: no schedule, no confidence threshold."""
     return TransformersEngine(
         model,
@@ -166,14 +177,18 @@ def transformers_early_exit(model: LlamaForCausalLM, exit_layer: int, num_specul
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         },
+        sampling=sampling,
     )
 
 
-def transformers_early_exit_default(model: LlamaForCausalLM, exit_layer: int) -> TransformersEngine:
+def transformers_early_exit_default(
+    model: LlamaForCausalLM, exit_layer: int, sampling: Sampling | None = None
+) -> TransformersEngine:
     """`assistant_early_exit` at its defaults: up to 20 drafts, until one has a probability below 0.4."""
     return TransformersEngine(
         model,
         f"transformers:early-exit:{exit_layer}-default",
         f"transformers early exit {exit_layer}, defaults",
         arguments={"assistant_early_exit": exit_layer},
+        sampling=sampling,
     )

@@ -2,9 +2,10 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, speedups, tasks, etpl, figures; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
-phases; of contexts contexts, memory; of a start startup; of a busy machine speed,
-cost). `report:headline` is short for `report:peers:headline`.
+(speed, rounds, phases, speedups, tasks, etpl, figures; of a run's traces transfer, segments, oracle, positions,
+conditional, which only come by name; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
+phases; of contexts contexts, memory; of a start startup; of a busy machine speed, cost). `report:headline` is short for
+`report:peers:headline`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bench.busy_tables import busy_headline, busy_tables
 from bench.context_tables import context_headline, context_tables
+from bench.reading_tables import reading_tables
 from bench.record import KEPT, Line
 from bench.roofline_tables import roofline_headline, roofline_tables
-from bench.run_tables import run_tables
+from bench.run_tables import decoding_text, run_tables
 from bench.startup import startup_headline, startup_tables
 from bench.summary import Samples, Spread
 from bench.sweep_tables import sweep_tables
@@ -42,18 +44,24 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
 
 
 def tables(lines: Sequence[Line]) -> list[Table]:
-    """All tables of a record."""
+    """All tables of a record but those of `readings`."""
     return _TABLES.get(lines[0]["command"], run_tables)(lines)
 
 
+def readings(lines: Sequence[Line]) -> list[Table]:
+    """What the traces in a record say (`bench.readings`); none where it holds no traces."""
+    return reading_tables(lines) if lines[0]["command"] == "run" else []
+
+
 def markdown(lines: Sequence[Line]) -> str:
-    """The whole record as Markdown."""
-    return "\n\n".join(sections(lines).values()) + "\n"
+    """The whole record as Markdown, its readings left out: those are parts of their own."""
+    left_out = {table.name for table in readings(lines)}
+    return "\n\n".join(text for name, text in sections(lines).items() if name not in left_out) + "\n"
 
 
 def sections(lines: Sequence[Line]) -> dict[str, str]:
-    """The parts of `markdown` by name."""
-    made = {table.name: table.markdown() for table in tables(lines)}
+    """The parts of a record by name."""
+    made = {table.name: table.markdown() for table in [*tables(lines), *readings(lines)]}
     return {"headline": headline(lines), **made, "machine": machine_sentence(lines)}
 
 
@@ -109,7 +117,9 @@ def machine_sentence(lines: Sequence[Line]) -> str:
 
 def _repeats(lines: Sequence[Line]) -> str:
     spread = "" if lines[0]["command"] in _HEADLINES else "; in brackets the lowest and highest repeat"
-    return f"Medians of {counted(lines[0]['configuration']['repeats'], 'repeat')}, engines alternated{spread}. "
+    what = "seed" if lines[0]["configuration"].get("do_sample") else "repeat"
+    spread = spread.replace("repeat", what)
+    return f"Medians of {counted(lines[0]['configuration']['repeats'], what)}, engines alternated{spread}. "
 
 
 def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
@@ -144,14 +154,18 @@ def _run_headline(lines: Sequence[Line], samples: Samples) -> str:
     model = configuration["model"]
     differing = sum(line["first_difference"] is not None for line in samples.outputs)
     near = sum(bool(line["near_tie"]) for line in samples.outputs)
+    outputs = f"Outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
+    if configuration.get("do_sample"):
+        seeds = counted(configuration["repeats"], "seed")
+        outputs = f"Every prompt was run with {seeds} by each engine; sampled outputs are not compared."
     has_kept = any(name.endswith(KEPT) for name in samples.engines)
     kept = "; rows marked kept keep what they learned between prompts" if has_kept else ""
     return (
-        f"{model[0].upper()}{model[1:]} on {_device(lines)}, {lines[0]['provenance']['dtype']}, greedy: "
+        f"{model[0].upper()}{model[1:]} on {_device(lines)}, {lines[0]['provenance']['dtype']}, {decoding_text(lines)}: "
         f"{counted(len(samples.engines), 'engine')} on {counted(len(samples.prompts), 'prompt')} of "
         f"{counted(len(tasks), 'task')} ({', '.join(tasks)}), about {_mean_prompt(samples)} tokens each, "
         f"{configuration['max_new_tokens']} new tokens, EOS ignored. Policies are reset before every prompt{kept}. "
-        f"Outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
+        f"{outputs}"
     )
 
 

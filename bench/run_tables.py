@@ -17,6 +17,7 @@ from bench.grid import (
 from bench.record import BEST_FIXED, Line
 from bench.summary import Samples
 from bench.table import UNKNOWN, Table, number, outputs_text, spread_text, times
+from selfspec.stats import mean
 
 PLAIN = "selfspec:ar"
 TRANSFORMERS = "transformers:generate"
@@ -29,10 +30,21 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     if PLAIN in samples.engines:
         made.append(_speedup_by_task(samples))
     made.append(_speed_by_task(samples))
+    made += _score_table(samples)
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, samples, grid))
     return [*made, *_figure_table(lines)]
+
+
+def decoding_text(lines: Sequence[Line]) -> str:
+    """ "greedy", or how a run sampled."""
+    configuration = lines[0]["configuration"]
+    if not configuration.get("do_sample"):
+        return "greedy"
+    top_p = f", top-p {configuration['top_p']:g}" if configuration["top_p"] < 1 else ""
+    top_k = f", top-k {configuration['top_k']}" if configuration["top_k"] else ""
+    return f"sampled at temperature {configuration['temperature']:g}{top_p}{top_k}"
 
 
 def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
@@ -60,7 +72,7 @@ def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     known = {title: column for title, column in cells.items() if set(column) != {UNKNOWN}}
     return Table(
         name="speed",
-        title=f"Speed on {lines[0]['configuration']['model']}, greedy; plain is selfspec's autoregressive mode",
+        title=f"Speed on {lines[0]['configuration']['model']}, {decoding_text(lines)}; plain: selfspec without speculation",
         columns=("engine", *known),
         rows=tuple(
             (summaries[name].label, *(column[row] for column in known.values()))
@@ -81,6 +93,8 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
 
 
 def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
+    first = samples.outputs[0]["reference"]
+    compared = first is not None  # sampled outputs are not
     rows = []
     for name in samples.engines:
         row = samples.summary(name)
@@ -93,13 +107,12 @@ def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
                 number(row.etpl, "{:.4f}"),
                 number(row.draft_passes, "{:.1f}"),
                 number(row.verify_passes, "{:.1f}"),
-                outputs_text(row.num_mismatches, row.num_near_ties),
+                *([outputs_text(row.num_mismatches, row.num_near_ties)] if compared else []),
             )
         )
-    first = samples.outputs[0]["reference"]
     return Table(
         name="rounds",
-        title=f"Rounds, means over prompts, and outputs against {samples.labels[first]}'s",
+        title="Rounds, means over prompts" + (f", and outputs against {samples.labels[first]}'s" if compared else ""),
         columns=(
             "engine",
             "acceptance rate",
@@ -108,7 +121,7 @@ def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
             "eTPL",
             "draft passes",
             "verify passes",
-            "outputs",
+            *(["outputs"] if compared else []),
         ),
         rows=tuple(rows),
     )
@@ -137,6 +150,28 @@ def _speedup_by_task(samples: Samples) -> Table:
         samples,
         lambda name, tasks: f"{samples.speedup(name, PLAIN, tasks).value:.2f}",
     )
+
+
+def _score_table(samples: Samples) -> list[Table]:
+    """Scores by task, for prompts with references; one row where all engines wrote the same."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}  # column, engine, prompt -> a score for each run
+    for line in samples.samples:
+        for metric, value in (line.get("scores") or {}).items():
+            column = found.setdefault(f"{line['task']}, {metric}", {})
+            column.setdefault(line["engine"], {}).setdefault(line["prompt"], []).append(value)
+    if not found:
+        return []
+
+    def cell(column: Mapping[str, Mapping[str, Sequence[float]]], engine: str) -> str:
+        return number(mean(mean(runs) for runs in column.get(engine, {}).values()), "{:.1f}", 100)
+
+    rows = [(samples.labels[name], *(cell(column, name) for column in found.values())) for name in samples.engines]
+    if len({row[1:] for row in rows}) == 1:
+        rows = [("all engines", *rows[0][1:])]
+    title = (
+        "Scores in %, means over prompts: exact match of the final answer, F1 of ROUGE; generated code is not scored"
+    )
+    return [Table(name="scores", title=title, columns=("engine", *found), rows=tuple(rows))]
 
 
 def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Sequence[str] | None], str]) -> Table:

@@ -14,11 +14,12 @@ from typing import Any
 
 from bench.bandwidth import WeightBytes, measure_bandwidth
 from bench.datasets import EncodedPrompt
-from bench.engines import Engine, SelfSpecEngine
+from bench.engines import Engine, Sampling, SelfSpecEngine
 from bench.grid import SECONDS, fixed_in_hindsight, grid_line
 from bench.measure import measure_prompt, warm_up
 from bench.memory import peak_bytes
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, Line, RecordWriter
+from bench.scoring import Scorer
 from bench.workers import Workers
 from policies import CostModel, MeasuredCost
 from selfspec import SelfSpecGenerator
@@ -30,17 +31,21 @@ _ORDER = ("run", "costs", "limits", "grid", "fixed", "memory", "sample", "output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How to measure. grid: replay fixed settings, and run the best one of each task. memory: measure it, once per engine."""
+    """How to measure. grid: replay fixed settings, and run the best one of each task. memory: measure it, once per engine.
+    sampling: None for greedy decoding; the repeats of a sampled run differ in their seeds, and it has no grid."""
 
     max_new_tokens: int
     repeats: int
     warmups: int
     grid: bool
     memory: bool
+    sampling: Sampling | None = None
 
 
 class Run:
-    """A measurement in progress. engines: the first is the one whose outputs are compared with. advance: told each step."""
+    """A measurement in progress. engines: the first is the one whose outputs are compared with. advance: told each step.
+
+    score: of outputs, for prompts with a reference."""
 
     def __init__(
         self,
@@ -50,7 +55,9 @@ class Run:
         settings: RunSettings,
         record: RecordWriter,
         workers: Workers,
+        score: Scorer | None = None,
     ) -> None:
+        self._score = score
         self._generator = generator
         self._engines = list(engines)
         self._prompts = prompts
@@ -137,10 +144,12 @@ class Run:
                 prompt,
                 max_new_tokens=settings.max_new_tokens,
                 repeats=settings.repeats,
-                dtype=self._generator.model.dtype,
+                dtype=self._generator.model.weights_dtype,
                 write=self._record.write,
                 advance=self.advance,
                 turn=number * settings.repeats,
+                sampled=settings.sampling is not None,
+                score=self._score,
             )
             self._record.write({"kind": "done", "prompt": prompt.id})
 

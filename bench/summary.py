@@ -99,8 +99,8 @@ class Samples:
 
         def count(name: str) -> float | None:
             counted = [line["counted"] or {} for line in outputs]
-            stats = [group[0]["stats"] or {} for group in by_prompt.values()]
-            return mean(source.get(name) for source in (*counted, *stats))
+            stats = [mean((line["stats"] or {}).get(name) for line in group) for group in by_prompt.values()]
+            return mean([*(source.get(name) for source in counted), *stats])
 
         def decode_speed(line: Line) -> float | None:
             return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None

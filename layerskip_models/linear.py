@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear, native_works
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 
 Layout = Literal["plain", "transposed", "packed", "half", "int8", "native"]
 """How a weight is stored: row major as in the checkpoint, column major, in oneDNN's blocked layout, in float16 without loss,
@@ -168,6 +169,15 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
             f"this is {weight.device.type} and {str(weight.dtype).removeprefix('torch.')}"
         )
     return layout
+
+
+def compact_layout(weight: Tensor) -> Layout:
+    """The layout for a float32 weight that was stored in 16 bits, [out, in]: one that keeps it so, if there is one here.
+
+    Our own kernels wherever they run, without timing: with them a row's result does not depend on the rows beside it.
+    """
+    layouts = possible_layouts(weight)
+    return next((layout for layout in ("native", "half") if layout in layouts), "plain")
 
 
 def fastest_layout(weight: Tensor) -> Layout:

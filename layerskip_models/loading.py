@@ -18,7 +18,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from layerskip_models.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.compact_linear import fits_half
-from layerskip_models.linear import COMPACT, LAYOUTS, Layout, PlainLinear, check_layout, fastest_layout
+from layerskip_models.linear import (
+    COMPACT,
+    LAYOUTS,
+    Layout,
+    PlainLinear,
+    check_layout,
+    compact_layout,
+    fastest_layout,
+)
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
 
@@ -78,6 +86,15 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     return chosen
 
 
+def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
+    """What a model with weights of this dtype is computed in: on a CPU, 16-bit weights take part in float32 arithmetic.
+
+    PyTorch's products of 16-bit matrices on a CPU depend on how many rows they have, so that a text would depend on how it
+    was drafted. In float32 it depends on the model and the prompt. Elsewhere a model is computed in its own dtype.
+    """
+    return torch.float32 if device.type == "cpu" and weights in (torch.bfloat16, torch.float16) else weights
+
+
 def check_config(config: object, name: str) -> LlamaConfig:
     """Return the config if this engine runs such a model; ValueError that lists what is supported if not."""
     if not isinstance(config, LlamaConfig) or config.model_type != "llama":
@@ -109,8 +126,9 @@ def load_model(
 ) -> LayerSkipModel:
     """Load a Llama-family checkpoint by hub name or local folder.
 
-    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype; "int8" on a CPU: weights
-        rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
+    dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype. On a CPU "bfloat16" and
+        "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
+        weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
     layout: of the weights; None times the possible ones and takes the fastest for each shape.
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
@@ -211,6 +229,13 @@ def from_transformers(
         layout beside a model that stays usable); True empties `model` while converting it.
     Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices.
     """
+    config = check_transformers(model)
+    with torch.inference_mode(False), torch.no_grad():
+        return _convert(model, config, layout, release)
+
+
+def check_transformers(model: object) -> LlamaConfig:
+    """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
     if not isinstance(model, LlamaForCausalLM):
         raise ValueError(
             f"expected a {', '.join(SUPPORTED_ARCHITECTURES)}, got {type(model).__name__}; "
@@ -218,8 +243,7 @@ def from_transformers(
         )
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
     _check_weights(model)
-    with torch.inference_mode(False), torch.no_grad():
-        return _convert(model, config, layout, release)
+    return config
 
 
 def _check_weights(model: LlamaForCausalLM) -> None:
@@ -236,25 +260,27 @@ def _check_weights(model: LlamaForCausalLM) -> None:
 
 def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None, release: bool) -> LayerSkipModel:
     decoder = model.model
+    stored = decoder.norm.weight.dtype
+    dtype = arithmetic_dtype(stored, decoder.norm.weight.device)
     layouts: dict[str, Layout] = {}
     if layout is not None:
-        check_layout(layout, model.lm_head.weight)
+        check_layout(layout, model.lm_head.weight.new_empty(0, dtype=dtype))
 
     def layout_of(kind: str, weight: Tensor) -> Layout:
         if layout is not None:
             return layout
         if kind not in layouts:  # layers are alike, so the first one's timing serves them all
-            layouts[kind] = fastest_layout(weight)
+            layouts[kind] = fastest_layout(weight) if dtype == stored else compact_layout(weight)
         if layouts[kind] == "half" and not fits_half(weight):
             return "plain"
         return layouts[kind]
 
     def norm(weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight.detach().clone(), config.rms_norm_eps)
+        return RMSNorm(weight.detach().to(dtype, copy=True), config.rms_norm_eps)
 
     layers = []
     for layer in decoder.layers:
-        layers.append(convert_layer(layer, config, layout_of))
+        layers.append(convert_layer(layer, config, layout_of, dtype))
         if release:
             _release(layer)
 
@@ -264,6 +290,7 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     if not release:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
+    head_weight = head_weight.to(dtype)
     head_layout = layout_of("head", head_weight)
     head = LAYOUTS[head_layout](head_weight, None)
     draft_head = None
@@ -271,11 +298,14 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         draft_head = LAYOUTS["int8"](head_weight, None)
     if tied and isinstance(head, PlainLinear):
         embedding = head.weight  # of a transposed head a view: one copy serves both
-    elif head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding):
+    elif (
+        dtype == stored and head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding)
+    ):
         embedding = embedding.bfloat16()
     result = LayerSkipModel(
         config,
-        dtype=decoder.norm.weight.dtype,
+        dtype=dtype,
+        weights_dtype=stored,
         embedding=embedding,
         layers=layers,
         final_norm=norm(decoder.norm.weight),
@@ -292,14 +322,20 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
 
 
 def convert_layer(
-    layer: LlamaDecoderLayer, config: LlamaConfig, layout_of: Callable[[str, Tensor], Layout]
+    layer: LlamaDecoderLayer, config: LlamaConfig, layout_of: Callable[[str, Tensor], Layout], dtype: torch.dtype
 ) -> DecoderLayer:
-    """Copy a transformers layer into the fused layout. layout_of: the layout of one of its four matrices, (kind, weight)."""
+    """Copy a transformers layer into the fused layout.
+
+    layout_of: the layout of one of its four matrices, (kind, weight). dtype: what the layer is computed in.
+    """
     norms = {
-        "qkv": RMSNorm(layer.input_layernorm.weight.detach().clone(), config.rms_norm_eps),
-        "gate_up": RMSNorm(layer.post_attention_layernorm.weight.detach().clone(), config.rms_norm_eps),
+        "qkv": RMSNorm(layer.input_layernorm.weight.detach().to(dtype, copy=True), config.rms_norm_eps),
+        "gate_up": RMSNorm(layer.post_attention_layernorm.weight.detach().to(dtype, copy=True), config.rms_norm_eps),
     }
-    fused = _fuse_layer(layer, config)
+    fused = {
+        kind: (weight.to(dtype), None if bias is None else bias.to(dtype))
+        for kind, (weight, bias) in _fuse_layer(layer, config).items()
+    }
     layouts = {kind: layout_of(kind, weight) for kind, (weight, _) in fused.items()}
     for kind, before in norms.items():
         factors = None if layouts[kind] in COMPACT else before.fold()
@@ -349,6 +385,7 @@ __all__ = [
     "DEMO_PATH",
     "LAYERSKIP_CHECKPOINTS",
     "SUPPORTED_ARCHITECTURES",
+    "arithmetic_dtype",
     "check_config",
     "convert_layer",
     "from_transformers",

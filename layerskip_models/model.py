@@ -27,8 +27,8 @@ from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
-_growing = threading.Lock()  # of any model's rotary table
 _AS_IT_IS = nullcontext()
+_growing = threading.Lock()  # of any model's rotary table
 _FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
 
 
@@ -89,8 +89,9 @@ class LayerSkipModel:
     """A Llama whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
     Attributes: config (LlamaConfig), generation_config (the checkpoint's defaults for `generate`), num_layers,
-    hidden_size, vocab_size, max_positions (tokens of context), dtype, device, num_heads, num_kv_heads, head_dim, name
-    (hub name or path, for finding the checkpoint's default setting).
+    hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
+    weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU), device, num_heads,
+    num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class LayerSkipModel:
         config: LlamaConfig,
         *,
         dtype: torch.dtype,
+        weights_dtype: torch.dtype | None = None,
         embedding: Tensor,
         layers: list[DecoderLayer],
         final_norm: RMSNorm,
@@ -119,8 +121,9 @@ class LayerSkipModel:
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.dtype = dtype
+        self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
-        self._embedding = embedding  # [vocab, hidden]; perhaps bfloat16 if that loses nothing
+        self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
@@ -130,6 +133,8 @@ class LayerSkipModel:
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
+        # On CUDA no fused kernel takes both a mask and grouped heads, and complex numbers are slow and cannot be compiled.
+        self._groups_rows = self._real_rotary = self.device.type != "cpu"
         self._native: NativeLayers | None = None
         if NativeLayers.possible(layers):
             self._native = NativeLayers(
@@ -184,7 +189,11 @@ class LayerSkipModel:
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
             cos = (angles.cos() * self._rotary_scaling).to(wide)
             sin = (angles.sin() * self._rotary_scaling).to(wide)
-            self._rotary = torch.complex(cos, sin).unsqueeze(1)
+            if self._real_rotary:
+                factors = torch.stack((cos, cos, -sin, sin), dim=-1).unflatten(-1, (2, 2))  # [positions, d/2, 2, 2]
+                self._rotary = factors.transpose(1, 2).contiguous().unsqueeze(1)
+            else:
+                self._rotary = torch.complex(cos, sin).unsqueeze(1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
@@ -215,9 +224,9 @@ class LayerSkipModel:
         rows = hidden.shape[0]
         end = position + rows
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        rotary = self._rotary[position:end]
         if self._native is not None:
-            return self._native.run(hidden, start, stop, cache, position, rotary, capture)
+            return self._native.run(hidden, start, stop, cache, position, self._rotary, capture)
+        rotary = self._rotary[position:end]
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         attend = self._attend_few if few else self._attend
@@ -226,6 +235,8 @@ class LayerSkipModel:
             mask = torch.full((rows, rows), -torch.inf, dtype=self.dtype, device=self.device).triu_(1).unsqueeze(1)
         elif rows > 1 and position > 0:
             mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
+            if self._groups_rows and heads != kv_heads:
+                attend, mask = self.attend_grouped, mask.repeat_interleave(heads // kv_heads, dim=0)
         windows = cache.window(start, stop, position, end)
         return self.run_windows(hidden, start, windows, rotary, attend, mask, capture)
 
@@ -263,7 +274,7 @@ class LayerSkipModel:
     ) -> Tensor:
         """Run a layer for each window, from layer `start` on. What `run_layers` does once it knows where the rows are.
 
-        rotary: complex [rows, 1, head_dim / 2], of the rows' positions. mask: handed to `attend`.
+        rotary: rows of the table `rotary`, of these rows' positions. mask: handed to `attend`.
         """
         for index, (new_keys, new_values, keys, values) in enumerate(windows, start=start):
             layer = self._layers[index]
@@ -321,12 +332,11 @@ class LayerSkipModel:
         """Attention of any number of rows, fused. mask: [rows, end], None for one row or rows from position 0 on."""
         rows, heads, dim = query.shape
         kv_heads = keys.shape[0]
+        if rows == 1:
+            return self.attend_grouped(query, keys, values, None)
         keys, values = keys.mT.unsqueeze(0), values.unsqueeze(0)
         if self.transposed_keys:
             keys = keys.contiguous()  # the fused kernel takes no others, and what it does instead is slow
-        if rows == 1:
-            grouped = query.view(1, kv_heads, heads // kv_heads, dim)
-            return F.scaled_dot_product_attention(grouped, keys, values).view(1, heads * dim)
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             keys,
@@ -337,9 +347,26 @@ class LayerSkipModel:
         )
         return attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
 
+    def attend_grouped(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Fused attention in which the query heads of a group are rows of one product, since they see the same keys.
+
+        query: [rows, heads, head_dim]. mask: [rows * group, positions]; None for one row. Returns [rows, heads * head_dim].
+        """
+        rows, heads, dim = query.shape
+        kv_heads = keys.shape[0]
+        group = heads // kv_heads
+        grouped = query.reshape(rows, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
+        attended = F.scaled_dot_product_attention(grouped, keys.mT.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)
+        # Reshaped, not viewed: on CUDA the result lies in memory as [rows * group, kv_heads, head_dim].
+        return attended.reshape(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads * dim)
+
     @property
     def rotary(self) -> Tensor:
-        """The rotary table, complex [positions, 1, head_dim / 2]; `prepare` may put a longer one in its place."""
+        """The rotary table; `prepare` may put a longer one in its place.
+
+        On a CPU complex, [positions, 1, head_dim / 2]. On CUDA real, [positions, 1, 2, head_dim / 2, 2]: for both numbers of
+        every pair the factor of the number itself (cos, cos), then that of the other one (-sin, sin).
+        """
         return self._rotary
 
     def on_one_team(self) -> AbstractContextManager[None]:
@@ -381,7 +408,11 @@ class LayerSkipModel:
 
     def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:
         """Rotary embedding, in place, of the first `num_rotated` interleaved heads of [rows, heads, head_dim]."""
-        if self._half:
+        if not rotary.is_complex():
+            pairs = qkv[:, :num_rotated].unflatten(-1, (-1, 2))
+            itself, other = rotary.unbind(2)
+            torch.addcmul(pairs.flip(-1) * other, pairs, itself, out=pairs)  # in half precision from float32 products
+        elif self._half:
             heads = qkv[:, :num_rotated]
             pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
             heads.copy_(torch.view_as_real(pairs.mul_(rotary)).flatten(-2))

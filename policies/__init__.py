@@ -15,7 +15,7 @@ from policies.draft_verify import DraftVerifyThreshold
 from policies.entropy import AdaEdlThreshold, SvipThreshold
 from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
-from policies.names import EXITS, STOPPINGS, parse_policy
+from policies.names import EXITS, STOPPINGS, kept_between_texts, parse_policy
 from policies.pacer import PacerStopping, PreVerifier
 from policies.records import ContextStates, DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens, Spent
 from policies.spide import SpideStopping
@@ -56,6 +56,7 @@ __all__ = [
     "autoregressive",
     "best_setting",
     "check_exit_layer",
+    "kept_between_texts",
     "parse_policy",
     "tokens_per_cost",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.acceptance_table import MIDPOINTS
+from policies.acceptance_table import DOUBT_BINS
 
 Array = NDArray[np.float64]
 
@@ -27,7 +27,7 @@ _OWN_SPREAD = 0.3  # of a layer from that line,
 _SLOPE_SPREAD = 0.3  # and of the slope
 _FIT_COUNT = 8.0  # how many observations the fit is worth in a bin
 _ITERATIONS = 3  # of Newton's method, each time from where the last fit ended
-_CONFIDENCE: Array = np.clip(MIDPOINTS, 0.03, 0.997)
+_CONFIDENCE: Array = np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)
 _LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
 
 

@@ -4,57 +4,96 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from policies.records import RoundRecord, ShadowTokens
 
-# Nine bins of width 0.1 up to 0.9, ten of width 0.01 up to 1.0, and {1.0}.
-EDGES: tuple[float, ...] = tuple([i / 10 for i in range(1, 10)] + [i / 100 for i in range(91, 101)])
-NUM_BINS = len(EDGES) + 1
-MIDPOINTS: tuple[float, ...] = tuple([(low + high) / 2 for low, high in zip((0.0, *EDGES[:-1]), EDGES)] + [1.0])
 PRIOR_COUNT = 2.0
 
 
-def confidence_bin(confidence: float) -> int:
-    """The bin of a confidence in [0, 1]: 0 for [0, .1) .. 8 for [.8, .9), 9 for [.9, .91) .. 18 for [.99, 1), 19 for 1.
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Intervals of confidence, and the acceptance that each starts from.
 
-    Source: SPIDE (2025), section 3.2.
+    edges: ascending, in (0, 1]; bin i holds [edges[i - 1], edges[i]), the first from 0, the last up to 1 inclusive.
+    midpoints: one more than edges.
     """
-    return bisect_right(EDGES, confidence)
+
+    edges: tuple[float, ...]
+    midpoints: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.midpoints)
+
+    def index(self, confidence: float) -> int:
+        """The bin of a confidence in [0, 1]."""
+        return bisect_right(self.edges, confidence)
+
+
+def _doubt_bins(doubts: tuple[float, ...]) -> Bins:
+    """Nine bins of width 0.1 up to 0.9, then bins whose edges are given as 1 - confidence, descending from 0.1."""
+    low = tuple(i / 10 for i in range(10))
+    upper = zip((0.1, *doubts), doubts)
+    midpoints = [(a + b) / 2 for a, b in pairwise(low)] + [1 - (a * b) ** 0.5 for a, b in upper]
+    return Bins((*low[1:], *(1 - doubt for doubt in doubts)), (*midpoints, 1 - doubts[-1] / 2))
+
+
+PAPER_BINS = Bins(
+    tuple([i / 10 for i in range(1, 10)] + [i / 100 for i in range(91, 101)]),
+    tuple([(2 * i + 1) / 20 for i in range(9)] + [(2 * i + 1) / 200 for i in range(90, 100)] + [1.0]),
+)
+"""SPIDE's twenty (section 3.2): nine of width 0.1 up to 0.9, ten of width 0.01 up to 1.0, and {1.0}.
+
+In the paper's bfloat16 all above 0.998 is 1.0. In float32 nearly nothing is, so that the last bin stays empty there."""
+DOUBT_BINS = _doubt_bins((0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0003, 0.0001))
+"""Ours: twenty as well, those above 0.9 in steps of 1 - confidence that shrink down to 0.0001.
+
+A float32 confidence gives 1 - confidence there to within 2 % (measured), far less than the width of a bin."""
+BINS = {"doubt": DOUBT_BINS, "paper": PAPER_BINS}
 
 
 class AcceptanceTable:
     """Acceptance per confidence bin for each of several exit layers, from what has been seen and a prior.
 
-    layers: the exit layers it has a row for. decay: what an observation's weight is multiplied by with each later
-    observation round; 1 keeps all. prior_count: how many observations the prior is worth in each bin.
+    layers: the exit layers it has a row for. bins: of confidence. decay: what an observation's weight is multiplied by with
+    each later observation round; 1 keeps all. prior_count: how many observations the prior is worth in each bin.
     The prior of a bin is a Beta distribution whose mean is the bin's midpoint: calibrated confidence, until seen otherwise.
     """
 
-    def __init__(self, layers: Iterable[int], *, prior_count: float = PRIOR_COUNT, decay: float = 1.0) -> None:
+    def __init__(
+        self,
+        layers: Iterable[int],
+        *,
+        bins: Bins = DOUBT_BINS,
+        prior_count: float = PRIOR_COUNT,
+        decay: float = 1.0,
+    ) -> None:
         if prior_count <= 0:
             raise ValueError(f"prior_count must be above 0, got {prior_count}")
         if not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {decay}")
         self.layers = tuple(layers)
+        self.bins = bins
         self._prior_count = prior_count
         self._decay = decay
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the prior."""
-        self.accepted: dict[int, list[float]] = {layer: [0.0] * NUM_BINS for layer in self.layers}
-        self.seen: dict[int, list[float]] = {layer: [0.0] * NUM_BINS for layer in self.layers}
+        self.accepted: dict[int, list[float]] = {layer: [0.0] * len(self.bins) for layer in self.layers}
+        self.seen: dict[int, list[float]] = {layer: [0.0] * len(self.bins) for layer in self.layers}
 
     def rate(self, layer: int, confidence: float) -> float:
         """Estimated chance that a token drafted at `layer` with this confidence is accepted, in (0, 1]."""
-        index = confidence_bin(confidence)
+        index = self.bins.index(confidence)
         prior = self._prior_count
-        return (self.accepted[layer][index] + prior * MIDPOINTS[index]) / (self.seen[layer][index] + prior)
+        return (self.accepted[layer][index] + prior * self.bins.midpoints[index]) / (self.seen[layer][index] + prior)
 
     def add(self, layer: int, confidence: float, acceptance: float) -> None:
         """One observation: acceptance is 0 or 1, or a probability when sampling."""
-        index = confidence_bin(confidence)
+        index = self.bins.index(confidence)
         self.accepted[layer][index] += acceptance
         self.seen[layer][index] += 1.0
 
@@ -101,22 +140,33 @@ class AcceptanceTable:
                 self.add(layer, confidence, value)
 
     def state(self) -> dict[str, Any]:
-        """Counts per layer and bin, for JSON."""
+        """Counts per layer and bin, and the bins' edges, for JSON."""
         return {
+            "edges": list(self.bins.edges),
             "accepted": {str(layer): list(row) for layer, row in self.accepted.items()},
             "seen": {str(layer): list(row) for layer, row in self.seen.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up counts that `state` gave. Raises ValueError if they are for other layers or bins."""
-        for name in ("accepted", "seen"):
-            rows = {int(layer): [float(value) for value in row] for layer, row in state[name].items()}
-            if set(rows) != set(self.layers) or any(len(row) != NUM_BINS for row in rows.values()):
+        """Take up counts that `state` gave.
+
+        Raises ValueError, and changes nothing, if they are for other layers or bins, or from another version.
+        """
+        if missing := sorted({"edges", "accepted", "seen"} - state.keys()):
+            raise ValueError(f"the saved table lacks {', '.join(missing)}: it was saved by another version")
+        if list(state["edges"]) != list(self.bins.edges):
+            raise ValueError("the saved table is for other bins of confidence")
+        tables = [
+            {int(layer): [float(value) for value in row] for layer, row in state[name].items()}
+            for name in ("accepted", "seen")
+        ]
+        for rows in tables:
+            if set(rows) != set(self.layers) or any(len(row) != len(self.bins) for row in rows.values()):
                 raise ValueError(
-                    f"the saved table is for exit layers {sorted(rows)}, this one for {list(self.layers)};"
-                    f" each has {NUM_BINS} bins"
+                    f"the saved table is for exit layers {sorted(rows)}, this one for {list(self.layers)}"
+                    f" with {len(self.bins)} bins each"
                 )
-            setattr(self, name, rows)
+        self.accepted, self.seen = tables
 
 
 def draft_acceptance(record: RoundRecord) -> list[float]:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.acceptance_model import AcceptanceModel
-from policies.acceptance_table import NUM_BINS, AcceptanceTable, confidence_bin
+from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost
 from policies.drift import CostDrift
@@ -132,7 +132,7 @@ class AutoLearner:
     def reset(self) -> None:
         """Back to the prior."""
         self.table.reset()
-        self.frequency = np.zeros((len(self.layers), NUM_BINS))
+        self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
         self._next_rate = 1 / self.cost.autoregressive()
@@ -176,7 +176,7 @@ class AutoLearner:
             index = self._index.get(layer)
             if index is not None:
                 for confidence in confidences:
-                    self.frequency[index, confidence_bin(confidence)] += 1
+                    self.frequency[index, DOUBT_BINS.index(confidence)] += 1
 
     def learn(self) -> None:
         """Everything from the counts."""
@@ -193,7 +193,7 @@ class AutoLearner:
     def _solve(self, accepted: NDArray[np.float64], seen: NDArray[np.float64]) -> None:
         """Estimates, values and rate from counts and fit."""
         self.acceptance = self.model.acceptance(accepted, seen)
-        counts = self.frequency + (self.frequency.sum(axis=0) + 1 / NUM_BINS) / max(self.frequency.sum(), 1.0)
+        counts = self.frequency + (self.frequency.sum(axis=0) + 1 / len(DOUBT_BINS)) / max(self.frequency.sum(), 1.0)
         frequency = counts / counts.sum(axis=1, keepdims=True)
         self._chances: list[list[float]] = self.acceptance.tolist()
         self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
@@ -230,7 +230,7 @@ class AutoLearner:
 
     def chance(self, layer: int, confidence: float) -> float:
         """Estimated acceptance of a token of this confidence at this layer."""
-        return self._chances[self._index[layer]][confidence_bin(confidence)]
+        return self._chances[self._index[layer]][DOUBT_BINS.index(confidence)]
 
     def state(self) -> dict[str, Any]:
         """Tables, frequencies and rate, for JSON."""

@@ -19,7 +19,7 @@ from policies.cost import CostModel
 from policies.records import RoundRecord
 
 _WINDOW = 64  # rounds that are compared with each other: of one load of the machine, more or less
-_FEWEST = 6  # of each kind; a median, so that a round in which the thread lost its core counts for nothing
+_FEWEST = 8  # of each kind; a median, so that a round in which the thread lost its core counts for nothing
 _TOLERANCE = 1.3  # a calibration in quiet is right within a tenth; acting on less would make decisions follow noise
 _PROBE_EVERY = 4  # while kinds are compared, one round in so many is of a kind that there are too few of
 _COMPARE_EVERY = 1024  # rounds
@@ -111,7 +111,11 @@ class CostDrift:
         return None
 
     def _compare(self) -> bool:
-        if min(map(len, self._ratios.values())) < _FEWEST:
+        # Once per window: with another cost a policy solves its equations anew, which takes as long as some rounds.
+        waits = (
+            self._compared is not None and self._round - self._compared < _WINDOW
+        )  # solving anew costs a policy some rounds
+        if waits or min(map(len, self._ratios.values())) < _FEWEST:
             return False
         self._compared = self._round
         plain, drafting, verifying = (median(ratio for _, ratio in ratios) for ratios in self._ratios.values())

@@ -120,9 +120,10 @@ def _adaedl(setup: Setup, **options: Any) -> StoppingPolicy:
 
 
 def _spide(setup: Setup, **options: Any) -> StoppingPolicy:
-    if options.get("shadow") is False and "learn_every" in options:
-        raise ValueError("learn_every changes nothing with shadow=off")
-    return spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
+    built = spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
+    if "learn_every" in options and not built.learns_from_shadow_tokens:
+        raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
+    return built
 
 
 def _pacer(setup: Setup, path: str | None = None, exit_layer: int | None = None, **options: Any) -> StoppingPolicy:
@@ -199,7 +200,14 @@ STOPPINGS: dict[str, Named] = {
         about="SPIDE's reliability",
         example="spide:3,tau=0.7",
         build=_spide,
-        options={"tau": float, "max_length": _integer, "learn_every": _integer, "shadow": _switch},
+        options={
+            "tau": float,
+            "max_length": _integer,
+            "learn_every": _integer,
+            "shadow": _switch,
+            "prompt_rows": _integer,
+            "bins": str,
+        },
     ),
     "pacer": Named(
         about="Pacer's pre-verifier",
@@ -250,6 +258,17 @@ def parse_policy(
     return Policy(exit_policy, stopping, name=text)
 
 
+def kept_between_texts(text: str) -> str:
+    """The name with state=kept wherever the policy has that option and the name does not say: "del" is "del:state=kept"."""
+    parts = []
+    for part, known in zip(text.strip().split("+"), (EXITS, STOPPINGS)):
+        name, arguments = _split(part)
+        if name in known and "state" in known[name].options and "state=" not in arguments:
+            part = f"{name}:{arguments},state=kept" if arguments else f"{name}:state=kept"
+        parts.append(part)
+    return "+".join(parts)
+
+
 def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     head, plus, tail = text.partition("+")
     name, arguments = _split(head)
@@ -258,7 +277,7 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
             return _with_own_stopping(setup, name, arguments)
         return _with_other_stopping(setup, name, arguments, tail)
     if name not in STOPPINGS:
-        raise ValueError(f"unknown policy {name!r}{_suggestion(name, [*EXITS, *STOPPINGS])}")
+        raise ValueError(f"unknown policy {name!r}{_suggestion(name, list({**EXITS, **STOPPINGS}))}")
     if plus:
         raise ValueError(f"{name!r} ends drafts itself: put {tail!r} behind an exit policy, as in ls:3-18+{tail}")
     return _with_fixed_exit(setup, name, arguments)
@@ -308,10 +327,11 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
 
 def _check_schedule(values: dict[str, Any], own: Needs, other: Needs, where: str) -> None:
     """ValueError for a schedule of learning that the other half of the policy, which asks for more, overrides."""
-    if "learn_every" in values and other.shadow_layers and other.learn_every < own.learn_every:
-        raise ValueError(f"learn_every= changes nothing {where}, which learns from one row in {other.learn_every}")
+    if "learn_every" in values and other.shadow_layers and 0 < other.learn_every < own.learn_every:
+        rows = "every row" if other.learn_every == 1 else f"one row in {other.learn_every}"
+        raise ValueError(f"learn_every= changes nothing {where}, which learns from {rows}")
     if "prompt_rows" in values and other.prompt_rows > own.prompt_rows:
-        raise ValueError(f"prompt_rows= changes nothing {where}, which learns from {other.prompt_rows}")
+        raise ValueError(f"prompt_rows= changes nothing {where}, which learns from {other.prompt_rows} of them")
     if "learn_first" in values and (own | other).learn_every == 1:
         raise ValueError("learn_first= changes nothing where every row is learned from")
 

@@ -27,8 +27,8 @@ class Needs:
     prompt_rows: how many of the last prompt positions get shadow tokens as well (DEL starts from 32).
     prompt_every: with fewer than prompt_rows * prompt_every tokens to come, proportionally fewer prompt rows; 0: always all.
     learn_every, learn_first: shadow tokens of about one row in `learn_every`, after those of the first `learn_first` rows of
-        a call. A round is learned from whole or not at all, so rows count, not rounds: a long round costs as much as many
-        short ones.
+        a call; learn_every = 0: of the prompt's rows only. A round is learned from whole or not at all, so rows count, not
+        rounds: a long round costs as much as many short ones.
     """
 
     confidence: bool = False
@@ -44,7 +44,7 @@ class Needs:
 
     def learns(self, rows_learned: int, rows_seen: int) -> bool:
         """Whether shadow tokens are asked for in the coming round, when so many of a call's rows have got them."""
-        if not self.shadow_layers:
+        if not self.shadow_layers or not self.learn_every:
             return False
         return rows_learned < self.learn_first or rows_learned * self.learn_every <= rows_seen
 
@@ -56,6 +56,7 @@ class Needs:
     def __or__(self, other: Needs) -> Needs:
         """Everything that either of the two asks for."""
         schedules = [n.learn_every for n in (self, other) if n.shadow_layers]
+        often = [schedule for schedule in schedules if schedule] or schedules
         return Needs(
             confidence=self.confidence or other.confidence,
             entropy=self.entropy or other.entropy,
@@ -65,7 +66,7 @@ class Needs:
             shadow_layers=tuple(sorted({*self.shadow_layers, *other.shadow_layers})),
             prompt_rows=max(self.prompt_rows, other.prompt_rows),
             prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
-            learn_every=min(schedules, default=1),
+            learn_every=min(often, default=1),
             learn_first=max(self.learn_first, other.learn_first),
         )
 
@@ -117,7 +118,7 @@ class DraftRow:
 
     num_drafted: int
     exit_layer: int
-    position: int = 0
+    position: int
     confidence: float | None = None
     entropy: float | None = None
     exit_hidden: Tensor | None = None

@@ -6,21 +6,25 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from policies.acceptance_table import PRIOR_COUNT, AcceptanceTable
+from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop, check_layers
-from policies.records import DraftRow, Needs, Plan, RoundRecord
+from policies.records import DraftRow, Needs, Plan, RoundRecord, ShadowTokens
 
 TAU = 0.7
 MAX_LENGTH = 18
+PROMPT_ROWS = 0
 
 
 class SpideStopping(NeverStop):
     """Stop, keeping the token, when the reliability Gamma = product of table rates over the draft falls to tau or below.
 
-    layers: exit layers to keep tables for; all of them learn from the shadow tokens of one row in learn_every, the drafting
-    one from its drafts in every round. shadow: False learns from drafts alone. tau in (0, 1); the paper uses 0.5 to 0.9.
-    Deviations (docs/policies.md): one table per exit layer; a stated prior; confidence is the top-1 probability.
-    Raises ValueError for a tau outside (0, 1).
+    layers: exit layers to keep tables for; the drafting one learns from its drafts in every round. tau in (0, 1); the paper
+    uses 0.5 to 0.9. bins: "doubt" or the paper's, see `policies.acceptance_table`.
+    shadow: whether all layers learn from shadow tokens, too, those of one row in learn_every; None where there are several
+    layers. A lone layer's drafts say nearly all that its shadow tokens would. prompt_rows: how many of the prompt's last
+    rows teach it, whatever `shadow` says; more, if another policy asks for more.
+    Deviations (docs/policies.md): one table per exit layer; the bins; a stated prior.
+    Raises ValueError for values out of range.
     Source: SPIDE (2025), section 3.2 and Figure 4.
     """
 
@@ -33,17 +37,37 @@ class SpideStopping(NeverStop):
         max_length: int = MAX_LENGTH,
         prior_count: float = PRIOR_COUNT,
         learn_every: int = 1,
-        shadow: bool = True,
+        shadow: bool | None = None,
+        prompt_rows: int = PROMPT_ROWS,
+        bins: str = "doubt",
     ) -> None:
         if not 0 < tau < 1:
             raise ValueError(f"tau must be in (0, 1), got {tau}")
+        for name, value, least in (
+            ("max_length", max_length, 1),
+            ("learn_every", learn_every, 1),
+            ("prompt_rows", prompt_rows, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if bins not in BINS:
+            raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
         candidates = check_layers(tuple(layers), num_layers)
-        self.table = AcceptanceTable(candidates, prior_count=prior_count)
-        self.needs = Needs(confidence=True, shadow_layers=candidates if shadow else (), learn_every=learn_every)
+        self._shadow = len(candidates) > 1 if shadow is None else shadow
+        self.table = AcceptanceTable(candidates, bins=BINS[bins], prior_count=prior_count)
+        self.needs = Needs(confidence=True)
+        self._prompt = self._shadow or prompt_rows > 0
+        if self._prompt:
+            schedule = learn_every if self._shadow else 0
+            self.needs = replace(self.needs, shadow_layers=candidates, learn_every=schedule, prompt_rows=prompt_rows)
         self.tau = tau
-        self._shadow = shadow
         self.reliability = 1.0
         self.max_length = max_length
+
+    @property
+    def learns_from_shadow_tokens(self) -> bool:
+        """Whether rounds teach it more than the fate of its drafts."""
+        return self._shadow
 
     def start_round(self, plan: Plan) -> None:
         """Gamma starts at 1."""
@@ -58,6 +82,11 @@ class SpideStopping(NeverStop):
     def threshold(self, exit_layer: int) -> float:
         """tau."""
         return self.tau
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        """Learn from the prompt's last rows, whoever asked for them."""
+        if self._prompt:
+            self.table.observe_shadow(shadow)
 
     def observe(self, record: RoundRecord) -> None:
         """Update the tables."""

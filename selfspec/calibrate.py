@@ -186,7 +186,7 @@ def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[floa
 def synchronize(device: torch.device) -> None:
     """Wait for what was queued on the device, so that the clock sees it."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()  # not the whole device: another thread may be capturing on it
 
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from time import perf_counter
@@ -12,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from policies import Policy, RoundRecord
 from selfspec.config import Request
 from selfspec.decoding import Decoding
-from selfspec.model_source import BoundModel
-from selfspec.runner import Runner
+from selfspec.model_source import BoundModel, ModelSource
+from selfspec.policy_use import use
+from selfspec.runner import EagerRunner, Runner
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
@@ -58,24 +60,28 @@ _SHOWN = 60  # characters, or ids, of the new text in a repr
 class Call:
     """Runs one checked request. It keeps the model that it began with, and a runner that no other call has, to its end.
 
-    started: `perf_counter` when the user called. tokenizer: for the result's text, None for none.
+    started: `perf_counter` when the user called. calibration_seconds: spent since then on the policy.
+    tokenizer: for the result's text, None for none.
     """
 
     def __init__(
         self,
+        models: ModelSource,
         bound: BoundModel,
         request: Request,
         policy: Policy,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         started: float,
+        calibration_seconds: float = 0.0,
         keep_trace: bool,
     ) -> None:
         self.request = request
         self.tokenizer = tokenizer
         self.result: GenerationResult | None = None
-        self._bound, self._policy = bound, policy
+        self._models, self._bound, self._policy = models, bound, policy
         self._started, self._keep_trace = started, keep_trace
+        self._calibration_seconds = calibration_seconds
 
     def rounds(self) -> Generator[Committed]:
         """Yield the committed tokens of prefill (its record is None) and of every round; then `result` is set.
@@ -83,24 +89,29 @@ class Call:
         Whoever does not exhaust it must close it, which ends the call.
         """
         request = self.request
-        with self._bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens) as runner:
+        num_tokens = request.prompt.numel() + request.stops.max_new_tokens
+        with self._bound.runners.lend(num_tokens) as runner, use(self._policy) as (policy, at_work):
             try:
-                yield from self._run(runner)
+                yield from self._run(runner, policy, at_work)
             except NonFiniteLogitsError:
                 runner.clear()
                 raise
+            finally:
+                self._models.called(perf_counter() - self._started)
 
-    def _run(self, runner: Runner) -> Generator[Committed]:
+    def _run(self, runner: Runner, policy: Policy, at_work: threading.RLock) -> Generator[Committed]:
         model = self._bound.model
         captures, capture_seconds = runner.num_captures, runner.capture_seconds
         first_token_seconds = 0.0
         records: list[RoundRecord] = []
         with engine_mode(model.device):
-            decoding = Decoding(model, runner.cache, self.request, self._policy, runner)
+            decoding = Decoding(model, runner.cache, self.request, policy, runner)
         rounds = decoding.run()
         while True:
-            with engine_mode(model.device):  # left while whoever reads the tokens is at work
+            with engine_mode(model.device), at_work:  # both are left while whoever reads the tokens is at work
                 committed = next(rounds, None)
+            if decoding.capture_error is not None:
+                self._bound.runners.give_up_graphs(decoding.capture_error)
             if committed is None:
                 break
             if committed[1] is None:
@@ -118,9 +129,10 @@ class Call:
             num_prompt_tokens=num_prompt,
             seconds=perf_counter() - self._started,
             prefill_seconds=decoding.prefill_seconds,
+            calibration_seconds=self._calibration_seconds,
             first_token=first_token_seconds,
             cache_bytes=runner.cache.num_bytes,
-            runner=self._bound.runners.kind if decoding.runner is runner else "eager",
+            runner="eager" if isinstance(decoding.runner, EagerRunner) else "captured",
             num_captures=runner.num_captures - captures,
             capture_seconds=runner.capture_seconds - capture_seconds,
         )

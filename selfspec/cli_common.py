@@ -26,7 +26,8 @@ ModelOption = Annotated[
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16, float16, float64, or int8 (weights, on a CPU).", rich_help_panel=MODEL_PANEL
+        help="auto, float32, bfloat16, float16, float64 or int8. On a CPU the 8- and 16-bit ones are of the weights only.",
+        rich_help_panel=MODEL_PANEL,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]

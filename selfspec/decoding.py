@@ -14,7 +14,7 @@ from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, Spen
 from selfspec.config import Request
 from selfspec.exit_history import ExitHistory
 from selfspec.kv_cache import KVCache
-from selfspec.runner import EagerRunner, Outcome, Runner, Turn, argmax_tokens, both
+from selfspec.runner import CaptureError, EagerRunner, Outcome, Runner, Turn, argmax_tokens, both
 from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 from selfspec.stats import StatsBuilder
@@ -66,6 +66,12 @@ class Decoding:
         self.length = request.prompt.numel()  # committed tokens, n
         self.tokens = torch.empty(1, cache.max_length + 1, dtype=torch.long, device=model.device)
         self.tokens[0, : self.length] = request.prompt
+        # The same text in the host's memory, for stopping criteria: on CUDA each look at `tokens` would wait for the device.
+        self.text = None
+        if request.stops.criteria:
+            self.text = torch.empty(1, cache.max_length + 1, dtype=torch.long, device="cpu")
+            self.text[0, : self.length] = request.prompt
+        self.capture_error: CaptureError | None = None  # why the captured runner was given up
         self.pending = -1  # the last committed token, not yet run through any layer
         self.num_new = 0
         self.stop_reason: StopReason | None = None
@@ -132,7 +138,7 @@ class Decoding:
         recorder = self._recorder_for(cap + 1)
 
         started = perf_counter()
-        outcome = self.runner.run(self._turn(remaining, recorder, exit_layer, cap))
+        outcome = self._run(self._turn(remaining, recorder, exit_layer, cap), plan)
         spent = Spent() if self.policy.stopping is None else self.policy.stopping.spent()
         committed = self._commit(outcome.block, outcome.failure)
         self.stats.accept_seconds += perf_counter() - outcome.verified
@@ -167,7 +173,7 @@ class Decoding:
         started = perf_counter()
         num_before = self.length
         recorder = self._recorder_for(1)
-        outcome = self.runner.run(self._turn(remaining, recorder, None, 0))
+        outcome = self._run(self._turn(remaining, recorder, None, 0), plan)
         block = self._commit(outcome.block, outcome.failure)
         self.stats.accept_seconds += perf_counter() - outcome.verified
         with self.runner.learning():
@@ -187,6 +193,22 @@ class Decoding:
                 verify_seconds=outcome.verified - started,
             )
             return self._finish(record, block, learning)
+
+    def _run(self, turn: Turn, plan: Plan) -> Outcome:
+        """Run a round. If graphs fail, this round and all later ones of the call are run eagerly."""
+        try:
+            return self.runner.run(turn)
+        except CaptureError as error:
+            self.capture_error = error
+        self.runner = EagerRunner(self.model, self.cache)
+        # Graphs may have written anywhere in the cache: the rows of all tokens but the pending one are computed again.
+        starts, end = _prefill_starts(self.length - 1), self.length - 1
+        for first, last in zip(starts, [*starts[1:], end]):
+            hidden = self.model.embed(self.tokens[0, first:last])
+            self.model.run_layers(hidden, 0, self.model.num_layers, self.cache, first)
+        if turn.exit_layer is not None and self.policy.stopping is not None:
+            self.policy.stopping.start_round(plan)  # it may have been asked about rows of this round already
+        return self.runner.run(turn)
 
     def _turn(self, remaining: int, recorder: ShadowRecorder | None, exit_layer: int | None, cap: int) -> Turn:
         return Turn(
@@ -234,13 +256,16 @@ class Decoding:
 
         failure: why the last token is none: raised, unless the text ends before it.
         """
-        place = self.tokens[0, self.length : self.length + len(block)]
+        end = self.length + len(block)
+        if self.text is not None:
+            self.text[0, self.length : end] = torch.tensor(block, dtype=torch.long, device="cpu")
+        place = self.tokens[0, self.length : end]
         if self.on_cuda:  # from ordinary memory the copy would wait for all that was launched ahead
             place.copy_(torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=True), non_blocking=True)
         else:
             place.copy_(torch.tensor(block, dtype=torch.long, device="cpu"))
         sound = block if failure is None else block[:-1]
-        count, self.stop_reason = self.request.stops.first_stop(sound, self.tokens, self.length, self.num_new)
+        count, self.stop_reason = self.request.stops.first_stop(sound, self.text, self.length, self.num_new)
         if failure is not None:
             if self.stop_reason is None:
                 raise failure

@@ -23,6 +23,10 @@ class ExitHistory:
         )  # [layers, positions, hidden]
         self.max_length = max_length
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ExitHistory:
+        """Itself: a policy that is copied for another text drops what it knew of this one."""
+        return self
+
     def recording(self, position: int) -> Callable[[int, int, Tensor], None]:
         """capture(first_row, layers_done, hidden) for rows counted from this position."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import closing
 from functools import partial
 from inspect import signature
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
-from policies import Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
+from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
 from selfspec.call import Call, GenerationResult
@@ -31,7 +31,8 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.graphs.runner import CapturedRunner
 from selfspec.model_source import BoundModel, ModelSource
 from selfspec.preverify import PreVerifiers
-from selfspec.runner import RunnerChoice, RunnerName
+from selfspec.runner import CaptureError, RunnerChoice, RunnerName
+from selfspec.stream import GenerationStream
 from selfspec.torch_mode import engine_mode
 
 
@@ -51,8 +52,11 @@ class SelfSpecGenerator:
     """Self-speculative decoding with one model: its first layers draft, the rest verify, the output stays the model's own.
 
     model: what `layerskip_models.load_model` returns, or a transformers LlamaForCausalLM, whose weights are then copied
-        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed;
-        in-place updates of its weights are noticed and copied again). Generators may share either.
+        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed). Generators
+        may share either. When the weights of a transformers model change, they are copied again at the start of the next
+        call: after an optimiser's step, `load_state_dict`, a merged adapter, a replaced parameter, whether or not through
+        `.data`. **One exception:** a write through `.data` that changes only a few numbers of a tensor (a row, a single
+        weight) may be found only some calls later. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
@@ -70,7 +74,7 @@ class SelfSpecGenerator:
         self._models = ModelSource(model, runner)
         self.tokenizer = tokenizer
         self._lock = threading.Lock()  # of `_policies`
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
         self._default = policy
         if policy is not None:
             self._named_policy(self._models.current, policy)  # a wrong one is an error here, not at the first call
@@ -127,8 +131,9 @@ class SelfSpecGenerator:
             (the default) drafts a little otherwise in every process, and then draws otherwise, too: for samples that a seed
             repeats exactly choose another, such as "auto:cost=layers".
         streamer: gets committed tokens only, each once, as soon as its round ends.
-        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores).
-            Criteria see the full prefix of every committed token.
+        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores);
+            they also see texts that are only drafted, and may raise an exception for those. Criteria see the full prefix of
+            every committed token, in a tensor on the CPU whatever the model's device.
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
@@ -140,17 +145,15 @@ class SelfSpecGenerator:
             refuse_unknown(unknown, signature(self.generate).parameters)
         call = self._call(
             prompt,
-            options={
-                "max_new_tokens": max_new_tokens,
-                "do_sample": do_sample,
-                "temperature": temperature,
-                "top_k": top_k,
-                "top_p": top_p,
-                "min_p": min_p,
-                "repetition_penalty": repetition_penalty,
-                "eos_token_id": eos_token_id,
-                "stop_strings": stop_strings,
-            },
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            eos_token_id=eos_token_id,
+            stop_strings=stop_strings,
             seed=seed,
             generator=generator,
             logits_processor=logits_processor,
@@ -174,25 +177,51 @@ class SelfSpecGenerator:
         assert call.result is not None
         return call.result
 
+    def stream(self, prompt: str | list[int] | Tensor, **options: Any) -> GenerationStream:
+        """Continue a prompt piece by piece: `for piece in generator.stream("Once"): print(piece, end="")`.
+
+        options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
+        Returns an iterator over pieces of text, or over lists of token ids without a tokenizer, one for each round that
+        yields any. Breaking off the loop ends the generation. When the text is complete, its `result` is what `generate`
+        returns; times in its statistics include what the caller did between pieces.
+        """
+        unknown = options.keys() - (signature(self.generate).parameters.keys() - {"streamer"})
+        if unknown:
+            raise TypeError(f"stream() got an unexpected keyword argument {min(unknown)!r}")
+        return GenerationStream(self._call(prompt, **options))
+
+    def __repr__(self) -> str:
+        model = self.model
+        policy = DEFAULT_POLICY if self._default is None else getattr(self._default, "name", self._default)
+        return (
+            f"SelfSpecGenerator({model.name or 'a model'}: {model.num_layers} layers, {str(model.dtype)[6:]}, "
+            f"{model.device}, policy={policy!r}, runner={self.runner!r})"
+        )
+
     def _call(
         self,
         prompt: str | list[int] | Tensor,
         *,
-        options: dict[str, Any],
-        seed: int | None,
-        generator: torch.Generator | None,
-        logits_processor: LogitsProcessorList | None,
-        stopping_criteria: StoppingCriteriaList | None,
-        policy: str | Policy | None,
-        exit_layer: int | None,
-        num_speculations: int | None,
-        generation_config: GenerationConfig | None,
-        trace: bool,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        generation_config: GenerationConfig | None = None,
+        trace: bool = False,
+        **options: Any,
     ) -> Call:
-        """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet."""
+        """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet.
+
+        options: the arguments of `generate` that are fields of a GenerationConfig.
+        """
         started = perf_counter()
         bound = self._models.bind()
+        resolving = perf_counter()
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
         request = make_request(
             host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
             prompt=prompt,
@@ -204,7 +233,16 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        return Call(bound, request, chosen, self.tokenizer, started=started, keep_trace=trace)
+        return Call(
+            self._models,
+            bound,
+            request,
+            chosen,
+            self.tokenizer,
+            started=started,
+            calibration_seconds=calibrating,
+            keep_trace=trace,
+        )
 
     def warm_up(
         self,
@@ -230,9 +268,20 @@ class SelfSpecGenerator:
         with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
             before = runner.num_captures, runner.capture_seconds
             if isinstance(runner, CapturedRunner):
-                with engine_mode(bound.model.device):
-                    runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                try:
+                    with engine_mode(bound.model.device):
+                        runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                except CaptureError as error:
+                    bound.runners.give_up_graphs(error)
             return runner.num_captures - before[0], runner.capture_seconds - before[1]
+
+    def refresh(self) -> None:
+        """Copy the transformers model's weights again now, whether or not they seem to have changed.
+
+        Calls that are running end with the weights they began with. Policies keep what they have learned. Does nothing for
+        a `LayerSkipModel`, which is not copied.
+        """
+        self._models.refresh()
 
     @property
     def model(self) -> LayerSkipModel:
@@ -293,12 +342,22 @@ class SelfSpecGenerator:
             return policy
         name = policy.strip()
         with self._lock:  # two first calls at once calibrate once, and learn in one policy
-            if name not in self._policies:
-                measure = partial(measured_cost, bound.model, bound.runners.kind)
-                self._policies[name] = parse_policy(
+            key = name, bound.model.dtype, bound.model.device
+            if key not in self._policies:
+                measure = partial(_measured_cost, bound)
+                self._policies[key] = parse_policy(
                     name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
                 )
-            return self._policies[name]
+            return self._policies[key]
+
+
+def _measured_cost(bound: BoundModel) -> MeasuredCost:
+    """Costs of the runner in use; of the eager one if graphs fail while they are timed."""
+    try:
+        return measured_cost(bound.model, bound.runners.kind)
+    except CaptureError as error:
+        bound.runners.give_up_graphs(error)
+        return measured_cost(bound.model, bound.runners.kind)
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:

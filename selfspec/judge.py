@@ -92,13 +92,15 @@ def judge_sampled(
         p = sampler.probabilities(logits, tokens, length)
     else:
         rows: list[Tensor] = []
+        # A draft is accepted where its p is above this: the comparison that `accept_sampled` makes.
+        bounds = (uniforms * q[:num_drafts].gather(-1, drafted.unsqueeze(-1)).squeeze(-1)).tolist()
         for index in range(num_drafts + 1):
             try:
                 rows.append(sampler.probabilities(logits[index : index + 1], tokens, length + index))
             except Exception as error:
                 failure = error
                 rows.append(torch.full_like(logits[:1], torch.nan))  # accepts nothing
-            if index < num_drafts and not uniforms[index] * q[index, drafts[index]] < rows[index][0, drafts[index]]:
+            if index < num_drafts and not bounds[index] < float(rows[index][0, drafts[index]]):
                 break
         p = torch.cat(rows)
     known = min(p.shape[0], num_drafts)

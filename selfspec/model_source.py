@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.loading import check_transformers
 from selfspec.preverify import PreVerifiers
 from selfspec.runner import RunnerChoice, resolve_runner
 from selfspec.runner_pool import RunnerPool
+from selfspec.weight_watch import WeightWatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +34,7 @@ class ModelSource:
         self._runner: RunnerChoice = runner
         self._lock = threading.Lock()
         self._source = None if isinstance(model, LayerSkipModel) else model
-        self._version: object = None
+        self._watch: WeightWatch | None = None
         if isinstance(model, LayerSkipModel):
             self.current = self._bound(model)
         else:
@@ -48,9 +50,16 @@ class ModelSource:
         if self._source is None:
             return self.current
         with self._lock:
-            if _weights_version(self._source) != self._version:
+            if self._watch is None or self._watch.changed():
                 self.current = self._copied(self._source)
             return self.current
+
+    def called(self, seconds: float) -> None:
+        """A call took so long: looking for changed weights may take a small share of that."""
+        if self._source is not None:
+            with self._lock:
+                if self._watch is not None:
+                    self._watch.called(seconds)
 
     def refresh(self) -> None:
         """Copy the weights again, changed or not."""
@@ -59,14 +68,17 @@ class ModelSource:
                 self.current = self._copied(self._source)
 
     def _copied(self, source: LlamaForCausalLM) -> BoundModel:
-        # Read before the weights are: an update that comes while they are being copied is noticed at the next call.
-        self._version = _weights_version(source)
-        return self._bound(from_transformers(source))
+        self._watch = None  # should this fail, the next call tries again
+        check_transformers(source)
+        # Made before the weights are read: an update that comes while they are being copied is noticed at the next call.
+        watch = WeightWatch(source)
+        bound = self._bound(from_transformers(source))
+        self._watch = watch
+        return bound
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
-        return BoundModel(model, RunnerPool(model, resolve_runner(self._runner, model.device)), PreVerifiers(model))
+        pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._give_up_graphs)
+        return BoundModel(model, pool, PreVerifiers(model))
 
-
-def _weights_version(model: LlamaForCausalLM) -> tuple[tuple[int, int | None], ...]:
-    """Changes when a parameter of the model is replaced or updated in place."""
-    return tuple((p.data_ptr(), None if p.is_inference() else p._version) for p in model.parameters())
+    def _give_up_graphs(self) -> None:
+        self._runner = "eager"  # for later copies of the weights as well

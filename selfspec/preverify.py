@@ -40,6 +40,10 @@ class PreVerification:
         self._reliability = 1.0  # chance that all drafts of the round so far are accepted
         self._text: ReferenceType[ContextStates] | None = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PreVerification:
+        """For another text at the same time: the same network, with caches of its own."""
+        return PreVerification(self.network)
+
     @property
     def exit_layers(self) -> tuple[int, ...]:
         """Those it was trained on."""

@@ -98,6 +98,10 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
         f"first token after {_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
         f"policy {result.policy}: {_speculation(stats)}",
     ]
+    if stats.calibration_seconds >= 0.01:
+        lines.append(
+            f"of that time {_seconds(stats.calibration_seconds)} to calibrate costs, once per model and process"
+        )
     if stats.num_captures:
         lines.append(f"of that time {_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.kernels.native_linear import MOST_ROWS, only_operators
-from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.kernels.native_linear import only_operators
+from layerskip_models.kernels.native_steps import STEP_ROWS, NativeSteps
 from policies import Needs, Policy
 from policies.records import StopCause
 from selfspec.draft import Capture, Draft, Drafter
@@ -30,6 +30,14 @@ from selfspec.shadow import ShadowRecorder
 from selfspec.verify import verified_hidden, verify, verify_directly
 
 _WHENEVER = nullcontext()
+
+
+class CaptureError(RuntimeError):
+    """Work could not be captured or replayed, or a replay gave other numbers than the work itself. The message says why.
+
+    An eager runner can go on where this one was.
+    """
+
 
 RunnerName = Literal["eager", "captured"]
 RunnerChoice = Literal["auto", "eager", "captured"]
@@ -187,7 +195,7 @@ class EagerRunner:
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
         sampler = turn.sampler
         capture = _capture(turn)
-        steps = self._steps_for(turn) if turn.max_speculations < MOST_ROWS else None
+        steps = self._steps_for(turn) if turn.max_speculations < STEP_ROWS else None
         draft = self._drafter.draft(
             turn.tokens,
             turn.length,

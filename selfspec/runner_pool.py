@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from layerskip_models import LayerSkipModel
@@ -18,10 +19,14 @@ class RunnerPool:
     Threads may share a pool. A call that finds no idle runner (another thread's, or one made from within a streamer) gets a
     new one. A runner only ever returns to the pool that lent it, so a call that began before the weights were copied again
     cannot hand its old runner to a later call.
+    on_giving_up: called once when captured runners are given up, because graphs fail.
     """
 
-    def __init__(self, model: LayerSkipModel, kind: RunnerName) -> None:
+    def __init__(
+        self, model: LayerSkipModel, kind: RunnerName, on_giving_up: Callable[[], None] = lambda: None
+    ) -> None:
         self.kind: RunnerName = kind
+        self._on_giving_up = on_giving_up
         self._model = model
         self._idle: Runner | None = None
         self._lock = threading.Lock()
@@ -45,15 +50,34 @@ class RunnerPool:
         runner.cache.roll_back(0)
         return runner
 
+    def give_up_graphs(self, error: RuntimeError) -> None:
+        """Lend eager runners from now on, and warn of it once: graphs do not work here, for this reason."""
+        with self._lock:
+            if self.kind == "eager":
+                return
+            self.kind = "eager"
+            self._idle = None
+        self._on_giving_up()
+        warnings.warn(
+            f"CUDA graphs are not used, decoding will be slower: {error}. The text goes on with runner='eager'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _make(self, num_tokens: int) -> Runner:
         if self.kind == "captured":
             length = captured_length(num_tokens, self._model.max_positions)
-            return CapturedRunner(self._model, KVCache(self._model, length))
+            try:
+                return CapturedRunner(self._model, KVCache(self._model, length))
+            except RuntimeError as error:  # no memory for its buffers, say
+                self.give_up_graphs(error)
         return EagerRunner(self._model, KVCache(self._model, num_tokens))
 
     def _give_back(self, runner: Runner) -> None:
         """Keep the runner for the next call, unless the one that is idle already can do more."""
         with self._lock:
+            if isinstance(runner, CapturedRunner) and self.kind == "eager":
+                return
             if self._idle is None or _capacity(runner) > _capacity(self._idle):
                 self._idle = runner
 

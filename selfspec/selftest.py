@@ -1,7 +1,9 @@
 """`selfspec verify`: does this engine, with this checkpoint, on this machine, give what the model itself gives?
 
-transformers' own forward pass is the judge. It is asked first, for everything that will be compared; then its weights are
-handed to the engine, so that a large model is not in memory twice.
+transformers' own forward pass is the judge, in the dtype that was asked for. Where that is a 16-bit dtype on a CPU, the
+engine computes with the same weights in float32, so it may differ by what transformers itself rounds. transformers is asked
+first, for everything that will be compared; then its weights are handed to the engine, so that a large model is not in
+memory twice.
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ class Check:
 class Reference:
     """What transformers says about some prompts.
 
+    dtype: that it was computed in: how far rounding may take the engine from it.
     prompts: int64 [n]. texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text.
     sampled: probability of each course of sampled tokens after the first prompt, at temperature 1 with top-k.
     """
 
+    dtype: torch.dtype
     prompts: tuple[Tensor, ...]
     texts: tuple[list[int], ...]
     logits: tuple[Tensor, ...]
@@ -94,7 +98,13 @@ def ask_reference(
             advance("asking transformers")
         sampled = _courses(llama, prompts[0].tolist())
         advance("asking transformers")
-    return Reference(prompts=tuple(prompts), texts=tuple(texts), logits=tuple(every_logits), sampled=sampled)
+    return Reference(
+        dtype=llama.dtype,
+        prompts=tuple(prompts),
+        texts=tuple(texts),
+        logits=tuple(every_logits),
+        sampled=sampled,
+    )
 
 
 def _courses(llama: LlamaForCausalLM, ids: list[int]) -> dict[tuple[int, ...], float]:
@@ -158,7 +168,7 @@ def check_logits(model: LayerSkipModel, reference: Reference) -> Check:
         for prompt, text, wanted in zip(reference.prompts, reference.texts, reference.logits):
             got = _rows_of(model, [*prompt.tolist(), *text[:-1]])[1][-len(text) :]
             worst = max(worst, float((got - wanted.to(got.device)).abs().max()))
-    allowed = LOGIT_TOLERANCES[model.dtype]
+    allowed = LOGIT_TOLERANCES[reference.dtype]
     return Check(
         name="logits equal transformers'",
         passed=worst <= allowed,  # NaN is not
@@ -236,7 +246,7 @@ def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Ch
         position = first_difference(text, new)
         if position is not None:
             gap = float(logits[position].topk(2).values.diff().abs()) if position < len(text) else float("inf")
-            if not gap <= NEAR_TIE_LOGIT_GAPS[model.dtype]:
+            if not gap <= NEAR_TIE_LOGIT_GAPS[reference.dtype]:
                 detail = f"differs at new token {position}, where the top two logits are {gap:.3g} apart"
                 return Check(name=f"greedy, {policy}", passed=False, detail=detail)
             near_ties += 1
@@ -281,7 +291,7 @@ def check_sampling(
     freedom = len(large) - 1
     chance = _chi_squared_tail(statistic, freedom) if freedom > 0 else 1.0
     # In half precision a third and a fourth token may nearly tie; few draws may then fall outside.
-    stray = outside > (0 if model.dtype in (torch.float32, torch.float64) else draws // 20)
+    stray = outside > (0 if reference.dtype in (torch.float32, torch.float64) else draws // 20)
     return Check(
         name=f"sampling, {policy}",
         passed=chance > _SUSPICIOUS and not stray,

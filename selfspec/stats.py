@@ -23,6 +23,8 @@ class GenerationStats:
     a round. rounds_by_exit_layer, rounds_by_length: how many rounds exited after each layer and drafted so many tokens (0: a
     round without speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
     that of the rounds.
+    calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
+    used, once per model and process; tokens_per_second leaves that out, seconds and time_to_first_token do not.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
     preverifier_layers: passes of a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both.
     *_seconds: host time per phase; on an asynchronous device a phase includes waiting for what the earlier ones queued.
@@ -50,6 +52,7 @@ class GenerationStats:
     tokens_per_second: float
     decode_tokens_per_second: float | None
     time_to_first_token: float
+    calibration_seconds: float
     prefill_seconds: float
     draft_seconds: float
     preverify_seconds: float
@@ -116,10 +119,13 @@ class StatsBuilder:
         runner: str = "eager",
         num_captures: int = 0,
         capture_seconds: float = 0.0,
+        calibration_seconds: float = 0.0,
     ) -> GenerationStats:
         """The statistics. seconds: of the whole call; first_token: until the first token was committed."""
         decode_seconds = seconds - first_token
-        phases = prefill_seconds + self.draft_seconds + self.preverify_seconds + self.verify_seconds
+        phases = (
+            calibration_seconds + prefill_seconds + self.draft_seconds + self.preverify_seconds + self.verify_seconds
+        )
         phases += self.accept_seconds + self.learn_seconds
         num_new = 1 + self.round_tokens
         return GenerationStats(
@@ -138,9 +144,10 @@ class StatsBuilder:
             rounds_by_exit_layer=dict(sorted(self.exit_layers.items())),
             rounds_by_length=dict(sorted(self.lengths.items())),
             seconds=seconds,
-            tokens_per_second=num_new / seconds,
+            tokens_per_second=num_new / (seconds - calibration_seconds),
             decode_tokens_per_second=ratio(self.round_tokens, decode_seconds) if self.rounds else None,
             time_to_first_token=first_token,
+            calibration_seconds=calibration_seconds,
             prefill_seconds=prefill_seconds,
             draft_seconds=self.draft_seconds,
             preverify_seconds=self.preverify_seconds,

@@ -25,8 +25,8 @@ StopReason = Literal["eos", "stop_string", "max_time", "stopping_criteria", "len
 class StopConditions:
     """All conditions of one call.
 
-    eos: ids that end the text (kept as its last token). criteria: transformers' criteria, seen with the full prefix of
-    every committed token. max_new_tokens: at least 1.
+    eos: ids that end the text (kept as its last token). criteria: transformers' criteria, called for every committed token
+    with the text up to it, on the CPU whatever the model's device. max_new_tokens: at least 1.
     """
 
     eos: frozenset[int]
@@ -34,15 +34,16 @@ class StopConditions:
     max_new_tokens: int
 
     def first_stop(
-        self, block: Sequence[int], tokens: Tensor, length: int, num_new: int
+        self, block: Sequence[int], text: Tensor | None, length: int, num_new: int
     ) -> tuple[int, StopReason | None]:
         """How many tokens of a block are committed, and why the text ends there if it does.
 
-        block: the round's tokens, which `tokens` (int64 [1, capacity]) already holds at positions length ..
-        num_new: new tokens before the block.
+        block: the round's tokens. text: int64 [1, capacity] on the CPU, so that no criterion waits for a device; it holds the
+        block already, at positions length .. None where there are no criteria. num_new: new tokens before the block.
         """
+        assert text is not None or not self.criteria
         for count, token in enumerate(block, start=1):
-            reason = self._reason(tokens[:, : length + count]) if self.criteria else None
+            reason = None if text is None else self._reason(text[:, : length + count])
             if token in self.eos:
                 reason = "eos"
             if reason is None and num_new + count == self.max_new_tokens:

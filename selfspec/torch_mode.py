@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from selfspec.attention_backends import without_cudnn
 from selfspec.runner import on_device
 
 _AS_IT_IS = nullcontext()
@@ -14,7 +15,7 @@ _AS_IT_IS = nullcontext()
 
 @contextmanager
 def engine_mode(device: torch.device) -> Iterator[None]:
-    """Inference mode, the model's device as the current one, and no autocast.
+    """Inference mode, the model's device as the current one, no autocast, and on CUDA no attention by cuDNN.
 
     Autocast would run some operations of the plain layout in half precision and leave the rest as they are, so the output
     would no longer be the model's own. A model that is to run in half precision is loaded in it.
@@ -22,5 +23,5 @@ def engine_mode(device: torch.device) -> Iterator[None]:
     """
     casting = torch.is_autocast_enabled(device.type)
     no_autocast = torch.autocast(device.type, enabled=False) if casting else _AS_IT_IS
-    with torch.inference_mode(), on_device(device), no_autocast:
+    with torch.inference_mode(), on_device(device), without_cudnn(device), no_autocast:
         yield

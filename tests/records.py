@@ -57,5 +57,11 @@ def finished(
 def row(
     num_drafted: int = 0, *, exit_layer: int = 1, confidence: float | None = None, entropy: float | None = None
 ) -> DraftRow:
-    """A draft row before its token is drawn."""
-    return DraftRow(num_drafted=num_drafted, exit_layer=exit_layer, confidence=confidence, entropy=entropy)
+    """A draft row behind a text of 8 tokens, before its token is drawn."""
+    return DraftRow(
+        num_drafted=num_drafted,
+        exit_layer=exit_layer,
+        position=7 + num_drafted,
+        confidence=confidence,
+        entropy=entropy,
+    )

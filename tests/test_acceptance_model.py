@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.acceptance_model import AcceptanceModel
-from policies.acceptance_table import MIDPOINTS, NUM_BINS
+from policies.acceptance_table import DOUBT_BINS
 
 LAYERS = (1, 2, 3, 4, 6, 8)
 
 
 def counts(acceptance: np.ndarray, rows: float) -> tuple[np.ndarray, np.ndarray]:
     """(accepted, seen) of as many rows in every bin."""
-    seen = np.full((len(LAYERS), NUM_BINS), rows)
+    seen = np.full((len(LAYERS), len(DOUBT_BINS)), rows)
     return acceptance * seen, seen
 
 
@@ -23,24 +23,24 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 
-NOTHING = counts(np.zeros((len(LAYERS), NUM_BINS)), 0.0)
+NOTHING = counts(np.zeros((len(LAYERS), len(DOUBT_BINS))), 0.0)
 
 
 def test_unseen_layers_are_right_more_often_than_sure_and_alike() -> None:
     estimate = AcceptanceModel(LAYERS, 16).acceptance(*NOTHING)
     assert np.all(estimate == estimate[0]) and np.all(np.diff(estimate[0]) >= 0)
-    assert np.all(estimate[0, :10] > MIDPOINTS[:10])
+    assert np.all(estimate[0, :10] > DOUBT_BINS.midpoints[:10])
 
 
 def test_much_evidence_is_believed() -> None:
-    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), NUM_BINS))  # far from any line
+    truth = np.random.default_rng(0).uniform(size=(len(LAYERS), len(DOUBT_BINS)))  # far from any line
     model = AcceptanceModel(LAYERS, 16)
     model.fit(*counts(truth, 1e5))
     assert model.acceptance(*counts(truth, 1e5)) == pytest.approx(truth, abs=1e-3)
 
 
 def test_a_line_is_found() -> None:
-    odds = np.log(np.clip(MIDPOINTS, 0.03, 0.997)) - np.log(1 - np.clip(MIDPOINTS, 0.03, 0.997))
+    odds = np.log(np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
     truth = sigmoid(np.array([-3.0, 0.3, 0.7, 1.2, 2.0, 2.8])[:, None] + 1.3 * odds)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(4):
@@ -66,13 +66,17 @@ def test_fits_settle_where_nothing_is_more_probable(data: st.DataObject, rows: f
     """Also from counts that no line explains: an unguarded Newton step jumps back and forth there."""
     shares = data.draw(
         st.lists(
-            st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=len(LAYERS) * NUM_BINS, max_size=len(LAYERS) * NUM_BINS
+            st.sampled_from([0.0, 0.1, 0.9, 1.0]),
+            min_size=len(LAYERS) * len(DOUBT_BINS),
+            max_size=len(LAYERS) * len(DOUBT_BINS),
         )
     )
     weights = data.draw(
-        st.lists(st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * NUM_BINS, max_size=len(LAYERS) * NUM_BINS)
+        st.lists(
+            st.sampled_from([0.0, 1.0]), min_size=len(LAYERS) * len(DOUBT_BINS), max_size=len(LAYERS) * len(DOUBT_BINS)
+        )
     )
-    seen = rows * np.array(weights).reshape(len(LAYERS), NUM_BINS)
+    seen = rows * np.array(weights).reshape(len(LAYERS), len(DOUBT_BINS))
     accepted = seen * np.array(shares).reshape(seen.shape)
     model = AcceptanceModel(LAYERS, 16)
     for _ in range(40):
@@ -86,7 +90,7 @@ def test_fits_settle_where_nothing_is_more_probable(data: st.DataObject, rows: f
 
 def test_state_is_for_the_same_layers() -> None:
     model, other = AcceptanceModel(LAYERS, 16), AcceptanceModel(LAYERS, 16)
-    model.fit(*counts(np.full((len(LAYERS), NUM_BINS), 0.25), 3.0))
+    model.fit(*counts(np.full((len(LAYERS), len(DOUBT_BINS)), 0.25), 3.0))
     other.restore(model.state())
     assert np.array_equal(other.acceptance(*NOTHING), model.acceptance(*NOTHING))
     model.reset()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from records import finished, row, shadow
 
 from policies import AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_policy
-from policies.acceptance_table import NUM_BINS
+from policies.acceptance_table import DOUBT_BINS
 from policies.auto import MEMORY, PROMPT_ROWS_TAUGHT, TAUGHT, AutoExit, AutoLearner, DraftValues
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
@@ -145,7 +145,7 @@ def test_it_plans_within_its_limits(data: st.DataObject, num_layers: int) -> Non
         assert (plan.exit_layer is None) == (plan.max_speculations == 0)
         learner: AutoLearner = learner_policy.learner
         assert np.all((learner.acceptance >= 0) & (learner.acceptance <= 1))
-        assert learner.acceptance.shape == (len(layers), NUM_BINS)
+        assert learner.acceptance.shape == (len(layers), len(DOUBT_BINS))
         # One pass of L layers can never bring more than the draft's tokens, and plain decoding is always possible.
         assert 1 / num_layers * 0.9 < learner.rate < (plan.max_speculations + 13) / num_layers
 

@@ -19,7 +19,7 @@ class ScriptedEngine:
         self.logits = torch.tensor(logits)
         self.asked = []
 
-    def generate(self, prompt, max_new_tokens):
+    def generate(self, prompt, max_new_tokens, repeat=0):
         self.calls.append(self.name)
         return Generation(tokens=tuple(self.tokens), seconds=1.0)
 
@@ -87,7 +87,7 @@ def test_an_engine_that_stops_early_is_an_error():
 
 def test_an_unsteady_output_is_counted():
     class Unsteady(ScriptedEngine):
-        def generate(self, prompt, max_new_tokens):
+        def generate(self, prompt, max_new_tokens, repeat=0):
             self.tokens = [len(self.calls), 0, 0]
             return super().generate(prompt, max_new_tokens)
 

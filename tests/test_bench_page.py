@@ -62,7 +62,9 @@ def test_a_page_stands_alone(name: str, tmp_path: Path) -> None:
 
 def test_what_a_run_shows() -> None:
     lines = read_record(DATA / "run.jsonl")
-    assert list(figures(lines)) == [
+    drawn = list(figures(lines))
+    assert "Transfer of a setting between tasks" in drawn
+    assert drawn[:5] == [
         "Speed-up over plain decoding",
         "Where the time goes",
         "Agreement of early layers with the last",

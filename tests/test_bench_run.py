@@ -19,12 +19,12 @@ import bench.runner
 import layerskip_models.synthetic
 from bench.bandwidth import WeightBytes, measure_bandwidth
 from bench.cli import app
-from bench.cli_run import baseline_policies
+from bench.cli_run import baseline_policies, kept_policies
 from bench.memory import peak_bytes
 from bench.record import BEST_FIXED, Line, RecordWriter, read_parts, read_record
 from bench.shape_figures import shape_figures
 from layerskip_models import from_transformers
-from policies import MeasuredCost, parse_policy
+from policies import LayerCost, MeasuredCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 
 SMALL = ["--prompt-tokens", "10", "--max-new-tokens", "8", "--repeats", "2", "--warmups", "0", "--no-peers"]
@@ -98,6 +98,58 @@ def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     ):
         assert title in page
     assert str(tmp_path) not in json.dumps(lines)
+
+
+def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
+    """A seed for each repeat, the same for all engines and again the next time; speeds are compared and outputs are not."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": str(i), "task": "words", "prompt": "abc", "reference": "def"} for i in range(2)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    arguments = ["--prompts", prompts, "--policy", "ls:2-3", "--do-sample", "--temperature", 0.8, "--top-p", 0.9]
+    records = [tmp_path / f"{name}.jsonl" for name in ("a", "b", "c")]
+    for record, seed in zip(records, (5, 5, 6)):
+        result = run(checkpoint, "--peers", *arguments, "--seed", seed, "--no-memory", "--output", record)
+        assert result.exit_code == 0, result.output
+    lines, again, other = map(read_record, records)
+    configuration = lines[0]["configuration"]
+    assert [configuration[name] for name in ("do_sample", "temperature", "top_p", "top_k", "seed")] == [
+        True, 0.8, 0.9, 0, 5,
+    ]  # fmt: skip
+    assert BEST_FIXED not in lines[0]["engines"]
+
+    def drawn(lines: list[Line], repeat: int) -> dict[tuple[str, str], str]:
+        samples = [line for line in lines if line["kind"] == "sample" and line["repeat"] == repeat]
+        return {(line["engine"], line["prompt"]): line["output"] for line in samples}
+
+    first, second = drawn(lines, 0), drawn(lines, 1)
+    assert (first, second) == (drawn(again, 0), drawn(again, 1))
+    assert drawn(other, 0) == second  # the second repeat has the next seed
+    assert all(first[key] != second[key] for key in first)
+    assert len({output for (engine, _), output in first.items() if engine == "transformers:generate"}) == 1
+    outputs = [line for line in lines if line["kind"] == "output"]
+    assert all(line["first_difference"] is line["reference"] is line["repeats_that_differ"] is None for line in outputs)
+    assert all(set(line["scores"]) == {"ROUGE-1", "ROUGE-2", "ROUGE-L"} for line in lines if line["kind"] == "sample")
+    page = CliRunner().invoke(app, ["report", str(records[0])]).output
+    assert "sampled at temperature 0.8, top-p 0.9: " in page
+    assert "sampled outputs are not compared" in page
+    assert "Medians of 2 seeds" in page
+    assert "| engine | words, ROUGE-1 | words, ROUGE-2 | words, ROUGE-L |" in page
+    assert "equal" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", 0.5], "--temperature has no effect on greedy decoding"),
+        (["--do-sample", "--top-p", 0], "--top-p must be in (0, 1]"),
+        (["--do-sample", "--temperature", 0], "--temperature must be above 0"),
+        (["--do-sample", "--grid"], "--grid replays greedy texts"),
+    ],
+)
+def test_wrong_sampling_options(arguments: list[object], message: str, checkpoint: Path) -> None:
+    result = run(checkpoint, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
@@ -182,8 +234,7 @@ def test_ctrl_c_says_what_was_kept(
     monkeypatch.setattr(bench.runner, "measure_prompt", interrupt)
     result = run(checkpoint, "--policy", "ls:1-2", "--num-samples", 1, *arguments)
     assert result.exit_code == 130
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert message in result.stderr.splitlines()[-1]
 
 
 def test_a_resumed_run_keeps_the_first_ones_costs(
@@ -295,6 +346,7 @@ def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) ->
         (["--resume"], "--resume needs --output"),
         (["--resume", "--output", "x.jsonl", "--kept", "auto"], "cannot go on with --kept"),
         (["--kept", "autoo"], "unknown policy"),
+        (["--kept", "ls:1-2"], "--kept ls:1-2: this policy learns nothing"),
         (["--task", "poetry"], "no prompts of task poetry; there are code, english"),
         (["--policy", "dell"], "unknown policy"),
         (["--baseline", "9"], "exit_layer must be in [1, 3]"),
@@ -304,6 +356,29 @@ def test_mistakes_are_told_before_anything_runs(arguments: list[str], message: s
     result = run(checkpoint, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_every_policy_that_learns_can_be_kept() -> None:
+    def parse(name: str) -> Policy:
+        return parse_policy(name, num_layers=4, measure=lambda: LayerCost(4))
+
+    names = [
+        "ar",
+        "ls:1-2",
+        "auto",
+        "del",
+        "del+spide:tau=0.6",
+        "svip:1",
+        "fs:1-4",
+        "dv:1",
+        "spide:1",
+        "del:length=tpl",
+    ]
+    learning = [name for name in names if name not in ("ar", "ls:1-2", "svip:1")]
+    assert kept_policies(["all", "del"], names, parse) == learning
+    assert kept_between_texts("del:omega=0.9+spide") == "del:omega=0.9,state=kept+spide"
+    assert kept_between_texts("ls:3-9+del") == "ls:3-9+del:state=kept"
+    assert kept_between_texts("spide:3") == "spide:3"
 
 
 def test_baselines_are_policies() -> None:

@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import selfspec.graphs.capture
+import selfspec.graphs.first_rounds
 import selfspec.graphs.runner
 from layerskip_models import LayerSkipModel, from_transformers
-from policies import Policy, RoundRecord, parse_policy
+from policies import DraftRow, NeverStop, Policy, RoundRecord, parse_policy
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.calibrate import calibrate, measured_cost
 from selfspec.graphs.buffers import StaticRound
@@ -118,6 +119,13 @@ def test_what_is_captured_ahead_stays() -> None:
 # Nothing is baked in
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rounds are not compared with eager ones, so that a fault shows."""
+    monkeypatch.setattr(selfspec.graphs.first_rounds, "CHECKED", 0)
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_a_position_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that a capture invites: with a Python number for the position, the text is another one."""
     original = StaticForward.run
@@ -134,6 +142,7 @@ def test_a_position_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pyt
         assert pair(llama64)[1].generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens != expected
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_row_count_baked_in_is_seen(llama64: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of changing length share captures for row counts: were `last` a number, rounds would verify too few."""
     original = StaticRound._judge
@@ -201,6 +210,29 @@ def test_rounds_are_those_of_the_eager_runner(options: dict[str, Any]) -> None:
         assert theirs.stats.runner == "eager"
     assert causes["before_draw"] > 0 or options.get("do_sample")
     assert causes["eos"] > 0 or "eos_token_id" not in options
+
+
+class Positions(NeverStop):
+    """Writes down which rows it is asked about."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        self.seen.append((row.position, row.num_drafted))
+        return False
+
+
+def test_a_policy_is_told_where_a_row_is(llama64: LlamaForCausalLM) -> None:
+    seen = []
+    for engine in pair(llama64):
+        stopping = Positions()
+        policy = Policy(ScriptedExit([(2, 3)]), stopping)
+        result = engine.generate(PROMPT, max_new_tokens=12, policy=policy, trace=True)
+        rows = [(r.num_committed_before - 1 + j, j) for r in result.trace or () for j in range(r.num_drafted)]
+        assert stopping.seen == rows
+        seen.append(rows)
+    assert seen[0] == seen[1] != []
 
 
 def test_no_layer_runs_twice_but_for_what_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

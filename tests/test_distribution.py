@@ -29,7 +29,7 @@ from transformers import (
 import selfspec.judge
 import selfspec.runner
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kernels.native_linear import native_works
+from layerskip_models.kernels.check import native_works
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
 from selfspec.config import Request

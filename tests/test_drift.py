@@ -54,7 +54,7 @@ def test_a_round_of_the_scaled_cost_by_hand() -> None:
     for index in range(20):
         slow = record(DRAFT if index % 2 else PLAIN, index=index)
         changed = drift.observe(RoundRecord(**{**fields(slow), "draft_seconds": 3 * slow.draft_seconds}))
-        assert changed == (index == 11)  # six of each
+        assert changed == (index == 15)  # eight of each
     assert drift.cost.round(2, 2) == pytest.approx(3 * 8 + 11.4)
     assert drift.cost.look(2) == pytest.approx(3 * 2.0)
     assert drift.cost.autoregressive() == TRUE.autoregressive() and drift.cost.num_layers == LAYERS
@@ -80,7 +80,7 @@ def test_kinds_that_are_missing_are_asked_for_and_then_not_for_long() -> None:
         due = drift.due
         asked.append(due)
         drift.observe(record({"plain": PLAIN, "draft": DRAFT, None: PLAIN}[due], index=index))
-    assert asked.count("draft") == 6 and asked.count("plain") == 0
+    assert asked.count("draft") == 8 and asked.count("plain") == 0
     assert "draft" not in asked[40:]
 
 

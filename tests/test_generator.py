@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from time import sleep
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from layerskip_models import from_transformers
-from policies import DraftRow, Policy, RoundRecord
+from layerskip_models import LayerSkipModel, from_transformers
+from policies import DraftRow, MeasuredCost, Policy, RoundRecord
 from selfspec import GenerationResult, NonFiniteLogitsError, SelfSpecGenerator
 
 PROMPT = [5, 1, 7]
@@ -100,9 +101,33 @@ def test_statistics_add_up(engine: SelfSpecGenerator, policy: Policy | str, do_s
         assert stats.etpl == 1 / NUM_LAYERS
         assert stats.num_drafted == 0
     assert 0 < stats.time_to_first_token <= stats.seconds
-    phases = stats.prefill_seconds + stats.draft_seconds + stats.verify_seconds + stats.accept_seconds
+    phases = (
+        stats.calibration_seconds
+        + stats.prefill_seconds
+        + stats.draft_seconds
+        + stats.verify_seconds
+        + stats.accept_seconds
+    )
     assert phases + stats.learn_seconds + stats.other_seconds == pytest.approx(stats.seconds)
-    assert stats.tokens_per_second == pytest.approx(stats.num_new_tokens / stats.seconds)
+    decoding_seconds = stats.seconds - stats.calibration_seconds
+    assert stats.tokens_per_second == pytest.approx(stats.num_new_tokens / decoding_seconds)
+
+
+def test_calibration_is_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a policy with measured costs times the model; its tokens per second are those of the later calls."""
+    wait = 0.25
+
+    def calibrate(model: LayerSkipModel, runner: str) -> MeasuredCost:
+        sleep(wait)
+        return MeasuredCost(num_layers=model.num_layers, layer_seconds=(1e-3, 1e-3), head_seconds=(1e-3, 1e-3))
+
+    monkeypatch.setattr("selfspec.generator.measured_cost", calibrate)
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(num_layers=NUM_LAYERS, seed=5)))
+    first, second = (generator.generate([1, 2, 3], max_new_tokens=8).stats for _ in range(2))
+    assert first.calibration_seconds >= wait > second.calibration_seconds
+    assert first.seconds >= wait + first.other_seconds
+    assert first.tokens_per_second == pytest.approx(8 / (first.seconds - first.calibration_seconds))
+    assert first.time_to_first_token > wait
 
 
 def test_nothing_behind_a_stop_is_counted() -> None:

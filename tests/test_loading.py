@@ -73,12 +73,13 @@ def test_a_checkpoint_of_every_shape(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(saved: torch.dtype, tmp_path: Path) -> None:
-    """ "auto" is float32 on a CPU whatever was saved; a dtype that is asked for is taken."""
+    """ "auto" is float32 on a CPU whatever was saved; weights are rounded to a dtype that is asked for."""
     tiny_llama(dtype=saved, seed=2).save_pretrained(tmp_path)
     assert load_model(tmp_path, device="cpu").dtype == torch.float32
     for dtype in (saved, torch.float64):
         model = load_model(tmp_path, dtype=dtype, device="cpu")
-        assert model.dtype == dtype
+        assert model.weights_dtype == dtype
+        assert model.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         bound = {torch.float64: 1e-5, torch.float32: 1e-4}.get(dtype, 0.2)
         torch.testing.assert_close(forward(model), full_logits(reference, TEXT), rtol=1e-5, atol=bound)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +19,16 @@ from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel, from_transformers, loading
-from layerskip_models.kernels import library, native_layers, native_linear
+from layerskip_models.kernels import check, library
+from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (
     MOST_ROWS,
     NativeInt8Linear,
     NativeLinear,
-    native_works,
     operators_only,
 )
 from layerskip_models.linear import possible_layouts
+from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
 from selfspec.graphs.capture import RecordedOperations
 from selfspec.kv_cache import KVCache
@@ -42,8 +46,7 @@ def use(variant: str) -> Iterator[None]:
     """Within it new linears and models take these kernels."""
     chosen = library.load(variant)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_linear, "kernels", lambda: chosen)
-        patch.setattr(native_layers, "kernels", lambda: chosen)
+        patch.setattr(library, "kernels", lambda: chosen)
         yield
 
 
@@ -53,7 +56,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip_models.kernels.native_linear.kernels", lambda: None)
+    monkeypatch.setattr(library, "kernels", lambda: None)
 
 
 @needs_native
@@ -63,7 +66,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     rows=st.one_of(st.integers(1, 20), st.integers(1, 140)),
     size=st.integers(1, 90),
     outputs=st.integers(1, 70),
-    kind=st.sampled_from(["float32", "bfloat16", "int8"]),
+    kind=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
     bias=st.booleans(),
 )
 @settings(max_examples=100)
@@ -72,10 +75,10 @@ def test_a_linear_is_exact_whatever_its_shape(
 ) -> None:
     weight, x = drawn(outputs, size, seed=seed), drawn(rows, size, seed=seed + 1)
     residual, shift = drawn(rows, outputs, seed=seed + 2), drawn(outputs, seed=seed + 3) if bias else None
-    weight = weight.bfloat16().float() if kind == "bfloat16" else weight
+    weight = weight.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(kind, torch.float32)).float()
     with use(variant):
         linear = NativeInt8Linear(weight, shift) if kind == "int8" else NativeLinear(weight, shift)
-    assert linear.stored.element_size() == {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
+    assert str(linear.stored.dtype) == f"torch.{kind}" or weight.bfloat16().float().equal(weight)
     if kind == "int8":
         steps = weight.abs().amax(dim=1, keepdim=True) / 127
         assert ((linear.weight - weight).abs() <= 0.5001 * steps).all()
@@ -231,3 +234,175 @@ def test_without_the_library_nothing_is_missing(no_kernels: None) -> None:
     model = from_transformers(llama)
     hidden = model.run_layers(model.embed(torch.arange(5)), 0, 4, KVCache(model, 5), 0)
     torch.testing.assert_close(model.logits(hidden), full_logits(llama, list(range(5))), rtol=1e-5, atol=1e-4)
+
+
+@needs_native
+@every_variant
+def test_the_check_at_load_passes(variant: str) -> None:
+    with use(variant):
+        assert check.fault() is None
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("function", "row_argument", "found"),
+    [
+        ("linear", 2, "linear computes a row otherwise in company, on 1 threads"),
+        ("normalised_linear", 4, "normalised_linear computes a row otherwise in company, on 1 threads"),
+        ("run", 5, "run computes a row otherwise in company, on 1 threads"),
+    ],
+)
+def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
+    function: str, row_argument: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more rounding where there are several rows, as a compiler might introduce it, is enough."""
+    chosen = library.load()
+    right = getattr(chosen, function)
+
+    def wrong(*arguments: Any) -> int:
+        job = right(*arguments)
+        if arguments[row_argument] > 1:
+            result = arguments[{"linear": 4, "normalised_linear": 5, "run": 8}[function]]
+            number = ctypes.c_int32.from_address(result)
+            number.value ^= 1  # the last bit of the first number
+        return job
+
+    broken = dataclasses.replace(chosen, **{function: wrong})
+    monkeypatch.setattr(library, "kernels", lambda: broken)
+    assert check.fault() == found
+    monkeypatch.setenv("SELFSPEC_NATIVE", "1")
+    check._passes.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=f"no native kernels.* failed their check on this machine: {found}"):
+            assert not native_works(CPU, torch.float32)
+        assert not native_works(CPU, torch.float32)  # without another warning
+        monkeypatch.setenv("SELFSPEC_NATIVE", "require")
+        check._passes.cache_clear()
+        with pytest.raises(library.KernelsUnavailableError, match=found):
+            native_works(CPU, torch.float32)
+    finally:
+        check._passes.cache_clear()
+
+
+@needs_native
+def test_the_check_at_load_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = library.load()
+
+    def unscaled(shape: Any, *arguments: Any) -> int:
+        return chosen.run(library.Shape(43, 6, 2, 18, 1e-5, 1.0), *arguments)
+
+    monkeypatch.setattr(library, "kernels", lambda: dataclasses.replace(chosen, run=unscaled))
+    assert check.fault() == "run computes something else"
+
+
+@needs_native
+def test_calls_that_would_read_or_write_beyond_are_refused() -> None:
+    """An off-by-one of a caller raises; it must not corrupt the memory behind a buffer."""
+    linear, x = NativeLinear(drawn(6, 5), drawn(6)), drawn(3, 5)
+    norm = RMSNorm(drawn(5), 1e-5)
+    for wrong in (drawn(3, 4), drawn(3, 6), drawn(5), x.double(), x.bfloat16(), torch.empty(3, 5, device="meta")):
+        with pytest.raises(ValueError, match=r"x must be float32 \[rows, 5\] on the CPU"):
+            linear(wrong)
+        with pytest.raises(ValueError, match=r"x must be float32 \[rows, 5\] on the CPU"):
+            linear.add_to(drawn(3, 6), wrong)
+        if wrong.dtype == torch.float32 and not wrong.is_meta:
+            with pytest.raises(ValueError, match=r"x must be float32 \[rows, 5\] on the CPU"):
+                linear.of_normalised(norm, wrong)
+    for residual, message in ((drawn(2, 6), "residual has 2 rows, x has 3"), (drawn(3, 5), "residual must be float32")):
+        with pytest.raises(ValueError, match=message):
+            linear.add_to(residual, x)
+    with pytest.raises(ValueError, match="norm's factors must be float32"):
+        linear.of_normalised(RMSNorm(drawn(4), 1e-5), x)
+    for weight, bias in ((drawn(5), None), (drawn(0, 5), None), (drawn(6, 5), drawn(5)), (drawn(6, 5), drawn(6, 1))):
+        with pytest.raises(ValueError, match="must be"):
+            NativeLinear(weight, bias)
+    assert torch.equal(linear(x.T.contiguous().T), linear(x))  # any strides will do
+
+
+@needs_native
+def test_passes_that_would_read_or_write_beyond_are_refused() -> None:
+    model = from_transformers(tiny_llama(seed=11), layout="native")
+    cache, hidden = KVCache(model, 12), drawn(4, model.hidden_size)
+    before = cache.values.clone(), cache.keys.clone()
+
+    def refused(message: str, *, hidden: Tensor = hidden, cache: Any = cache, position: int = 0, **where: Any) -> None:
+        start, stop = where.get("start", 0), where.get("stop", model.num_layers)
+        with pytest.raises(ValueError, match=message):
+            model.run_layers(hidden, start, stop, cache, position)
+
+    refused("4 rows from position 9 on do not fit into a cache of 12", position=9)
+    refused("rows from position -1 on do not fit", position=-1, hidden=hidden[:1])
+    refused("are not among", stop=model.num_layers + 1)
+    refused("are not among", start=-1)
+    refused("are not among", start=3, stop=2)
+    refused("hidden must be float32", hidden=hidden[:, 1:])
+    refused("hidden must be float32", hidden=hidden.double())
+    shape = list(cache.values.shape)
+    for change in ({0: 2}, {1: shape[1] + 1}, {3: shape[3] - 2}):
+        other = [change.get(i, size) for i, size in enumerate(shape)]
+        values = torch.zeros(other)
+        refused(
+            "are not among|must both be in memory", cache=SimpleNamespace(values=values, keys=torch.zeros(other).mT)
+        )
+    keys, values = cache.keys, cache.values
+    refused("must both be in memory", cache=SimpleNamespace(values=values, keys=keys.contiguous()))
+    refused("must both be in memory", cache=SimpleNamespace(values=values, keys=keys[..., 1:]))
+    refused("must be float32", cache=SimpleNamespace(values=values.double(), keys=keys))
+    refused("must be float32", cache=SimpleNamespace(values=values, keys=keys.bfloat16()))
+    far = model.rotary.shape[0]
+    longer = SimpleNamespace(
+        values=torch.zeros(*shape[:2], far + 9, shape[3]), keys=torch.zeros(*shape[:2], far + 9, shape[3]).mT
+    )
+    refused("are behind the rotary table", cache=longer, position=far - 2)
+    assert torch.equal(cache.values, before[0]) and torch.equal(cache.keys, before[1])
+
+
+@needs_native
+def test_no_layers_leave_the_rows_as_they_are() -> None:
+    model = from_transformers(tiny_llama(seed=11), layout="native")
+    hidden = drawn(3, model.hidden_size)
+    assert torch.equal(model.run_layers(hidden, 2, 2, KVCache(model, 12), 0, lambda layers, rows: None), hidden)
+
+
+@needs_native
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    """Scratch memory took PyTorch's default dtype once: half as large in bfloat16, and written beyond."""
+    model = from_transformers(tiny_llama(seed=12), layout="native")
+    tokens = torch.arange(9)
+    expected = model.logits(model.run_layers(model.embed(tokens), 0, 4, KVCache(model, 9), 0))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        again = from_transformers(tiny_llama(seed=12), layout="native")
+        assert check.fault() is None
+        for each in (model, again):
+            assert torch.equal(each.logits(each.run_layers(each.embed(tokens), 0, 4, KVCache(each, 9), 0)), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@needs_native
+@every_variant
+def test_every_number_of_16_bits_is_read_as_what_it_is(variant: str) -> None:
+    """All 65,536 of them, zeros of both signs, subnormal numbers, infinities and NaN; in whole vectors and in the rest."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = patterns.view(dtype).float()
+        for width in (1, 64):  # one number beside zeros: in its sum nothing is rounded
+            weight = torch.zeros(len(patterns) + 3, width, dtype=dtype)
+            weight[: len(patterns), -1] = patterns.view(dtype)
+            with use(variant):
+                linear = NativeLinear(weight)
+            assert linear.stored.dtype == dtype
+            product = linear(torch.ones(1, width))[0, : len(patterns)]
+            torch.testing.assert_close(product, numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_native
+def test_16_bits_stay_what_they_are_and_more_are_kept_only_where_needed() -> None:
+    weight = drawn(6, 7)
+    assert NativeLinear(weight.bfloat16()).stored.dtype == NativeLinear(weight.bfloat16().float()).stored.dtype
+    assert NativeLinear(weight.half()).stored.dtype == NativeLinear(weight.half().float()).stored.dtype == torch.float16
+    assert NativeLinear(weight).stored.dtype == torch.float32
+    assert torch.equal(NativeLinear(weight.half()).weight, weight.half().float())

@@ -105,7 +105,9 @@ def test_bad_arguments_show_a_good_one(text: str) -> None:
         ("del:on_stop=drop+del", r"on_stop= changes nothing before \+del"),
         ("del:length=tpl,on_stop=keep", "on_stop= changes nothing with length=tpl"),
         ("del+spide:learn_every=4", "learn_every= changes nothing behind 'del'"),
-        ("spide:3,shadow=off,learn_every=4", "learn_every changes nothing with shadow=off"),
+        ("spide:3,learn_every=4", "learn_every= changes nothing without shadow tokens"),
+        ("spide:3,prompt_rows=8,learn_every=4", "learn_every= changes nothing without shadow tokens"),
+        ("spide:3,shadow=off,learn_every=4", "learn_every= changes nothing without shadow tokens"),
         ("ls:3-0+dv", "drafts nothing"),
         ("del:omega=0.9,omega=0.5", "omega= is given twice"),
         ("del:state=lost", "state must be one of fresh, kept"),
@@ -175,6 +177,18 @@ def test_needs_are_joined() -> None:
     assert (left | Needs(exit_hidden=True)).learn_every == 4
     assert (left | Needs(exit_hidden=True)).exit_hidden
     assert (left | Needs(learn_first=3)).learn_first == 3
+
+
+def test_the_prompt_alone_can_be_learned_from() -> None:
+    prompt = Needs(shadow_layers=(2,), learn_every=0, prompt_rows=32)
+    assert prompt.prompt_rows_for(100, 50) == 32
+    assert not prompt.learns(0, 0)
+    # Beside a policy that learns from rounds it changes nothing of their schedule.
+    assert (prompt | Needs(shadow_layers=(1,), learn_every=4)).learn_every == 4
+    assert (prompt | Needs(confidence=True)).learn_every == 0
+    for name, learn_every, rows in (("spide:3,prompt_rows=32", 0, 32), ("spide:3,shadow=on,prompt_rows=8", 1, 8)):
+        needs = parse_policy(name, num_layers=8).needs
+        assert (needs.shadow_layers, needs.learn_every, needs.prompt_rows) == ((3,), learn_every, rows)
 
 
 def rounds_learned(needs: Needs, rows: list[int]) -> list[int]:

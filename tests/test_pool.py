@@ -17,7 +17,8 @@ from torch import Tensor
 from bench.busy import busy_processes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
-from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear, native_works
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
 
@@ -26,7 +27,7 @@ needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.fl
 
 @pytest.fixture(scope="module")
 def model() -> LayerSkipModel:
-    llama = tiny_llama(seed=8, hidden_size=64, intermediate_size=160, heads=6, kv_heads=3, max_position_embeddings=256)
+    llama = tiny_llama(seed=8, hidden_size=96, intermediate_size=160, heads=6, kv_heads=3, max_position_embeddings=256)
     return from_transformers(llama, layout="native")
 
 

@@ -146,3 +146,40 @@ def test_a_short_prompt_gives_the_rows_it_has(llama: LlamaForCausalLM) -> None:
         [1, 2, 3], max_new_tokens=2, policy=Policy(exit_policy)
     )
     assert exit_policy.prompts[0].tokens.shape == (1, 3)
+
+
+def test_a_policy_is_told_that_a_new_text_begins(llama: LlamaForCausalLM) -> None:
+    class Told(ScriptedExit):
+        def __init__(self) -> None:
+            super().__init__([(1, 2)])
+            self.events: list[str] = []
+
+        @property
+        def needs(self) -> Needs:
+            self.events.append("needs")
+            return Needs(shadow_layers=(1,), prompt_rows=4)
+
+        @needs.setter
+        def needs(self, value: Needs) -> None:
+            pass
+
+        def begin_text(self) -> None:
+            self.events.append("begin")
+
+        def observe_prompt(self, shadow: ShadowTokens) -> None:
+            self.events.append("prompt")
+
+    told = Told()
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+    for _ in range(2):
+        engine.generate([5, 6], max_new_tokens=8, policy=Policy(told))
+    assert told.events == ["begin", "needs", "prompt"] * 2
+
+
+def test_del_does_the_same_on_every_run_unless_it_keeps_what_it_learned(llama: LlamaForCausalLM) -> None:
+    for name, equal in (("del", True), ("ls:2-9+del", True), ("del:state=kept", False)):
+        engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), policy=name)
+        runs = [engine.generate([5, 6], max_new_tokens=40, eos_token_id=[], trace=True) for _ in range(2)]
+        estimates = [[(record.acceptance, record.threshold) for record in run.trace or ()] for run in runs]
+        assert (estimates[0] == estimates[1]) == equal
+        assert runs[0].new_tokens == runs[1].new_tokens

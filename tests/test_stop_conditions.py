@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -19,6 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeC
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
+from selfspec.decoding import Decoding
 from selfspec.stop_conditions import StopConditions
 
 PROMPT = [5, 1, 7]
@@ -134,3 +137,58 @@ def test_time_limit(engine: SelfSpecGenerator) -> None:
     result = engine.generate(PROMPT, generation_config=GenerationConfig(max_time=1e-9, max_new_tokens=50))
     assert result.stop_reason == "max_time"
     assert len(result.new_tokens) == 1
+
+
+class Touched(TorchDispatchMode):
+    """Notes the memory that operations read or write while the stop conditions are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looking = False
+        self.operations = 0
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.looking:
+            self.operations += 1
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.memory |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+def test_criteria_never_look_at_the_device_s_tokens(
+    runner: Any, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop strings, a time limit and a criterion of one's own are decided on a copy of the text in the host's memory."""
+    touched, tokens = Touched(), []
+    first_stop, run = StopConditions.first_stop, Decoding.run
+
+    def watched(self: StopConditions, block: Any, text: Any, *rest: Any) -> Any:
+        touched.looking = True
+        assert text is not None
+        assert text.device == torch.device("cpu")
+        try:
+            return first_stop(self, block, text, *rest)
+        finally:
+            touched.looking = False
+
+    def noted(self: Decoding) -> Any:
+        tokens.append(self.tokens)
+        return run(self)
+
+    monkeypatch.setattr(StopConditions, "first_stop", watched)
+    monkeypatch.setattr(Decoding, "run", noted)
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5", runner=runner)
+    criterion = StopAtLength(20)
+    with touched:
+        result = engine.generate(
+            PROMPT,
+            generation_config=GenerationConfig(max_time=1000.0, max_new_tokens=30),
+            stop_strings="figfigfigfig",
+            stopping_criteria=StoppingCriteriaList([criterion]),
+        )
+    text = result.sequences[0].tolist()
+    assert criterion.seen == [text[:length] for length in range(4, 21)]
+    assert touched.operations > 50
+    assert tokens[0].untyped_storage().data_ptr() not in touched.memory

@@ -15,8 +15,9 @@ from policies import (
     Plan,
     SpideStopping,
     SvipThreshold,
+    parse_policy,
 )
-from policies.acceptance_table import EDGES, NUM_BINS, confidence_bin
+from policies.acceptance_table import BINS, DOUBT_BINS, PAPER_BINS, Bins
 
 PLAN = Plan(exit_layer=1, max_speculations=20)
 
@@ -93,14 +94,40 @@ def test_entropy_rules_by_hand() -> None:
     ],
 )  # fmt: skip
 def test_the_twenty_bins_and_their_edges(confidence: float, index: int) -> None:
-    assert confidence_bin(confidence) == index
+    assert PAPER_BINS.index(confidence) == index
+    assert len(PAPER_BINS) == 20
 
 
-@given(st.floats(0, 1))
-def test_every_confidence_has_a_bin(confidence: float) -> None:
-    index = confidence_bin(confidence)
-    assert 0 <= index < NUM_BINS
-    assert index == sum(edge <= confidence for edge in EDGES)
+def test_bins_of_doubt_go_on_where_the_papers_end() -> None:
+    # From .1 on, 1 - confidence falls to .07, .05, .03, .02, .01, .005, .002, .001, .0003, .0001 and below.
+    values = (0.85, 0.92, 0.94, 0.96, 0.975, 0.985, 0.993, 0.997, 0.9985, 0.9995, 0.9998, 0.99995, 1.0)
+    assert [DOUBT_BINS.index(value) for value in values] == [*range(8, 20), 19]
+    assert len(DOUBT_BINS) == 20
+    # The next float32 below 1 is 1 - 6e-8: all but it and 1 itself are in the paper's last bin but one.
+    assert PAPER_BINS.index(1 - 6e-8) == PAPER_BINS.index(0.991) == 18
+
+
+@given(confidence=st.floats(0, 1), bins=st.sampled_from(sorted(BINS)))
+def test_every_confidence_has_a_bin_that_starts_from_its_midpoint(confidence: float, bins: str) -> None:
+    chosen: Bins = BINS[bins]
+    index = chosen.index(confidence)
+    assert index == sum(edge <= confidence for edge in chosen.edges)
+    bounds = (0.0, *chosen.edges, 1.0)
+    assert bounds[index] <= chosen.midpoints[index] <= bounds[index + 1]
+
+
+def test_what_another_policy_asked_of_a_prompt_teaches_spide() -> None:
+    seen = shadow([1, 2, 3], [[1, 0], [1, 1], [0, 0]], [[0.42, 0.42]] * 3)
+    beside_del = parse_policy("del+spide", num_layers=4)
+    beside_del.observe_prompt(seen)
+    assert isinstance(beside_del.stopping, SpideStopping)
+    assert [beside_del.stopping.table.seen[layer][4] for layer in (1, 2, 3)] == [2, 2, 2]
+    assert beside_del.stopping.table.rate(2, 0.42) == pytest.approx((2 + 2 * 0.45) / 4)
+    deaf = parse_policy("del+spide:shadow=off", num_layers=4)
+    deaf.observe_prompt(seen)
+    deaf.observe(finished(0, 0, seen=seen))
+    assert isinstance(deaf.stopping, SpideStopping)
+    assert deaf.stopping.table.observations == 0
 
 
 def test_spide_stops_where_the_product_falls_to_tau() -> None:
@@ -123,7 +150,8 @@ def test_the_prior_is_the_midpoint() -> None:
     assert table.rate(1, 0.42) == pytest.approx(0.45)
     table.add(1, 0.42, 1.0)  # (1 + 2 * .45) / (1 + 2)
     assert table.rate(1, 0.42) == pytest.approx(1.9 / 3)
-    assert table.rate(1, 1.0) == 1.0
+    assert AcceptanceTable([1], bins=PAPER_BINS).rate(1, 1.0) == 1.0
+    assert table.rate(1, 1.0) == pytest.approx(1 - 0.00005)
 
 
 def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
@@ -155,3 +183,13 @@ def test_what_was_seen_fades() -> None:
 def test_spide_refuses_a_tau(tau: float) -> None:
     with pytest.raises(ValueError, match="tau must be in"):
         SpideStopping([1], num_layers=4, tau=tau)
+
+
+def test_a_table_for_other_bins_is_refused() -> None:
+    ours, papers = AcceptanceTable([1]), AcceptanceTable([1], bins=PAPER_BINS)
+    papers.add(1, 0.42, 1.0)
+    with pytest.raises(ValueError, match="other bins"):
+        ours.restore(papers.state())
+    with pytest.raises(ValueError, match="lacks edges: it was saved by another version"):
+        ours.restore({name: rows for name, rows in ours.state().items() if name != "edges"})
+    assert ours.observations == 0

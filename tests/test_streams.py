@@ -17,6 +17,7 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+import selfspec.graphs.first_rounds
 import selfspec.graphs.runner
 from layerskip_models import from_transformers
 from policies import Needs, Policy, RoundRecord
@@ -125,6 +126,7 @@ def lazy_engine(
 ) -> tuple[SelfSpecGenerator, LazyDevice]:
     device = LazyDevice(seed)
     monkeypatch.setattr(selfspec.graphs.runner, "streams_for", lambda _: device)
+    monkeypatch.setattr(selfspec.graphs.first_rounds, "CHECKED", 0)  # comparing waits for all that was launched
     return SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured"), device
 
 

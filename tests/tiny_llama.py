@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
-from layerskip_models.kernels.native_linear import native_works
+from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, packing_works
 from selfspec import SelfSpecGenerator
 from selfspec.config import GenerationHost, Request, make_request

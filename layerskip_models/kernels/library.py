@@ -224,7 +224,13 @@ def kernels() -> Kernels | None:
     try:
         return load(choice if choice in VARIANTS else None)
     except KernelsUnavailableError as error:
-        if choice != "1":
-            raise KernelsUnavailableError(f"SELFSPEC_NATIVE={choice}, but {error}") from error
-        warnings.warn(f"no native kernels, decoding will be slower: {error}", RuntimeWarning, stacklevel=2)
+        refuse(str(error))
         return None
+
+
+def refuse(reason: str) -> None:
+    """Say in a warning why the kernels are not used; raise KernelsUnavailableError if the environment demands them."""
+    choice = os.environ.get("SELFSPEC_NATIVE") or "1"
+    if choice != "1":
+        raise KernelsUnavailableError(f"SELFSPEC_NATIVE={choice}, but {reason}")
+    warnings.warn(f"no native kernels, decoding will be slower: {reason}", RuntimeWarning, stacklevel=3)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import addressof
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
-from layerskip_models.kernels.library import KINDS, Matrix, kernels
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import KINDS, Matrix
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
@@ -45,36 +45,63 @@ def pieces(rows: int) -> Iterator[tuple[int, int]]:
         yield first, min(MOST_ROWS, rows - first)
 
 
+def without_loss(weight: Tensor) -> Tensor:
+    """A weight in the first of bfloat16, float16 and float32 that holds the same numbers. 16 bits stay what they are."""
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return weight.contiguous()
+    weight = weight.float()
+    for dtype in (torch.bfloat16, torch.float16):
+        half = weight.to(dtype)
+        if torch.equal(half.float(), weight):
+            return half
+    return weight.contiguous()
+
+
+def check_rows(name: str, x: Tensor, width: int) -> None:
+    """Raise ValueError unless x is float32 [rows, width] in the processor's memory: the library would read behind its end."""
+    if x.dtype is not torch.float32 or not x.is_cpu or x.dim() != 2 or x.shape[1] != width:
+        raise ValueError(
+            f"{name} must be float32 [rows, {width}] on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+
+
 class NativeLinear:
-    """x W^T + b in float32, W kept in bfloat16 where that loses nothing (as of most checkpoints), else in float32.
+    """x W^T + b in float32. W is kept in 16 bits where that loses nothing, as for most checkpoints (`without_loss`).
 
     A row's result does not depend on the rows beside it, nor on the number of threads.
-    Raises RuntimeError where there are no kernels (`native_works`).
+    Raises RuntimeError where there are no kernels (`native_works`); ValueError for a weight or a bias that is not a matrix or
+    does not fit it, or is not on the CPU.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        weight = weight.float()
-        half = weight.bfloat16()
-        self._set(half if torch.equal(half.float(), weight) else weight.contiguous(), None, bias)
+        self._set(without_loss(weight), None, bias)
 
     def _set(self, stored: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
-        library = kernels()
-        if library is None:
+        chosen = library.kernels()
+        if chosen is None:
             raise RuntimeError("no native kernels here")
+        if stored.dim() != 2 or 0 in stored.shape or not stored.is_cpu:
+            raise ValueError(
+                f"a weight must be [out, in], not empty, on the CPU; got {list(stored.shape)} on {stored.device}"
+            )
+        if bias is not None and (bias.shape != stored.shape[:1] or not bias.is_cpu):
+            raise ValueError(f"bias must be [{stored.shape[0]}] on the CPU, got {list(bias.shape)} on {bias.device}")
+        if stored.data_ptr() % stored.element_size():  # a tensor of a mapped file may begin anywhere
+            stored = stored.clone()
         self.stored = stored
         self._scale = scale
         self._bias = None if bias is None else bias.float().contiguous()
-        self._out, size = stored.shape
-        self._run = library.linear
-        self._run_normalised = library.normalised_linear
-        self._pick, self._pick_scratch = library.pick, library.pick_scratch
+        self._out, self._in = stored.shape
+        self._run = chosen.linear
+        self._run_normalised = chosen.normalised_linear
+        self._pick, self._pick_scratch = chosen.pick, chosen.pick_scratch
         self._scratch = threading.local()
         self.matrix = Matrix(
             stored.data_ptr(),
             None if scale is None else scale.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             KINDS[stored.dtype],
-            size,
+            self._in,
             self._out,
         )
         self._address = addressof(self.matrix)
@@ -92,13 +119,18 @@ class NativeLinear:
         return full if self._scale is None else full.mul_(self._scale.unsqueeze(1))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, in]. Returns [rows, out]."""
+        """x: float32 [rows, in]. Returns float32 [rows, out]. ValueError if x is anything else."""
         if _operators_only.get():
             return self._by_operators(x)
         return self._multiply(x.contiguous(), None)
 
     def _multiply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x, residual: contiguous."""
+        check_rows("x", x, self._in)
+        if residual is not None:
+            check_rows("residual", residual, self._out)
+            if residual.shape[0] != x.shape[0]:
+                raise ValueError(f"residual has {residual.shape[0]} rows, x has {x.shape[0]}")
         rows, size = x.shape
         y, threads = x.new_empty(rows, self._out), num_threads()
         for first, count in pieces(rows):
@@ -140,6 +172,8 @@ class NativeLinear:
         if factors is None or _operators_only.get():
             return self(norm(x))
         x, threads = x.contiguous(), num_threads()
+        check_rows("x", x, self._in)
+        check_rows("the norm's factors", factors.unsqueeze(0), self._in)
         rows, size = x.shape
         y = x.new_empty(rows, self._out)
         for first, count in pieces(rows):
@@ -158,6 +192,7 @@ class NativeLinear:
 
     def choices_of_normalised(self, norm: RMSNorm, x: Tensor, detail: Detail) -> Choices:
         """What the rows of `of_normalised`, as logits, come to; none of them is stored. x: [rows, in]."""
+        check_rows("x", x, self._in)
         factors = norm.factors
         if factors is None or _operators_only.get():
             return choices_in_pieces(x, self._out, lambda piece: self.of_normalised(norm, piece), detail)
@@ -206,19 +241,3 @@ class NativeInt8Linear(NativeLinear):
         weight = weight.float()
         scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
         self._set((weight / scale.unsqueeze(1)).round_().to(torch.int8), scale, bias)
-
-
-@cache
-def _compute_right() -> bool:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(37, 53, generator=generator)
-    x = torch.randn(11, 53, generator=generator)
-    for linear in (NativeLinear(weight), NativeLinear(weight.bfloat16()), NativeInt8Linear(weight)):
-        if not torch.allclose(linear(x), F.linear(x, linear.weight), rtol=1e-4, atol=1e-4):
-            return False
-    return True
-
-
-def native_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for this device and dtype, and they compute what `F.linear` does."""
-    return device.type == "cpu" and dtype == torch.float32 and kernels() is not None and _compute_right()

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from layerskip_models.choices import Detail, Look
-from layerskip_models.kernels.library import KINDS, Cache, Layer, Step, kernels
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import KINDS, Cache, Layer, Step
 from layerskip_models.kernels.native_layers import NativeLayers
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear
+from layerskip_models.kernels.native_linear import NativeLinear, check_rows
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
+
+STEP_ROWS = 40
+"""Most rows of a step: its scratch is kept as long as the cache."""
 
 
 class NativeSteps:
@@ -39,22 +43,20 @@ class NativeSteps:
         values: Tensor,
         rotary: Callable[[], Tensor],
     ) -> None:
-        library, factors = kernels(), norm.factors
-        assert library is not None
-        assert factors is not None
-        self._run = library.step
+        chosen, factors = library.kernels(), norm.factors
+        if chosen is None or factors is None or embedding.dtype not in KINDS or not embedding.is_contiguous():
+            raise RuntimeError("no native steps here")
+        self._run = chosen.step
         self._layers, self._heads = layers, {"full": head, "draft": draft_head}
         self._keys, self._values, self._rotary = keys, values, rotary
         self._embedding, self._factors = embedding, factors
-        self._max_length, self._hidden = values.shape[2], embedding.shape[1]
-        layer_stride, head_stride, _, _ = values.stride()
-        self._where = keys.data_ptr(), values.data_ptr(), layer_stride, head_stride
+        self._hidden = embedding.shape[1]
         self._pointers = {name: addressof(linear.matrix) for name, linear in self._heads.items()}
-        most = max(library.pick_scratch(pointer, MOST_ROWS) for pointer in self._pointers.values())
+        most = max(chosen.pick_scratch(pointer, STEP_ROWS) for pointer in self._pointers.values())
         self._summaries = torch.empty(-(-most // 8), dtype=torch.int64, device="cpu")
-        self._scratch = layers.scratch_for(MOST_ROWS)
+        self._scratch = layers.new_scratch(STEP_ROWS)  # not a thread's: whoever calls next may be another one
         self._x = torch.empty(self._hidden, dtype=torch.float32, device="cpu")
-        self._tokens, self._numbers = (c_int64 * MOST_ROWS)(), (c_float * (4 * MOST_ROWS))()
+        self._tokens, self._numbers = (c_int64 * STEP_ROWS)(), (c_float * (4 * STEP_ROWS))()
         self._step = Step(
             shape=layers.shape_address,
             kind=KINDS[embedding.dtype],
@@ -83,6 +85,8 @@ class NativeSteps:
         last: float32 [hidden], gets its hidden state. head: "full" or "draft", to look at; None returns None.
         record: float32 [layers, rows, hidden] and a row: gets the hidden states after every layer.
         """
+        if not 0 <= token < self._embedding.shape[0]:
+            raise ValueError(f"there is no token {token}")
         step = self._step
         step.embedding, step.token, step.x = self._embedding.data_ptr(), token, self._x.data_ptr()
         self._walk(0, stop, position, 1, last, head, detail, record)
@@ -103,10 +107,12 @@ class NativeSteps:
     ) -> tuple[list[int], list[float]]:
         """Rows through layers [start, stop) and the full head: the tokens that win and their logits, as in `Choices`.
 
-        x: float32 [rows, hidden], contiguous, at most `MOST_ROWS`; the output after `start` layers.
+        x: float32 [rows, hidden], contiguous, at most `STEP_ROWS`; the output after `start` layers.
         """
-        rows = x.shape[0]
-        step = self._step
+        check_rows("x", x, self._hidden)
+        rows, step = x.shape[0], self._step
+        if rows > STEP_ROWS or not x.is_contiguous():
+            raise ValueError(f"x must be contiguous, of at most {STEP_ROWS} rows, got {list(x.shape)}")
         step.embedding, step.x = None, x.data_ptr()
         last = torch.empty_like(x) if record is None else x
         self._walk(start, stop, position, rows, last, "full", "token", record, x)
@@ -124,21 +130,22 @@ class NativeSteps:
         record: tuple[Tensor, int] | None,
         x: Tensor | None = None,
     ) -> None:
-        if position + rows > self._max_length or not 0 <= start < stop:
-            raise ValueError(f"rows {position} .. {position + rows - 1} do not fit a cache of {self._max_length}")
         step, rotary = self._step, self._rotary()
-        keys, values, layer_stride, head_stride = self._where
-        offset = 4 * start * layer_stride
-        step.cache = Cache(keys + offset, values + offset, layer_stride, head_stride)
+        memory = self._layers.check(rows, start, stop, self._keys, self._values, rotary, position)
+        offset = 4 * start * memory.layer_stride
+        keys, values = self._keys.data_ptr() + offset, self._values.data_ptr() + offset
+        step.cache = Cache(keys, values, memory.layer_stride, memory.head_stride)
         step.layers = self._layers.first + start * sizeof(Layer)
         step.rotary = rotary.data_ptr() + 8 * position * rotary.shape[-1]
         step.count, step.rows, step.position = stop - start, rows, position
         if record is None:
             step.outputs, step.last, step.stride = last.data_ptr(), None, 0
         else:
-            memory, first = record
-            most = memory.shape[1]
-            step.outputs = memory.data_ptr() + 4 * (start * most + first) * self._hidden
+            outputs, first = record
+            most = outputs.shape[1]
+            if first + rows > most or stop > outputs.shape[0]:
+                raise ValueError(f"{rows} rows from {first} on do not fit a record of {list(outputs.shape)}")
+            step.outputs = outputs.data_ptr() + 4 * (start * most + first) * self._hidden
             step.stride = most * self._hidden
             step.last = None if x is not None else last.data_ptr()
         step.head = None if head is None else self._pointers[head]

@@ -21,12 +21,12 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #ifdef __linux__
-#include <errno.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -55,6 +55,9 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef PATIENCE
 #define PATIENCE 3       /* microseconds that a late piece is waited for, at least */
 #endif
+#ifndef SHORT_TURN
+#define SHORT_TURN 100   /* microseconds */
+#endif
 #ifndef WORTH_WAKING
 #define WORTH_WAKING (256 << 10) /* bytes of a job for which sleepers are woken */
 #endif
@@ -71,7 +74,7 @@ struct Member {
   uint64_t phase;
   void *memory;
   size_t held;
-  _Atomic int64_t inside; /* the job's number, 0 outside */
+  _Atomic int64_t inside; /* the job's number, or a lower one; 0 outside */
   char arguments[POOL_ARGUMENTS] ALIGNED;
 } ALIGNED;
 
@@ -89,7 +92,7 @@ static struct {
   _Atomic int stopping;
   int helpers; /* threads started; changed by the owner alone */
   pthread_t threads[POOL_MEMBERS];
-  Member *members[POOL_MEMBERS];
+  Member *_Atomic members[POOL_MEMBERS]; /* from 1 on; one that is there stays until the end */
   Place places[POOL_MEMBERS];
 } pool;
 
@@ -269,7 +272,7 @@ void pool_done(Phase *p, int64_t piece) {
 
 /* Take part in the job behind this door, if it is still open. */
 static void join(Member *m, uint32_t door) {
-  atomic_store(&m->inside, INT64_MAX); /* until its number is known: the owner must not take it for outside */
+  atomic_store(&m->inside, 1); /* until the job's number is known: in any, for all that others can tell */
   if (atomic_load(&pool.door) == door) {
     Work work = pool.work;
     size_t size = pool.size;
@@ -290,8 +293,26 @@ static void join(Member *m, uint32_t door) {
   atomic_store(&m->inside, 0);
 }
 
+/* Ask for short turns: woken beside a busy process, a helper then runs at once and not some milliseconds later, for which the
+ * owner has no use. It gets no more of the processor than its fair share. Linux before 6.12 takes no notice. */
+static void ask_for_short_turns(void) {
+#if defined(SYS_sched_getattr) && defined(SYS_sched_setattr)
+  struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period; /* nanoseconds */
+  } own = {0};
+  if (syscall(SYS_sched_getattr, 0, &own, sizeof own, 0) || own.policy != SCHED_OTHER) return;
+  own.runtime = SHORT_TURN * 1000;
+  syscall(SYS_sched_setattr, 0, &own, 0); /* nothing depends on it */
+#endif
+}
+
 static void *helper(void *argument) {
   Member *m = argument;
+  ask_for_short_turns();
   uint32_t last = 0;
   uint64_t crowded = 0, came = ticks(), before = came;
   while (!atomic_load_explicit(&pool.stopping, memory_order_acquire)) {
@@ -315,26 +336,41 @@ static void *helper(void *argument) {
   return NULL;
 }
 
+static Member *new_member(void) {
+  Member *m = aligned_alloc(LINE, (sizeof(Member) + LINE - 1) / LINE * LINE);
+  if (m) memset(m, 0, sizeof(Member));
+  return m;
+}
+
 /* Have as many helpers as a team of so many needs; returns the team that there is. */
 static int gather(int team) {
   if (team > POOL_MEMBERS) team = POOL_MEMBERS;
+  if (pool.helpers + 1 >= team) return team;
+  sigset_t every, before;
+  sigfillset(&every); /* signals are for the threads of whoever uses this library */
+  pthread_sigmask(SIG_SETMASK, &every, &before);
   while (pool.helpers + 1 < team) {
     int index = pool.helpers + 1;
-    Member *m = pool.members[index];
-    if (!m) m = pool.members[index] = aligned_alloc(LINE, (sizeof(Member) + LINE - 1) / LINE * LINE);
+    Member *m = new_member();
     if (!m) break;
-    memset(m, 0, sizeof(Member));
     m->index = index;
-    if (pthread_create(&pool.threads[index], NULL, helper, m)) break;
+    if (pthread_create(&pool.threads[index], NULL, helper, m)) {
+      free(m);
+      break;
+    }
+    atomic_store(&pool.members[index], m);
     pool.helpers++;
   }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
   return pool.helpers + 1 < team ? pool.helpers + 1 : team;
 }
 
 PUBLIC int64_t pool_oldest(void) {
   int64_t oldest = INT64_MAX;
-  for (int i = 1; i < POOL_MEMBERS && pool.members[i]; i++) {
-    int64_t job = atomic_load(&pool.members[i]->inside);
+  for (int i = 1; i < POOL_MEMBERS; i++) {
+    Member *m = atomic_load(&pool.members[i]);
+    if (!m) break;
+    int64_t job = atomic_load(&m->inside);
     if (job && job < oldest) oldest = job;
   }
   return oldest;
@@ -362,10 +398,11 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   pthread_once(&once, prepare);
   Member *m = pthread_getspecific(lone);
   if (!m) {
-    m = aligned_alloc(LINE, (sizeof(Member) + LINE - 1) / LINE * LINE);
-    if (!m) return -1;
-    memset(m, 0, sizeof(Member));
-    pthread_setspecific(lone, m);
+    if (!(m = new_member())) return -1;
+    if (pthread_setspecific(lone, m)) {
+      free(m);
+      return -1;
+    }
   }
   int mine = 0;
   if (threads > 1 && !atomic_load_explicit(&pool.stopping, memory_order_relaxed) && size <= POOL_ARGUMENTS)
@@ -405,10 +442,10 @@ PUBLIC void pool_stop(void) {
   atomic_fetch_add(&pool.door, 2);
   wake();
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
-  for (int i = 1; i < POOL_MEMBERS && pool.members[i]; i++) {
-    free(pool.members[i]->memory);
-    free(pool.members[i]);
-    pool.members[i] = NULL;
+  for (int i = 1; i <= pool.helpers; i++) {
+    Member *m = atomic_exchange(&pool.members[i], NULL);
+    free(m->memory);
+    free(m);
   }
   pool.helpers = 0;
   atomic_store(&pool.busy, 0);

@@ -11,6 +11,8 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +37,17 @@ def num_threads() -> int:
     """
     chosen: int | None = getattr(_here, "threads", None)
     return _wanted() if chosen is None else chosen
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Within it `num_threads` is this for the thread that enters."""
+    before = getattr(_here, "threads", None)
+    _here.threads = count
+    try:
+        yield
+    finally:
+        _here.threads = before
 
 
 def _wanted() -> int:

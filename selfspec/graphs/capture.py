@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
 from selfspec.graphs.streams import Streams
+from selfspec.runner import CaptureError
 
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""
@@ -36,10 +37,6 @@ MAX_CAPTURES = 1024
 """How many captures are held of those that nobody asked for ahead."""
 
 _WARM_UPS = 2  # before a capture: libraries allocate and choose at their first calls, which a graph must not see
-
-
-class CaptureError(RuntimeError):
-    """Work could not be captured or replayed, or a replay gave other numbers than the work itself. The message says why."""
 
 
 class Captured(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.model import LayerSkipModel, LayerWindow
@@ -65,7 +64,7 @@ class StaticForward:
         mask = torch.zeros(hidden_places.shape, dtype=model.dtype, device=model.device)
         mask = mask.masked_fill_(hidden_places, -torch.inf).unsqueeze(1).expand(-1, group, -1).reshape(-1, span)
         return model.run_windows(
-            hidden, start, self._windows(start, stop, positions, span), rotary, self._attend, mask, capture
+            hidden, start, self._windows(start, stop, positions, span), rotary, model.attend_grouped, mask, capture
         )
 
     def _windows(self, start: int, stop: int, positions: Tensor, span: int) -> Iterator[LayerWindow]:
@@ -77,16 +76,3 @@ class StaticForward:
                 keys[..., :span],
                 values[:, :span],
             )
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Fused attention; query heads of a group are rows of one product, since they see the same keys.
-
-        query: [rows, heads, head_dim]. mask: [rows * group, span]. Returns [rows, heads * head_dim].
-        """
-        rows, heads, dim = query.shape
-        kv_heads = keys.shape[0]
-        group = heads // kv_heads
-        grouped = query.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
-        keys = keys.mT.unsqueeze(0)
-        attended = F.scaled_dot_product_attention(grouped, keys, values.unsqueeze(0), attn_mask=mask)
-        return attended.view(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads * dim)

@@ -23,6 +23,7 @@ from layerskip_models import LayerSkipModel
 from policies import DraftRow
 from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
+from selfspec.graphs import first_rounds
 from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
 from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.judge import NO_TOKEN
@@ -99,8 +100,24 @@ class CapturedRunner:
         return self._recorders[layers]
 
     def run(self, turn: Turn) -> Outcome:
-        """See `Runner`."""
-        return self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
+        """See `Runner`. Raises CaptureError if graphs fail here, or compute something else than the eager runner does."""
+        self._streams.resume()
+        kind = "plain step" if turn.exit_layer is None else "speculative round"
+        outcome = self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
+        if first_rounds.due(self._model, kind):
+            accepted = outcome.num_accepted
+            tokens = [turn.pending, *outcome.block[:accepted]]
+            plain = not turn.sampler.do_sample and not turn.sampler.processors and outcome.failure is None
+            first_rounds.check(
+                self._model,
+                self.cache,
+                kind,
+                torch.tensor(tokens, dtype=torch.long, device="cpu").to(self._model.device),
+                turn.length - 1,
+                self._round.logits[: accepted + 1],
+                outcome.block if plain else (),
+            )
+        return outcome
 
     def learning(self) -> AbstractContextManager[None]:
         """See `Runner`: on a stream of its own, which waits for the round but not for the pass launched after it."""
@@ -417,6 +434,7 @@ class _Drafting:
             row = DraftRow(
                 num_drafted=index,
                 exit_layer=self._exit_layer,
+                position=turn.length - 1 + index,
                 confidence=look[CONFIDENCE] if turn.needs.confidence else None,
                 entropy=look[ENTROPY] if turn.needs.entropy else None,
                 exit_hidden=hidden,

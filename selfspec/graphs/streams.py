@@ -43,7 +43,7 @@ class Streams(Protocol):
         ...
 
     def resume(self) -> None:
-        """A new call begins, perhaps on another stream: its work comes behind all that the last call launched."""
+        """Work begins, perhaps on another stream than before: it comes behind all that was launched there."""
         ...
 
     def beside(self, event: Event) -> AbstractContextManager[None]:

@@ -1,0 +1,150 @@
+"""Random tiny Llamas for the fuzz command: every shape that the engine supports, small enough to be asked in milliseconds."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from layerskip_models import from_transformers
+from layerskip_models.linear import Layout, possible_layouts
+from selfspec import SelfSpecGenerator
+from selfspec.runner import RunnerName
+
+CONTEXT = 64
+_ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default", "rope_theta": 10_000.0},
+    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+)
+_ALPHABET = "abcdefghijkl .,\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FuzzModel:
+    """A model as transformers runs it and as the engine does.
+
+    dtype: that of the engine's weights. reference: transformers' model of the same weights, in float64 or float32.
+    bitwise: whether any way of drafting must give the same bits as plain decoding (our own kernels).
+    """
+
+    about: str
+    dtype: torch.dtype
+    reference: LlamaForCausalLM
+    engine: SelfSpecGenerator
+    tokenizer: PreTrainedTokenizerFast
+    bitwise: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.engine.model.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        return self.engine.model.vocab_size
+
+
+def make_model(random: Random) -> FuzzModel:
+    """Draw a model. The same state of `random` gives the same weights; layouts depend on what the machine has."""
+    heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (6, 3), (6, 2), (8, 2), (5, 5)])
+    num_layers = random.choice([2, 2, 3, 4, 4, 5, 6, 8])
+    vocab_size = random.choice([2, 3, 7, 16, 24, 24, 31, 50, 64, 97, 128, 257])
+    dtype = random.choice([torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=heads * random.choice([1, 2, 4, 6, 8, 11, 16]),
+        intermediate_size=random.choice([5, 12, 20, 32, 67]),
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=random.choice([2, 4, 6, 8, 16]),
+        rope_parameters=dict(random.choice(_ROPES)),
+        tie_word_embeddings=random.random() < 0.5,
+        attention_bias=random.random() < 0.3,
+        mlp_bias=random.random() < 0.3,
+        rms_norm_eps=random.choice([1e-6, 1e-5, 1e-3]),
+        max_position_embeddings=CONTEXT,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    late_scale = random.choice([0.1, 0.2, 0.5, 0.9, 1.5])
+    reference = _filled(config, late_scale, random.choice([0.5, 1.5, 3.0]), random.randrange(1 << 30))
+    own = reference.to(dtype)  # in place
+    source = own if dtype in (torch.float64, torch.float32) else copy.deepcopy(own)
+    reference = own if source is own else own.float()
+    layout: Layout | None = None
+    if dtype not in (torch.bfloat16, torch.float16):
+        if dtype == torch.float32 and random.random() < 0.3:  # as a checkpoint in bfloat16 that is run in float32
+            for parameter in reference.parameters():
+                parameter.data = parameter.data.bfloat16().to(dtype)
+        possible = possible_layouts(reference.lm_head.weight.detach())
+        layout = random.choice([*possible, *(["native"] * 2 if "native" in possible else [])])  # type: ignore[list-item]
+        if layout == "half" and not _all_fit(reference):
+            layout = "plain"
+    runner: RunnerName = "captured" if random.random() < 0.1 else "eager"
+    engine = SelfSpecGenerator(
+        from_transformers(source, layout=layout), tokenizer := _tokenizer(vocab_size), runner=runner
+    )
+    native = engine.model._native is not None
+    return FuzzModel(
+        about=f"{num_layers} layers, {heads}/{kv_heads} heads of {config.head_dim}, hidden {config.hidden_size}, vocabulary "
+        f"{vocab_size}, {config.rope_parameters['rope_type']} rope, {str(dtype).removeprefix('torch.')}, "
+        f"{layout or 'its own layout'}, {runner}",
+        dtype=dtype,
+        reference=reference,
+        engine=engine,
+        tokenizer=tokenizer,
+        bitwise=native and runner == "eager",
+    )
+
+
+def _all_fit(llama: LlamaForCausalLM) -> bool:
+    return all(torch.equal(p.bfloat16().to(p.dtype), p) for p in llama.parameters())
+
+
+def _filled(config: LlamaConfig, late_scale: float, sharpness: float, seed: int) -> LlamaForCausalLM:
+    """Random weights in float64. The first layer moves the residual stream far, later ones by `late_scale` of that: the
+    smaller, the more often an early exit says what the last layer says."""
+    llama = LlamaForCausalLM(config).to(torch.float64).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            elif parameter.dim() == 1:  # a bias
+                parameter.normal_(0.0, 0.2, generator=generator)
+            else:
+                scale = 1.0 if "embed" in name else parameter.shape[1] ** -0.5
+                parameter.normal_(0.0, sharpness * scale, generator=generator)
+        for index, layer in enumerate(llama.model.layers):
+            scale = 3.0 if index == 0 else late_scale
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
+    return llama
+
+
+def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token per word; short words first, so that stop strings span tokens and end inside them."""
+    words: list[str] = []
+    for size in (1, 2, 3):
+        words += ["".join(letters) for letters in product(_ALPHABET, repeat=size)][: vocab_size - len(words)]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)

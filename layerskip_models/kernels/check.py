@@ -1,0 +1,155 @@
+"""Whether the kernels keep their promise on this very machine: a compiler or a processor may be wrong.
+
+A small layer with odd sizes, one matrix of every kind, goes through them row by row and all rows together, on one thread and
+on several. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what PyTorch
+computes in float64. Takes about two milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip_models.kernels import library
+from layerskip_models.kernels.native_layers import NativeLayers
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
+from layerskip_models.norm import RMSNorm
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
+_BOUND = 1e-4  # of numbers around 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: RMSNorm
+    qkv: NativeLinear
+    output: NativeLinear
+    post_attention_norm: RMSNorm
+    gate_up: NativeLinear
+    down: NativeLinear
+
+
+class _Cache:
+    def __init__(self) -> None:
+        self.values = torch.zeros(1, KV_HEADS, ROWS, HEAD_DIM, dtype=torch.float32, device="cpu")
+        self.keys = torch.zeros_like(self.values).mT
+
+
+class _Drawn:
+    """Random tensors, the same every time. CPU, float32."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
+
+
+def fault() -> str | None:
+    """What the kernels of this process compute wrongly, or None."""
+    with OneTeam(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        drawn = _Drawn()
+        x = drawn(ROWS, HIDDEN)
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        layer = _Layer(
+            RMSNorm(1 + 0.1 * drawn(HIDDEN), EPS),
+            NativeLinear((drawn(width, HIDDEN) * HIDDEN**-0.5).bfloat16(), drawn(width)),
+            NativeLinear((drawn(HIDDEN, HEADS * HEAD_DIM) * 0.1).half()),
+            RMSNorm(1 + 0.1 * drawn(HIDDEN), EPS),
+            NativeLinear(drawn(2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5, drawn(2 * INTERMEDIATE)),
+            NativeInt8Linear(drawn(HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5),
+        )
+        return _fault_of_linears(layer, x) or _fault_of_layers(layer, x, drawn(ROWS, HEAD_DIM // 2))
+
+
+def _teams() -> list[int]:
+    return sorted({1, 2, num_threads()})
+
+
+def _fault_of_linears(layer: _Layer, x: Tensor) -> str | None:
+    weight, bias = layer.qkv.weight.double(), layer.qkv.tensors[-1].double()
+    normed = _normed(x.double(), layer.input_norm)
+    with on_threads(1):
+        alone = torch.cat([layer.qkv(row) for row in x.split(1)])
+        alone_normed = torch.cat([layer.qkv.of_normalised(layer.input_norm, row) for row in x.split(1)])
+    for threads in _teams():
+        with on_threads(threads):
+            if not torch.equal(layer.qkv(x), alone):
+                return f"linear computes a row otherwise in company, on {threads} threads"
+            if not torch.equal(layer.qkv.of_normalised(layer.input_norm, x), alone_normed):
+                return f"normalised_linear computes a row otherwise in company, on {threads} threads"
+    if not _near(alone, x.double() @ weight.T + bias) or not _near(alone_normed, normed @ weight.T + bias):
+        return "linear computes something else"
+    return None
+
+
+def _fault_of_layers(layer: _Layer, x: Tensor, angles: Tensor) -> str | None:
+    layers = NativeLayers([layer], hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
+    rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    one = _Cache()
+    with on_threads(1):
+        rows = [layers.run(row, 0, 1, one, i, rotary, None) for i, row in enumerate(x.split(1))]
+    alone = torch.cat(rows)
+    for threads in _teams():
+        many = _Cache()
+        with on_threads(threads):
+            first = layers.run(x[:2], 0, 1, many, 0, rotary, None)
+            together = torch.cat([first, layers.run(x[2:], 0, 1, many, 2, rotary, None)])
+        same = torch.equal(together, alone) and torch.equal(many.keys, one.keys)
+        if not same or not torch.equal(many.values, one.values):
+            return f"run computes a row otherwise in company, on {threads} threads"
+    return None if _near(alone, _reference(layer, x.double(), rotary)) else "run computes something else"
+
+
+def _reference(layer: _Layer, x: Tensor, rotary: Tensor) -> Tensor:
+    """The layer in float64 with PyTorch's operators. x: [rows, hidden]."""
+    qkv = _normed(x, layer.input_norm) @ layer.qkv.weight.double().T + layer.qkv.tensors[-1].double()
+    query, key, value = qkv.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
+    query, key = (
+        torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * rotary).flatten(-2)
+        for part in (query, key)
+    )
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for part in (key, value))
+    scores = query.transpose(0, 1) @ key.mT * HEAD_DIM**-0.5
+    behind = torch.ones(ROWS, ROWS, dtype=torch.bool, device="cpu").triu_(1)
+    attended = scores.masked_fill_(behind, -torch.inf).softmax(-1) @ value  # [heads, rows, head_dim]
+    x = x + attended.transpose(0, 1).flatten(1) @ layer.output.weight.double().T
+    gates = _normed(x, layer.post_attention_norm) @ layer.gate_up.weight.double().T + layer.gate_up.tensors[-1].double()
+    gate, up = gates.chunk(2, 1)
+    return x + (F.silu(gate) * up) @ layer.down.weight.double().T
+
+
+def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
+    factors = norm.factors
+    assert factors is not None
+    return x / (x.square().sum(-1, keepdim=True) + HIDDEN * EPS).sqrt() * factors.double()
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return bool(((found.double() - expected).abs() <= _BOUND * (1 + expected.abs())).all())
+
+
+@cache
+def _passes(variant: str) -> bool:
+    """Whether there is no `fault`; found out once for each variant."""
+    wrong = fault()
+    if wrong is not None:
+        library.refuse(f"the {variant} kernels failed their check on this machine: {wrong}")
+    return wrong is None
+
+
+def native_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether linears and layers on this device and in this dtype may run on our own kernels.
+
+    Kernels that compute wrongly are not used: one warning says so, or a KernelsUnavailableError where the environment asks
+    for them (SELFSPEC_NATIVE, see library.py).
+    """
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    chosen = library.kernels()
+    return chosen is not None and _passes(chosen.variant)
