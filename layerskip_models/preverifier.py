@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from layerskip_models.linear import PlainLinear
+from layerskip_models.kernels.check import native_works
+from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.loading import convert_layer
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
@@ -193,13 +194,14 @@ class LeanPreVerifier:
 def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> LeanPreVerifier:
     """The trained module in the layout that decoding is fast with, on the base model's device and in its dtype."""
     config, llama = module.config, module.config.llama_config()
+    layout: Layout = "native" if native_works(device, dtype) else "plain"
 
     def tensor(value: Tensor) -> Tensor:
         return value.detach().to(device=device, dtype=dtype, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
         converted = convert_layer(
-            module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: "plain", dtype
+            module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: layout, dtype
         )
         layer = LayerSkipModel(
             llama,

@@ -112,10 +112,14 @@ class MeasuredCost:
 
 @dataclass(frozen=True, slots=True)
 class WithPreVerifier:
-    """A cost with Pacer's pre-verifier added: a pass, the L-th part of a plain step, behind every `block` drafts."""
+    """A cost with Pacer's pre-verifier added: a pass behind every `block` drafts.
+
+    pass_cost: of one pass, in the unit of `cost`; None for a layer, the L-th part of a plain step.
+    """
 
     cost: CostModel
     block: int
+    pass_cost: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -132,8 +136,8 @@ class WithPreVerifier:
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """With num_drafts // block passes: a block cut short is not judged."""
-        layer = self.cost.autoregressive() / self.cost.num_layers
-        return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * layer
+        each = self.cost.autoregressive() / self.cost.num_layers if self.pass_cost is None else self.pass_cost
+        return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * each
 
 
 def _at(seconds: Sequence[float], rows: int) -> float:
