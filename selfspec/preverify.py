@@ -93,10 +93,12 @@ class PreVerification:
         out = self._run(rows, cache, where)[-hidden.shape[0] :]
         estimates = self.network.estimates(out, exit_layer)
         if self.network.config.estimates == "prefix":
-            return estimates.tolist()
-        before = 1.0 if first_index == 1 else self._reliability
-        chances = (estimates.cumprod(0) * before).tolist()
-        self._reliability = chances[-1]
+            return estimates
+        chances, before = [], 1.0 if first_index == 1 else self._reliability
+        for estimate in estimates:
+            before *= estimate
+            chances.append(before)
+        self._reliability = before
         return chances
 
     def pass_seconds(self, block: int) -> float:
