@@ -37,6 +37,7 @@ from bench.cli_options import (
 from bench.cli_roofline import roofline
 from bench.cli_run import run
 from bench.cli_shapes import shapes
+from bench.cli_soak import soak
 from bench.cli_startup import startup
 from bench.cli_sweep import sweep
 from bench.compare import compare_records
@@ -66,6 +67,7 @@ app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
 app.command()(startup)
+app.command()(soak)
 app.command()(busy)
 
 

@@ -85,11 +85,11 @@ def _engine(model: FuzzModel, case: Case) -> _Said:
 
 
 def _with_stop(model: FuzzModel, case: Case) -> Case:
-    """The case with its stop, which is part of what the model says without one."""
+    """The case with its stop, which is part of what the model says without one (the engine is asked, being faster)."""
     if case.stop is None:
         return case
     kind, position = case.stop
-    text = _reference(model, replace(case, sample_seed=None)).tokens
+    text = _engine(model, replace(case, policy="ar", sample_seed=None)).tokens
     if not text:
         return case
     at = min(position, len(text) - 1)

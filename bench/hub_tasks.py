@@ -85,7 +85,7 @@ def load_hub_task(
 ) -> list[Prompt]:
     """`num_samples` prompts of a task, drawn by the seed and kept in the data's order; all if there are fewer.
 
-    Of a task whose rows are of several kinds, so many of each. load: `datasets.load_dataset` unless told.
+    Of a task that holds several (`kind`), so many of each. load: `datasets.load_dataset` unless told.
     Raises ValueError for an unknown name, or where `datasets` is not installed.
     """
     if name not in HUB_TASKS:

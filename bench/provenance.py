@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import selfspec
+from layerskip_models.kernels.check import native_variant
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -32,6 +33,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
+        "kernels": native_variant(device, dtype),
         "ram_gib": ram_gib(),
         "load_average": load_average(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -19,7 +19,7 @@ from bench.table import UNKNOWN, Table, counted, number
 ENGINES = ("selfspec", "transformers")
 STAGES = ("interpreter", "imports", "loading", "layout", "calibration", "prefill")
 """interpreter: until Python runs. loading: weights and tokenizer. layout: choosing and making the layout of the weights that
-decoding is fast with. calibration: timing what the default policy reckons with. prefill: from the call to its first token."""
+decoding is fast with. calibration: timing the default policy's costs. prefill: from the call to its first token."""
 SECOND = "second call"
 """From a second call in the same process to its first token; not part of the start."""
 _PACKAGES = (

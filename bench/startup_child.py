@@ -67,7 +67,7 @@ def start_selfspec(stages: Stages, job: dict[str, Any]) -> None:
     stages.end("loading")
     generator = SelfSpecGenerator(from_transformers(network, release=True), tokenizer)
     stages.end("layout")
-    _ = generator.policy  # times what the default policy reckons with
+    _ = generator.policy  # times what the default policy's costs are made of
     stages.end("calibration")
     for stage in ("prefill", "second call"):
         streamer = FirstToken(stages, stage)

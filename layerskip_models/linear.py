@@ -1,10 +1,10 @@
-"""The fastest linear for a weight's shape on this device, chosen by timing when the model is loaded.
+"""The fastest linear for a weight's shape on this device: our own kernels where they run, else chosen by timing.
 
-On a CPU five compete: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
-packed into the blocked layout its kernels read, FBGEMM's with one kept in float16, where that loses nothing, and our own
-kernels where they are installed. Which one wins depends on the processor, the shape and the number of rows (on one Xeon
-PyTorch's plain kernels beat its packed ones for matrices under 5 MB; on one EPYC the packed ones won everywhere), so it is
-measured, not assumed. The chosen layout replaces the plain weight: nothing is resident twice.
+On a CPU four compete then: a product with the plain weight, with one whose columns are contiguous, oneDNN's with one that was
+packed into the blocked layout its kernels read, and FBGEMM's with one kept in float16, where that loses nothing. Which one
+wins depends on the processor, the shape and the number of rows (on one Xeon PyTorch's plain kernels beat its packed ones for
+matrices under 5 MB; on one EPYC the packed ones won everywhere), so it is measured, not assumed.
+The chosen layout replaces the plain weight: nothing is resident twice.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _PACK_ROWS = 8  # row count the packed layout is laid out for; 4 to 16 measured 
 _TIMED_ROWS = (1, 5)  # a draft or autoregressive step, and a typical verification
 _TIMED_BYTES = 64 << 20
 _TURNS = 7
-# Our own kernels run whole layers, if they have all their matrices, which takes half the time that theirs alone add up to.
 # Packing must win clearly: alone in a loop a packed kernel looks better than between a layer's other operations. With 1.05
 # the demo's larger matrices were packed on a Xeon, and its autoregressive step took 6.6 ms instead of 4.3.
-_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5, "half": 1.0, "native": 0.5}
+_HANDICAPS: dict[Layout, float] = {"plain": 1.03, "transposed": 1.0, "packed": 1.5, "half": 1.0}
 
 
 class Linear(Protocol):
@@ -189,7 +188,8 @@ def fastest_layout(weight: Tensor) -> Layout:
     """
     candidates = possible_layouts(weight)
     if "native" in candidates:
-        candidates = ("plain", "native")  # where it runs no other has come near, and timing them takes a second
+        # Where it runs no other has come near. Timing could only be wrong: beside busy processes it was, and chose another.
+        return "native"
     if len(candidates) == 1:
         return candidates[0]
     num_bytes = weight.numel() * weight.element_size()

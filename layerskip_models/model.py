@@ -149,6 +149,11 @@ class LayerSkipModel:
         self._scale = torch.tensor(self.head_dim**-0.5, dtype=self.dtype, device=self.device)
 
     @property
+    def kernels(self) -> str | None:
+        """Which variant of our own kernels the layers run on ("avx2", ..); None where PyTorch's operators do the work."""
+        return None if self._native is None else self._native.variant
+
+    @property
     def transposed_keys(self) -> bool:
         """Whether the KV cache shall keep keys [head_dim, positions]: products with few queries then take half the time."""
         return self._unfused and self._native is None

@@ -105,7 +105,7 @@ class Call:
         captures, capture_seconds = runner.num_captures, runner.capture_seconds
         first_token_seconds = 0.0
         records: list[RoundRecord] = []
-        with engine_mode(model.device):
+        with engine_mode(model.device), at_work:
             decoding = Decoding(model, runner.cache, self.request, policy, runner)
         rounds = decoding.run()
         while True:
@@ -126,6 +126,7 @@ class Call:
         if self.tokenizer is not None:
             text = self.tokenizer.decode(sequences[0, num_prompt:], skip_special_tokens=True)
             assert isinstance(text, str)
+        kind = "eager" if isinstance(decoding.runner, EagerRunner) else "captured"
         stats = decoding.stats.finish(
             num_prompt_tokens=num_prompt,
             seconds=perf_counter() - self._started,
@@ -133,7 +134,8 @@ class Call:
             calibration_seconds=self._calibration_seconds,
             first_token=first_token_seconds,
             cache_bytes=runner.cache.num_bytes,
-            runner="eager" if isinstance(decoding.runner, EagerRunner) else "captured",
+            runner=kind,
+            kernels=self._bound.model.kernels if kind == "eager" else None,  # what is captured are PyTorch's operators
             num_captures=runner.num_captures - captures,
             capture_seconds=runner.capture_seconds - capture_seconds,
         )

@@ -185,9 +185,10 @@ class SelfSpecGenerator:
         yields any. Breaking off the loop ends the generation. When the text is complete, its `result` is what `generate`
         returns; times in its statistics include what the caller did between pieces.
         """
-        unknown = options.keys() - (signature(self.generate).parameters.keys() - {"streamer"})
-        if unknown:
-            raise TypeError(f"stream() got an unexpected keyword argument {min(unknown)!r}")
+        if "streamer" in options:
+            raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
+        known = signature(self.generate).parameters
+        refuse_unknown(options.keys() - known.keys(), known)
         return GenerationStream(self._call(prompt, **options))
 
     def __repr__(self) -> str:

@@ -28,7 +28,8 @@ class Inspection:
     text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
     own_agreement: the same along the model's own greedy continuations, which is what drafting meets.
     best: the fixed setting with most tokens per measured second; predicted_speedup: its, over plain decoding.
-    layers_speedup: the best by layers loaded alone. comparison: `best` really run against plain decoding.
+    layers_speedup: the best by layers loaded alone. kernels: what the layers ran on (`LayerSkipModel.kernels`).
+    comparison: `best` really run against plain decoding.
     """
 
     num_layers: int
@@ -37,6 +38,7 @@ class Inspection:
     best: Setting
     predicted_speedup: float
     layers_speedup: float
+    kernels: str | None
     comparison: Comparison
 
     def verdict(self) -> str:
@@ -101,6 +103,7 @@ def inspect_model(
         best=best,
         predicted_speedup=predicted,
         layers_speedup=by_layers,
+        kernels=model.kernels,
         comparison=comparison,
     )
 
@@ -135,6 +138,11 @@ def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, f
     return by_policy[name][0], means[name] * cost.autoregressive()
 
 
+def kernels_in_words(variant: str | None) -> str:
+    """What `LayerSkipModel.kernels` means, for people."""
+    return "PyTorch's operators" if variant is None else f"selfspec's own kernels for {variant}"
+
+
 def inspection_lines(inspection: Inspection) -> list[str]:
     """The findings as text."""
     lines = ["exit_layer  agreement on sample text  on its own text"]
@@ -146,6 +154,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f" (by layers loaded alone, at the best setting for that, {inspection.layers_speedup:.2f})",
         f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
+        f"layers ran on {kernels_in_words(inspection.kernels)}",
         inspection.verdict(),
     ]
     return lines

@@ -32,7 +32,7 @@ class ModelSource:
 
     def __init__(self, model: LayerSkipModel | LlamaForCausalLM, runner: RunnerChoice) -> None:
         self._runner: RunnerChoice = runner
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._watch: WeightWatch | None = None
         if isinstance(model, LayerSkipModel):

@@ -25,7 +25,7 @@ class _Use:
 
 
 _in_use: WeakValueDictionary[int, _Use] = WeakValueDictionary()  # by the id of an exit or stopping policy
-_lock = threading.Lock()
+_lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
 
 
 @contextmanager

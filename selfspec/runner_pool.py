@@ -29,7 +29,7 @@ class RunnerPool:
         self._on_giving_up = on_giving_up
         self._model = model
         self._idle: Runner | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
 
     @contextmanager
     def lend(self, num_tokens: int) -> Iterator[Runner]:

@@ -17,11 +17,13 @@ from transformers import LlamaForCausalLM
 
 import selfspec.judge as rounds
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kernels.check import fault
 from policies import Policy, parse_policy
 from selfspec.calibrate import measured_cost
 from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
+from selfspec.inspection import kernels_in_words
 from selfspec.kv_cache import KVCache
 from selfspec.preverify import PreVerifiers
 
@@ -138,6 +140,7 @@ def verify_engine(
     reference = ask_reference(llama, prompts, max_new_tokens, advance)
     model = from_transformers(llama, release=True)
     names = list(policies or every_policy(model.num_layers))
+    yield check_kernels(model)
     yield check_logits(model, reference)
     yield check_single_row(model, reference)
     yield check_acceptance(model, reference)
@@ -159,6 +162,12 @@ def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int |
 def sampled_policies(num_layers: int) -> list[str]:
     """Whose draws are counted: one that keeps every draft, one that stops by what it sees."""
     return [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
+
+
+def check_kernels(model: LayerSkipModel) -> Check:
+    """What the layers run on; our own kernels must compute a row the same, bit for bit, in any company."""
+    wrong = None if model.kernels is None else fault()
+    return Check(name="kernels", passed=wrong is None, detail=wrong or kernels_in_words(model.kernels))
 
 
 def check_logits(model: LayerSkipModel, reference: Reference) -> Check:

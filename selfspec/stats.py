@@ -30,7 +30,9 @@ class GenerationStats:
     *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
     earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
-    runner: how passes were run, eager or captured. num_captures, capture_seconds: captures made during the call, and how long
+    runner: how passes were run, eager or captured.
+    kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.
+    num_captures, capture_seconds: captures made during the call, and how long
     the call waited for them (`SelfSpecGenerator.warm_up` makes them before). num_discarded_rows: rows run ahead of a decision
     that dropped their token; loaded_layers leaves them out, as it does what learning runs.
     """
@@ -63,6 +65,7 @@ class GenerationStats:
     other_seconds: float
     peak_cache_bytes: int
     runner: str
+    kernels: str | None
     num_captures: int
     capture_seconds: float
     num_discarded_rows: int
@@ -118,6 +121,7 @@ class StatsBuilder:
         first_token: float,
         cache_bytes: int,
         runner: str = "eager",
+        kernels: str | None = None,
         num_captures: int = 0,
         capture_seconds: float = 0.0,
         calibration_seconds: float = 0.0,
@@ -158,6 +162,7 @@ class StatsBuilder:
             other_seconds=max(0.0, seconds - phases),
             peak_cache_bytes=cache_bytes,
             runner=runner,
+            kernels=kernels,
             num_captures=num_captures,
             capture_seconds=capture_seconds,
             num_discarded_rows=self.num_discarded_rows,

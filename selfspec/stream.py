@@ -59,7 +59,7 @@ class GenerationStream(Iterator[str | list[int]]):
         return _pieces(self._rounds, IncrementalDecoder(call.tokenizer))
 
     def __repr__(self) -> str:
-        return f"GenerationStream({'open' if self.result is None else self.result!r})"
+        return f"GenerationStream({'open' if self.result is None else repr(self.result)})"
 
 
 def _pieces(rounds: Iterator[Committed], decoder: IncrementalDecoder) -> Iterator[str]:

@@ -33,6 +33,7 @@ class IncrementalDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
         self._context: list[int] = []  # its text is out
         self._pending: list[int] = []
 
@@ -59,8 +60,12 @@ class IncrementalDecoder:
         return text
 
     def _ends_in_byte_token(self) -> bool:
-        """Whether a run of SentencePiece's byte tokens may go on: only a run as a whole is text or is not."""
-        return _BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(self._pending[-1]))) is not None
+        """Whether a run of SentencePiece's byte tokens may go on: only a run as a whole is text or is not.
+
+        Special tokens have no text, so a run goes on behind them.
+        """
+        last = next((token for token in reversed(self._pending) if token not in self._special), None)
+        return last is not None and bool(_BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(last))))
 
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,6 +1,6 @@
 """Captured rounds: what a replay is, what is captured, counted and given up, and that nothing of a round is baked in.
 
-On a CPU the stand-in replays noted operations; the tests marked `gpu` do the same with CUDA graphs.
+On a CPU the stand-in replays noted operations; `test_on_cuda.py` does the same with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -440,85 +440,6 @@ def test_calibration_times_the_runner_in_use() -> None:
     assert cost.description.endswith("captured")
     assert measured_cost(model, "captured") is not measured_cost(model)
     assert measured_cost(model, "captured").description != measured_cost(model).description
-
-
-# The same with CUDA graphs
-
-
-@pytest.fixture
-def cuda() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=["greedy", "eos", "processors"])
-def test_graphs_give_the_model_s_own_text(options: dict[str, Any], cuda: torch.device) -> None:
-    """Every policy in float64, where equality is exact, on one cache."""
-    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
-    expected = reference_greedy(
-        llama, PROMPT, max_new_tokens=40, **{k: v for k, v in options.items() if k != "do_sample"}
-    )
-    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
-    assert engine.runner == "captured"
-    for name in EVERY_POLICY:
-        result = engine.generate(PROMPT, max_new_tokens=40, policy=named_policy(name, 2, engine.model), **options)
-        assert result.new_tokens == expected, name
-
-
-@pytest.mark.gpu
-def test_graphs_sample_as_the_eager_runner_does(cuda: torch.device) -> None:
-    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3).to(cuda)
-    eager, captured = pair(llama)
-    for seed in range(5):
-        for policy in ("ar", "ls:1-3", "dv:2"):
-            options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "seed": seed, "top_k": 8}
-            theirs = eager.generate(PROMPT, policy=named_policy(policy, 2, eager.model), **options)
-            ours = captured.generate(PROMPT, policy=named_policy(policy, 2, captured.model), **options)
-            assert ours.new_tokens == theirs.new_tokens
-
-
-@pytest.mark.gpu
-def test_graphs_in_bfloat16_take_the_argmax_or_a_near_tie(cuda: torch.device) -> None:
-    for seed in range(6):
-        llama = tiny_llama(num_layers=4, dtype=torch.bfloat16, seed=seed, heads=8, kv_heads=2, head_dim=16).to(cuda)
-        engine = SelfSpecGenerator(from_transformers(llama))
-        for policy in ("ar", "ls:1-4", "auto:cost=layers"):
-            new = engine.generate(PROMPT, max_new_tokens=40, policy=policy).new_tokens
-            with torch.no_grad():
-                logits = llama(torch.tensor([PROMPT + new], device=cuda), use_cache=False).logits[0].float().cpu()
-            rows = logits[len(PROMPT) - 1 : -1]
-            gaps = rows.max(dim=-1).values - rows.gather(-1, torch.tensor(new)[:, None])[:, 0]
-            assert float(gaps.max()) <= 0.3
-
-
-class NoWaiting:
-    """Makes every call that waits for the whole device an error, from the first token until the text nears its end."""
-
-    def __init__(self) -> None:
-        self.pieces = 0
-
-    def put(self, value: Tensor) -> None:
-        self.pieces += 1
-        if self.pieces == 2:  # the prompt and the first token
-            torch.cuda.set_sync_debug_mode("error")
-
-    def on_round(self, record: RoundRecord) -> None:
-        if record.num_committed_before > 20:
-            torch.cuda.set_sync_debug_mode("default")
-
-    def end(self) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_a_warm_graph_runner_never_waits_for_the_device(cuda: torch.device) -> None:
-    """All reads go through pinned memory and events: PyTorch's own watch over synchronising calls stays silent."""
-    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3).to(cuda)))
-    for policy in ("ar", "ls:2-3", "dv:2"):
-        engine.generate(PROMPT, max_new_tokens=40, policy=policy)
-        engine.generate(PROMPT, max_new_tokens=40, policy=policy, streamer=NoWaiting())
 
 
 def test_full_logits_agree_with_a_static_pass(llama64: LlamaForCausalLM) -> None:

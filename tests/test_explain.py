@@ -115,6 +115,7 @@ def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
     assert len(inspection.text_agreement) == len(inspection.own_agreement) == 3
     assert inspection.comparison.outputs_equal
     lines = inspection_lines(inspection)
+    assert any(line.startswith("layers ran on ") for line in lines)
     assert lines[-1] == inspection.verdict()
     assert any(word in lines[-1] for word in ("worth it", "hardly"))
     assert seen[-1] == "comparing with plain decoding"

@@ -172,6 +172,19 @@ def test_graphs_that_fail_ahead_of_a_call(llama64: LlamaForCausalLM, monkeypatch
     assert result.stats.runner == "eager"
 
 
+def test_new_weights_do_not_bring_failed_graphs_back(monkeypatch: Patch) -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    engine = SelfSpecGenerator(llama, runner="captured")
+    fails_in_the_nth_capture(monkeypatch, 1)
+    with pytest.warns(RuntimeWarning, match="not permitted"):
+        engine.generate(PROMPT, max_new_tokens=5, policy="ls:2-3")
+    with torch.no_grad():
+        llama.lm_head.weight.mul_(-1)
+    result = engine.generate(PROMPT, max_new_tokens=5, policy="ls:2-3")
+    assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=5)
+    assert engine.runner == "eager"
+
+
 def test_a_right_runner_is_checked_twice_per_kind_and_model(llama64: LlamaForCausalLM, monkeypatch: Patch) -> None:
     checks: list[str] = []
     check = first_rounds.check

@@ -18,6 +18,7 @@ from scripted_policies import EVERY_POLICY, named_policy
 from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 from torch import Tensor
 
+from bench.provenance import provenance
 from layerskip_models import LayerSkipModel, from_transformers, loading
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
@@ -27,11 +28,13 @@ from layerskip_models.kernels.native_linear import (
     NativeLinear,
     operators_only,
 )
-from layerskip_models.linear import possible_layouts
+from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.linear import fastest_layout, possible_layouts
 from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
 from selfspec.graphs.capture import RecordedOperations
 from selfspec.kv_cache import KVCache
+from selfspec.selftest import check_kernels
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no native kernels here")
@@ -224,6 +227,14 @@ def test_those_who_watch_operators_see_all_of_them() -> None:
     torch.testing.assert_close(y, F.linear(x, linear.weight))
 
 
+@needs_native
+def test_where_kernels_run_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside busy processes a timing is a toss-up: models were loaded into layouts that decode at a tenth of the speed."""
+    monkeypatch.setattr("layerskip_models.linear._seconds", lambda *_: pytest.fail("timed"))
+    assert fastest_layout(drawn(8, 8)) == "native"
+    assert from_transformers(tiny_llama(seed=2)).on_one_team().__class__ is OneTeam
+
+
 def test_without_the_library_nothing_is_missing(no_kernels: None) -> None:
     llama = tiny_llama(seed=2)
     assert "native" not in possible_layouts(llama.lm_head.weight.detach())
@@ -406,3 +417,29 @@ def test_16_bits_stay_what_they_are_and_more_are_kept_only_where_needed() -> Non
     assert NativeLinear(weight.half()).stored.dtype == NativeLinear(weight.half().float()).stored.dtype == torch.float16
     assert NativeLinear(weight).stored.dtype == torch.float32
     assert torch.equal(NativeLinear(weight.half()).weight, weight.half().float())
+
+
+@needs_native
+@every_variant
+def test_what_ran_is_said_everywhere(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with use(variant):
+        model = from_transformers(tiny_llama(seed=13), layout="native")
+        assert provenance(CPU, torch.float32)["kernels"] == variant
+        assert provenance(CPU, torch.float64)["kernels"] is None
+        assert check_kernels(model).detail == f"selfspec's own kernels for {variant}"
+    assert model.kernels == variant
+    result = SelfSpecGenerator(model, policy="ls:2-2").generate([1, 2, 3], max_new_tokens=4)
+    assert result.stats.kernels == variant
+    captured = SelfSpecGenerator(model, policy="ls:2-2", runner="captured").generate([1, 2, 3], max_new_tokens=4)
+    assert captured.stats.kernels is None
+    plain = from_transformers(tiny_llama(seed=13), layout="plain")
+    assert SelfSpecGenerator(plain, policy="ar").generate([1, 2, 3], max_new_tokens=4).stats.kernels is None
+    assert check_kernels(plain).detail == "PyTorch's operators"
+
+
+@needs_native
+def test_verify_fails_where_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = from_transformers(tiny_llama(seed=13), layout="native")
+    monkeypatch.setattr("selfspec.selftest.fault", lambda: "run computes something else")
+    verdict = check_kernels(model)
+    assert not verdict.passed and verdict.detail == "run computes something else"

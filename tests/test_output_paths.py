@@ -19,6 +19,7 @@ WRITERS = [
     (bench.cli.app, ["roofline", "-o"]),
     (bench.cli.app, ["context", "-o"]),
     (bench.cli.app, ["startup", "-o"]),
+    (bench.cli.app, ["busy", "-o"]),
     (bench.cli.app, ["shapes", "--output-dir"]),
     (bench.cli.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.app, ["generate", "text", "--trace"]),

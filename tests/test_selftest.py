@@ -167,7 +167,8 @@ def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
     arguments = (str(checkpoint), "--file", str(prompt), "--policy", "ls:1-4", "--draws", "20", "--max-new-tokens", "8")
     result = command(*arguments)
     assert result.exit_code == 0, result.output
-    assert result.output.count("ok ") == 6
+    assert result.output.count("ok ") == 7
+    assert "ok      kernels: " in result.output
     assert result.output.rstrip().endswith("gives what the model itself gives")
     accepts_any_greedy(monkeypatch)
     result = command(*arguments)

@@ -82,6 +82,15 @@ def test_a_character_waits_for_its_last_byte_and_nothing_else_waits():
     assert [decoder.push([a]), decoder.push([first]), decoder.push(rest), decoder.push([a])] == ["a", "", "ñ", "a"]
 
 
+def test_a_run_of_bytes_goes_on_behind_a_special_token():
+    """A run of bytes that is no text as a whole becomes replacement characters, the bytes before the special token, too."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    first, end, second = tokenizer.convert_tokens_to_ids(["<0x00>", "</s>", "<0xC3>"])
+    decoder = IncrementalDecoder(tokenizer)
+    out = [decoder.push([first, end]), decoder.push([second])]
+    assert "".join(out) + decoder.finish() == tokenizer.decode([first, end, second], skip_special_tokens=True)
+
+
 def test_a_finished_decoder_starts_anew():
     tokenizer = TOKENIZERS["byte_level"]
     decoder = IncrementalDecoder(tokenizer)

@@ -134,6 +134,12 @@ def _near(found: Tensor, expected: Tensor) -> bool:
     return bool(((found.double() - expected).abs() <= _BOUND * (1 + expected.abs())).all())
 
 
+def native_variant(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Which variant of the kernels a model on this device and in this dtype would run on, or None: for records."""
+    chosen = library.kernels()
+    return chosen.variant if chosen is not None and native_works(device, dtype) else None
+
+
 @cache
 def _passes(variant: str) -> bool:
     """Whether there is no `fault`; found out once for each variant."""

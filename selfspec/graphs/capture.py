@@ -114,8 +114,8 @@ class Captures:
 
     protect: what capturing disturbs and must be put back, since a body runs for warming up. max_captures: how many of those
     captured when first asked for are held; beyond that the least recently used is given up. Those made ahead are all kept,
-    and do not count. Their memory is not counted: temporary tensors are in one pool that all share, as large as the
-    largest capture needs, and a graph itself takes a few hundred kilobytes.
+    and do not count. Memory is not counted: temporary tensors are in one pool that all captures share, as large as the
+    largest of them needs, and what a graph itself takes of the device no allocator knows.
     Attributes: num_captures, seconds: how many were made so far, and how long that took.
     """
 

@@ -179,6 +179,9 @@ class CapturedRunner:
         if rows <= self._round.max_rows:
             return
         self._earlier = (self.num_captures, self.capture_seconds)
+        over = self._streams.event()
+        over.record()
+        over.synchronize()  # a graph that is given up must not be running
         self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK, self._streams)
         self._look_read, self._verdict_read = self._reads()
         self._recorders.clear()

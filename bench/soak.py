@@ -1,0 +1,287 @@
+"""Many calls of all kinds from several threads: every text must be exact, and memory must end where it was.
+
+A small random model in float64 with two sets of weights, A and B. What it says with either is computed before, by plain
+decoding on a generator that does nothing else. Then every thread makes random calls: greedy or sampled, by several policies,
+through `generate` or `stream`, on a generator that all share (over a transformers model whose weights other calls exchange
+meanwhile), on one of its own, or now and then on captured passes. Some are refused, broken off, interrupted, or make calls
+within calls. No call begins while the weights are being written, so each is known to run on A or on B alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
+
+from layerskip_models import from_transformers
+from layerskip_models.synthetic import Recipe, synthetic_llama
+from selfspec import SelfSpecGenerator
+
+FIXED = ("ar", "ls:2-6", "svip:1")
+"""Policies without a memory: a seed decides what they draw."""
+LEARNING = ("auto", "del", "spide:2", "fs:2-3", "dv:1")
+CAPTURED = ("ar", "ls:2-6")
+"""Those that run on captured passes: with the same captures in every call, all of them made before the soak begins."""
+PROMPTS = ([5, 1, 7], [9], list(range(40)))
+LENGTHS = (2, 32)
+SEED = 5
+MOST_RSS = 48 << 20
+"""Bytes of resident memory that may be gained between warm-up and end: the allocator's, which threads leave in pieces."""
+MOST_TENSORS = 40
+"""Tensors alive that may be gained: copies of a policy's state that wait for the garbage collector's next turn."""
+
+Key = tuple[int, int, int, str, int | None]  # weights, prompt, length, policy, seed
+
+
+class Planned(Exception):
+    """Raised on purpose by a streamer, a criterion or a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is alive. rss: bytes resident, None where the system does not say. threads: of Python."""
+
+    rss: int | None
+    tensors: int
+    tensor_bytes: int
+    threads: int
+
+    @staticmethod
+    def now() -> Memory:
+        """After a collection."""
+        for _ in range(3):
+            gc.collect()
+        alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and not o.is_mkldnn]
+        return Memory(_rss(), len(alive), sum(t.untyped_storage().nbytes() for t in alive), len(threading.enumerate()))
+
+
+@dataclass(slots=True)
+class SoakReport:
+    """counts: calls by what became of them. failures: what should not have been, one line or traceback each."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    warm: Memory | None = None
+    end: Memory | None = None
+
+    def check_memory(self) -> None:
+        """Add a failure for what has grown beyond its bound."""
+        assert self.warm is not None and self.end is not None
+        before, after = self.warm, self.end
+        if before.rss is not None and after.rss is not None and after.rss - before.rss > MOST_RSS:
+            self.failures.append(f"resident memory grew from {before.rss} to {after.rss} bytes")
+        if after.tensors - before.tensors > MOST_TENSORS:
+            self.failures.append(f"live tensors grew from {before.tensors} to {after.tensors}")
+        if after.tensor_bytes - before.tensor_bytes > MOST_TENSORS << 14:
+            self.failures.append(f"live tensors' bytes grew from {before.tensor_bytes} to {after.tensor_bytes}")
+        if after.threads > before.threads:
+            self.failures.append(f"threads grew from {before.threads} to {after.threads}")
+
+
+def _rss() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+    except OSError:
+        return None
+
+
+def _llama(seed: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return synthetic_llama(config, Recipe(eps=0.4, sharpness=3.0, seed=seed), dtype=torch.float64, device="cpu")
+
+
+class Soak:
+    """seed: of all choices. threads: that make calls at the same time. captured: one call in so many, 0 for none."""
+
+    def __init__(self, *, threads: int, seed: int, captured: int = 40) -> None:
+        self.report = SoakReport()
+        self._num_threads, self._seed, self._captured_every = threads, seed, captured
+        self._weights = [{name: p.detach().clone() for name, p in _llama(s).named_parameters()} for s in (1, 2)]
+        self._source = _llama(1)
+        models = [from_transformers(_llama(s), layout="plain") for s in (1, 2)]
+        self._expected = self._texts([SelfSpecGenerator(model) for model in models])
+        self._shared = SelfSpecGenerator(self._source)
+        self._version = 0
+        self._writing = threading.Lock()  # the source's weights, or the start of a call that reads them
+        self._own = [SelfSpecGenerator(models[0]) for _ in range(threads)]
+        self._captured = SelfSpecGenerator(models[1], runner="captured")
+        for name in CAPTURED if captured else ():
+            for prompt in PROMPTS:
+                for length in LENGTHS:
+                    self._captured.generate(prompt, max_new_tokens=length, policy=name)
+        self._count = threading.Lock()
+
+    def run(self, seconds: float, advance: Callable[[str], object]) -> SoakReport:
+        """Warm up for a quarter of the time, then the rest; advance: told what was counted about once a second."""
+        self._phase(seconds / 4, advance, 0)
+        self.report.warm = Memory.now()
+        self._phase(seconds * 3 / 4, advance, 1)
+        self.report.end = Memory.now()
+        self.report.check_memory()
+        return self.report
+
+    def _texts(self, generators: list[SelfSpecGenerator]) -> dict[Key, list[int]]:
+        """What each call must say: greedy by any policy as plain decoding says, sampled as the policy draws alone."""
+        texts: dict[Key, list[int]] = {}
+        for version, generator in enumerate(generators):
+            for number, prompt in enumerate(PROMPTS):
+                greedy = generator.generate(prompt, max_new_tokens=max(LENGTHS), policy="ar").new_tokens
+                for length in LENGTHS:
+                    for name in (*FIXED, *LEARNING):
+                        texts[version, number, length, name, None] = greedy[:length]
+                    for name in FIXED:
+                        result = generator.generate(prompt, max_new_tokens=length, policy=name, **_sampling(SEED))
+                        texts[version, number, length, name, SEED] = result.new_tokens
+        return texts
+
+    def _phase(self, seconds: float, advance: Callable[[str], object], phase: int) -> None:
+        end = perf_counter() + seconds
+        threads = [
+            threading.Thread(target=self._work, args=(index, Random(f"{self._seed} {phase} {index}"), end))
+            for index in range(self._num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            threads[0].join(1.0)
+            calls, failures = sum(self.report.counts.values()), len(self.report.failures)
+            advance(f"{calls} calls, {failures} failures")
+            if threads[0].is_alive() is False:
+                for thread in threads:
+                    thread.join()
+
+    def _work(self, index: int, random: Random, end: float) -> None:
+        while perf_counter() < end and len(self.report.failures) < 20:
+            try:
+                outcome = self._one(index, random)
+            except BaseException:
+                outcome = "failed"
+                self.report.failures.append(traceback.format_exc())
+            with self._count:
+                self.report.counts[outcome] += 1
+
+    def _one(self, index: int, random: Random) -> str:
+        """One call; returns its kind. AssertionError, or any error that was not planned, is a failure."""
+        number, length = random.randrange(len(PROMPTS)), random.choice(LENGTHS)
+        seed = random.choice((None, SEED))
+        name = random.choice(FIXED if seed is not None else (*FIXED, *LEARNING))
+        options: dict[str, Any] = {"max_new_tokens": length, "policy": name}
+        if seed is not None:
+            options.update(_sampling(seed))
+        if self._captured_every and random.randrange(self._captured_every) == 0 and name in CAPTURED:
+            options.pop("generator", None)
+            if seed is not None:
+                return "skipped"  # captured passes draw in another order
+            text = self._captured.generate(PROMPTS[number], **options).new_tokens
+            assert text == self._expected[1, number, length, name, None], ("captured", name, number, length)
+            return "captured"
+        trouble = random.choice((None, None, None, "refused", "streamer", "criterion", "processor", "interrupt"))
+        generator = random.choice((self._shared, self._own[index]))
+        actor = _Actor(self, generator, random, trouble, length)
+        if trouble == "refused":
+            wrong = random.choice(
+                ({"max_new_tokens": 0}, {"policy": "ls:9-1"}, {"top_p": 2.0}, {"seed": 1, "generator": 2})
+            )
+            try:
+                with actor.binding():  # it may be the one that copies new weights
+                    generator.generate(PROMPTS[number], **{**options, "do_sample": True, **wrong})
+            except (ValueError, TypeError):
+                return "refused"
+            raise AssertionError(f"not refused: {wrong}")
+        if trouble in ("criterion", "processor"):
+            actor.attach(options, trouble)
+        begun = perf_counter()
+        with actor.binding():
+            stream = generator.stream(PROMPTS[number], **options)
+            version = self._version if generator is self._shared else 0
+        expected = self._expected[version, number, length, name, seed]
+        read: list[int] = []
+        kind = "exact"
+        try:
+            with stream:
+                for piece in stream:
+                    assert isinstance(piece, list)
+                    read += piece
+                    actor.between()
+                    if trouble == "streamer" and random.random() < 0.2:
+                        kind = "broken off"
+                        break
+        except Planned:
+            kind = "raised"
+        except KeyboardInterrupt:
+            kind = "interrupted"
+        assert read == expected[: len(read)], (
+            name,
+            number,
+            length,
+            seed,
+            version,
+            read,
+            expected,
+            perf_counter() - begun,
+        )
+        assert kind != "exact" or len(read) == length
+        return kind
+
+
+class _Actor:
+    """What happens around one call: planned errors inside it, updates and other calls between its rounds."""
+
+    def __init__(
+        self, soak: Soak, generator: SelfSpecGenerator, random: Random, trouble: str | None, length: int
+    ) -> None:
+        self._soak, self._generator, self._random, self._trouble = soak, generator, random, trouble
+        self._at = random.randrange(1, 2 * length + 1)  # of the tokens, or never
+
+    def binding(self) -> threading.Lock:
+        """Held while a call begins."""
+        return self._soak._writing
+
+    def attach(self, options: dict[str, Any], trouble: str) -> None:
+        """A criterion that answers False, or a processor that changes nothing, until its turn to raise."""
+
+        def check(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+            self._at -= 1
+            if self._at == 0:
+                raise Planned(trouble)
+            return False if trouble == "criterion" else scores
+
+        if trouble == "criterion":
+            options["stopping_criteria"] = StoppingCriteriaList([check])
+        else:
+            options["logits_processor"] = LogitsProcessorList([check])
+
+    def between(self) -> None:
+        """Between two rounds."""
+        soak, random = self._soak, self._random
+        if self._trouble == "interrupt" and random.random() < 0.2:
+            raise KeyboardInterrupt
+        if random.random() < 0.02:  # exchange the weights, in one of several ways
+            with soak._writing:
+                soak._version = 1 - soak._version
+                for name, parameter in soak._source.named_parameters():
+                    parameter.data.copy_(soak._weights[soak._version][name])
+        if random.random() < 0.02:
+            with soak._writing:
+                stream = self._generator.stream(PROMPTS[1], max_new_tokens=32, policy="auto")
+                version = soak._version if self._generator is soak._shared else 0
+            text = [token for piece in stream for token in piece]
+            assert text == soak._expected[version, 1, 32, "auto", None], "a call within a call"
+
+
+def _sampling(seed: int) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "seed": seed}

@@ -1,0 +1,200 @@
+"""Captured rounds with CUDA graphs: run by `pytest -m gpu`, on a machine with a CUDA device; skipped without one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from scripted_policies import EVERY_POLICY, named_policy
+from test_captured import OPTIONS, PROMPT, pair
+from test_cuda_paths import SHAPES, TEXT
+from test_streams import run
+from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+from torch import Tensor
+from torch.backends import cuda as backends
+from transformers import GenerationConfig
+
+from layerskip_models import from_transformers
+from policies import RoundRecord
+from selfspec import SelfSpecGenerator
+from selfspec.graphs.buffers import StaticRound
+from selfspec.graphs.capture import CudaGraph
+from selfspec.graphs.forward import StaticForward
+from selfspec.kv_cache import KVCache
+from selfspec.torch_mode import engine_mode
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=["greedy", "eos", "processors"])
+def test_graphs_give_the_model_s_own_text(options: dict[str, Any], cuda: torch.device) -> None:
+    """Every policy in float64, where equality is exact, on one cache."""
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
+    expected = reference_greedy(
+        llama, PROMPT, max_new_tokens=40, **{k: v for k, v in options.items() if k != "do_sample"}
+    )
+    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
+    assert engine.runner == "captured"
+    for name in EVERY_POLICY:
+        result = engine.generate(PROMPT, max_new_tokens=40, policy=named_policy(name, 2, engine.model), **options)
+        assert result.new_tokens == expected, name
+    assert engine.runner == "captured"  # graphs were not given up on the way
+
+
+def test_graphs_sample_as_the_eager_runner_does(cuda: torch.device) -> None:
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3).to(cuda)
+    eager, captured = pair(llama)
+    for seed in range(5):
+        for policy in ("ar", "ls:1-3", "dv:2"):
+            options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "seed": seed, "top_k": 8}
+            theirs = eager.generate(PROMPT, policy=named_policy(policy, 2, eager.model), **options)
+            ours = captured.generate(PROMPT, policy=named_policy(policy, 2, captured.model), **options)
+            assert ours.new_tokens == theirs.new_tokens
+
+
+def test_graphs_in_bfloat16_take_the_argmax_or_a_near_tie(cuda: torch.device) -> None:
+    for seed in range(6):
+        llama = tiny_llama(num_layers=4, dtype=torch.bfloat16, seed=seed, heads=8, kv_heads=2, head_dim=16).to(cuda)
+        engine = SelfSpecGenerator(from_transformers(llama))
+        for policy in ("ar", "ls:1-4", "auto:cost=layers"):
+            new = engine.generate(PROMPT, max_new_tokens=40, policy=policy).new_tokens
+            with torch.no_grad():
+                logits = llama(torch.tensor([PROMPT + new], device=cuda), use_cache=False).logits[0].float().cpu()
+            rows = logits[len(PROMPT) - 1 : -1]
+            gaps = rows.max(dim=-1).values - rows.gather(-1, torch.tensor(new)[:, None])[:, 0]
+            assert float(gaps.max()) <= 0.3
+
+
+class NoWaiting:
+    """Makes every call that waits for the whole device an error, from the first token until the text nears its end."""
+
+    def __init__(self) -> None:
+        self.pieces = 0
+
+    def put(self, value: Tensor) -> None:
+        self.pieces += 1
+        if self.pieces == 2:  # the prompt and the first token
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_round(self, record: RoundRecord) -> None:
+        if record.num_committed_before > 20:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_warm_graph_runner_never_waits_for_the_device(cuda: torch.device) -> None:
+    """All reads go through pinned memory and events: PyTorch's own watch over synchronising calls stays silent."""
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3).to(cuda)))
+    for policy in ("ar", "ls:2-3", "dv:2"):
+        engine.generate(PROMPT, max_new_tokens=40, policy=policy)
+        engine.generate(PROMPT, max_new_tokens=40, policy=policy, streamer=NoWaiting())
+
+
+def test_stop_strings_and_time_limits_never_wait_for_the_device(cuda: torch.device) -> None:
+    """They are decided on the host's copy of the text."""
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3).to(cuda)), tiny_tokenizer())
+    for policy in ("ar", "ls:2-3", "dv:2"):
+        for streamer in (None, NoWaiting()):
+            config = GenerationConfig(max_time=1000.0, max_new_tokens=40)
+            engine.generate(
+                PROMPT, generation_config=config, policy=policy, stop_strings="figfigfigfig", streamer=streamer
+            )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "eos", "processors", "sampled", "sampled with all"])
+def test_what_is_learned_is_what_the_eager_runner_learns(options: dict[str, Any], cuda: torch.device) -> None:
+    """Shadow tokens, their confidences and target tokens, as a policy reads them on the stream of learning."""
+    eager, captured = pair(tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3).to(cuda))
+    theirs, ours = run(eager, **options), run(captured, **options)
+    # Where a token was drawn and then dropped, the numbers drawn later are others.
+    compared = [0, 2] if options.get("do_sample") and "eos_token_id" not in options else range(4)
+    for index in [] if options.get("do_sample") and "eos_token_id" in options else compared:
+        assert ours[index] == theirs[index], index
+    assert captured.runner == "captured"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
+def test_rows_in_any_number_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype, cuda: torch.device) -> None:
+    """Attention of one row, of several at the text's beginning and behind others; rotary in real numbers."""
+    llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=dtype, seed=3)
+    expected = full_logits(llama, TEXT)
+    model = from_transformers(llama.to(cuda))
+    cache, static_cache = KVCache(model, 16), KVCache(model, 16)
+    static_cache.keys.zero_()
+    static_cache.values.zero_()
+    forward = StaticForward(model, static_cache.keys, static_cache.values)
+    assert not model.rotary.is_complex()
+    with engine_mode(cuda):
+        assert not backends.cudnn_sdp_enabled()
+        hidden = model.embed(torch.tensor(TEXT, device=cuda))
+        states, static = [], []
+        for start, stop in ((0, 3), (3, 4), (4, 7)):
+            rows = hidden[start:stop]
+            states.append(model.run_layers(rows, 0, 4, cache, start))
+            static.append(forward.run(rows, 0, 4, torch.arange(start, stop, device=cuda), 16))
+        for found in (states, static):
+            bound = 0.3 if dtype == torch.bfloat16 else 1e-3
+            torch.testing.assert_close(model.logits(torch.cat(found)).cpu(), expected, rtol=0, atol=bound)
+
+
+def test_a_capture_that_fails_costs_a_warning(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that waits for the device: allowed while warming up, an error while CUDA captures it."""
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=25)
+    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
+    judge = StaticRound._judge
+
+    def waiting(self: StaticRound, rows: int, choose: bool) -> None:
+        judge(self, rows, choose)
+        self.logits.sum().item()
+
+    monkeypatch.setattr(StaticRound, "_judge", waiting)
+    with pytest.warns(RuntimeWarning, match="capturing"):
+        result = engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-3")
+    assert result.new_tokens == expected
+    assert engine.runner == "eager"
+    assert engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-3").new_tokens == expected
+
+
+def test_a_replay_that_does_nothing_costs_a_warning(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=25)
+    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
+    monkeypatch.setattr(CudaGraph, "replay", lambda self: None)
+    with pytest.warns(RuntimeWarning, match="differ from the eager ones"):
+        result = engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-3")
+    assert (result.new_tokens, engine.runner) == (expected, "eager")
+
+
+def test_threads_capture_one_after_the_other(cuda: torch.device) -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=25)
+    llama = llama.to(cuda)
+    engines = [SelfSpecGenerator(from_transformers(llama)) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda e: e.generate(PROMPT, max_new_tokens=25, policy="ls:2-3").new_tokens, engines))
+    assert found == [expected] * 4
+    assert {engine.runner for engine in engines} == {"captured"}
+
+
+def test_calls_on_streams_of_their_own_come_in_order(cuda: torch.device) -> None:
+    """One generator, each call on another stream: none waits for the one before but through the runner."""
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=25)
+    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
+    torch.cuda.synchronize(cuda)
+    for _ in range(5):
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):
+            assert engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-3").new_tokens == expected

@@ -1,0 +1,45 @@
+"""A short soak; `selfspec-bench soak --minutes 30` is the long one."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_llama import reference_greedy
+
+from bench import soak
+from bench.soak import Memory, Soak, SoakReport
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_calls_of_all_kinds_stay_exact(seconds: int) -> None:
+    labels: list[str] = []
+    report = Soak(threads=3, seed=seconds, captured=40 if seconds > 2 else 0).run(seconds, labels.append)
+    assert not report.failures, report.failures[0]
+    assert labels
+    assert report.counts["exact"] > 5
+    assert report.counts["refused"] and sum(report.counts[kind] for kind in ("raised", "broken off", "interrupted"))
+
+
+def test_expected_texts_are_transformers_own() -> None:
+    soaking = Soak(threads=1, seed=0)
+    assert soaking._expected[0, 0, 32, "ar", None] == reference_greedy(
+        soak._llama(1), soak.PROMPTS[0], max_new_tokens=32
+    )
+    texts = [soaking._expected[version, 0, 32, "ar", None] for version in (0, 1)]
+    assert texts[0] != texts[1]
+    assert len(set(texts[0])) > 6
+
+
+def test_growth_is_a_failure() -> None:
+    flat = Memory(1 << 30, 100, 1 << 20, 2)
+    for grown in (
+        Memory((1 << 30) + (64 << 20), 100, 1 << 20, 2),
+        Memory(1 << 30, 200, 1 << 20, 2),
+        Memory(1 << 30, 100, 1 << 22, 2),
+        Memory(1 << 30, 100, 1 << 20, 3),
+    ):
+        report = SoakReport(warm=flat, end=grown)
+        report.check_memory()
+        assert len(report.failures) == 1
+    report = SoakReport(warm=flat, end=flat)
+    report.check_memory()
+    assert not report.failures
