@@ -445,8 +445,9 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
                 : s->kind == BFLOAT16 ? one_bfloat16((const uint16_t *)s->embedding + at)
                                       : one_float16((const uint16_t *)s->embedding + at);
     }
-  Stepping a = {{*s->shape, s->layers, s->cache, s->x, s->rotary, s->outputs, s->scratch, s->count, s->rows, s->position,
-                 s->stride}};
+  Stepping a = {
+    .pass = {*s->shape, s->layers, s->cache, s->x, s->rotary, s->outputs, s->scratch, s->count, s->rows, s->position, s->stride},
+  };
   const float *result = s->stride ? s->outputs + (s->count - 1) * s->stride : s->outputs;
   int64_t bytes = s->count * layer_bytes(s->layers);
   if (s->head) {
