@@ -17,7 +17,6 @@ from policies import ContextStates, DraftRow, Needs, Policy
 from policies.records import StopCause
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import NonFiniteLogitsError, Sampler
-from selfspec.shadow import ShadowRecorder
 
 NOTHING = Look(-1, math.nan)
 Capture = Callable[[int, int, Tensor], None]
@@ -78,7 +77,7 @@ class Drafter:
         capture: Capture | None = None,
         context: ContextStates | None = None,
         steps: NativeSteps | None = None,
-        recorder: ShadowRecorder | None = None,
+        memory: Tensor | None = None,
     ) -> Draft:
         """Draft up to `max_speculations` >= 1 tokens after the text.
 
@@ -86,13 +85,13 @@ class Drafter:
             behind them. length - 1 rows of the cache are valid.
         capture: called as capture(first_row, layers_done, hidden) for every layer and row run here.
         context: what rows are shown of the text, if the policy asked for it.
-        steps: single calls for whole steps on this cache; greedy, without processors, and `capture` is `recorder`'s.
+        steps: single calls for whole steps on this cache; greedy, without processors, and `capture` is not used.
+        memory: [layers, rows, hidden], gets every layer's output for every row run in steps.
         """
         model, stopping = self._model, policy.stopping
         self._reserve(max_speculations + 1, sampler.do_sample)
         unprocessed = not sampler.do_sample and not sampler.processors
         detail = _detail(needs)
-        memory = None if recorder is None else recorder.memory
         drafts: list[int] = []
         seen: list[float] = []
         num_rows = 0

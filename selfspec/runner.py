@@ -168,6 +168,7 @@ class EagerRunner:
         self._drafter = Drafter(model)
         self._recorder: ShadowRecorder | None = None
         self._steps = model.steps(cache)  # for greedy decoding without processors; None where there are none
+        self._outputs: Tensor | None = None  # see `_memory_for`
         self._last = torch.empty(model.hidden_size, dtype=model.dtype, device=model.device)
 
     def begin(self) -> None:
@@ -210,14 +211,16 @@ class EagerRunner:
             capture=capture,
             context=turn.history,
             steps=steps,
-            recorder=turn.recorder,
+            memory=self._memory_for(turn),
         )
         drafted = perf_counter()
         if draft.q is None and not sampler.processors:
             if steps is not None:
-                chosen, values = verify_directly(
-                    steps, self._model.num_layers, draft, turn.length, exit_layer, turn.recorder
-                )
+                memory = self._memory_for(turn)
+                layers = self._model.num_layers
+                chosen, values = verify_directly(steps, layers, draft, turn.length, exit_layer, memory)
+                if turn.history is not None and memory is not None:
+                    turn.history.take(memory, turn.length - 1, len(draft.tokens) + 1)
             else:
                 hidden = verified_hidden(self._model, draft, turn.length, exit_layer, self.cache, capture)
                 choices = self._model.choices(hidden)
@@ -259,10 +262,13 @@ class EagerRunner:
         started = perf_counter()
         steps = self._steps_for(turn)
         if steps is not None:
-            place = None if turn.recorder is None else (turn.recorder.memory, 0)
+            memory = self._memory_for(turn)
+            place = None if memory is None else (memory, 0)
             position, last = turn.length - 1, self._last
             look = steps.token(turn.pending, position, model.num_layers, last, head="full", record=place)
             assert look is not None
+            if turn.history is not None and memory is not None:
+                turn.history.take(memory, position, 1)
             verified = perf_counter()
             verdict = judge_choices([look.token], (look.logit,), turn.length, ())
             outcome = plain_outcome(verdict.block, _targets(turn, verdict), None, started, verified)
@@ -291,6 +297,17 @@ class EagerRunner:
         ):
             return None
         return self._steps if turn.recorder is None or turn.recorder.every_layer else None
+
+    def _memory_for(self, turn: Turn) -> Tensor | None:
+        """Where steps put every layer's output in this turn, [layers, rows, hidden], if anybody wants to see any."""
+        if turn.recorder is not None:
+            return turn.recorder.memory
+        if turn.history is None:
+            return None
+        if self._outputs is None:
+            shape = self._model.num_layers, STEP_ROWS, self._model.hidden_size
+            self._outputs = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        return self._outputs
 
 
 def _targets(turn: Turn, verdict: Verdict) -> Tensor | None:

@@ -10,7 +10,6 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.native_steps import NativeSteps
 from selfspec.draft import Capture, Draft
 from selfspec.kv_cache import KVCache
-from selfspec.shadow import ShadowRecorder
 
 
 def verify(
@@ -51,13 +50,12 @@ def verified_hidden(
 
 
 def verify_directly(
-    steps: NativeSteps, num_layers: int, draft: Draft, length: int, exit_layer: int, recorder: ShadowRecorder | None
+    steps: NativeSteps, num_layers: int, draft: Draft, length: int, exit_layer: int, memory: Tensor | None
 ) -> tuple[list[int], list[float]]:
     """The same in single calls: the target's argmax for each of these rows, and its logit.
 
-    recorder: with room for every layer, or None.
+    memory: [layers, rows, hidden], gets every layer's output for every row.
     """
-    memory = None if recorder is None else recorder.memory
     num_drafts, position = len(draft.tokens), length - 1
     if draft.num_rows == num_drafts:
         place = None if memory is None else (memory, num_drafts)

@@ -87,6 +87,8 @@ class NativeSteps:
         """
         if not 0 <= token < self._embedding.shape[0]:
             raise ValueError(f"there is no token {token}")
+        if last.dtype is not torch.float32 or last.numel() != self._hidden or not last.is_contiguous():
+            raise ValueError(f"last must be contiguous float32 [{self._hidden}], got {last.dtype} {list(last.shape)}")
         step = self._step
         step.embedding, step.token, step.x = self._embedding.data_ptr(), token, self._x.data_ptr()
         self._walk(0, stop, position, 1, last, head, detail, record)
