@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sanitize wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -19,12 +19,32 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+# The kernels' tests on a library built to find wrong reads, writes and arithmetic. Needs gcc with its sanitizers.
+SANITIZERS = -fsanitize=address,undefined
+sanitize: $(VENV)/.installed
+	rm -rf build/sanitize
+	CFLAGS="$(SANITIZERS) -fno-sanitize-recover=undefined" LDFLAGS="$(SANITIZERS)" \
+	  $(BIN)/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  SELFSPEC_NATIVE=require PYTHONPATH=build/sanitize/lib \
+	  $(BIN)/pytest tests/test_native.py tests/test_kernel_library.py tests/test_pool.py
+
 # The C sources, too: installing the package builds them.
 $(VENV)/.installed: pyproject.toml setup.py $(wildcard layerskip_models/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
+
+# A wheel, installed where there is no compiler and nothing else of this folder. PyTorch and the rest come from $(VENV).
+wheel: $(VENV)/.installed
+	rm -rf build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/env
+	build/wheel/env/bin/python -m pip install --quiet --no-deps --no-index build/wheel/*.whl
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  >"$$(build/wheel/env/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
+	cd build/wheel && env -i PATH=/nowhere HOME=/nowhere SELFSPEC_NATIVE=require \
+	  env/bin/python -m selfspec.cli generate --max-new-tokens 20 </dev/null
 
 clean:
 	rm -rf $(VENV) build *.egg-info layerskip_models/kernels/*.so

@@ -24,7 +24,7 @@ FLAGS = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
-    "-fopenmp",
+    "-pthread",
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]

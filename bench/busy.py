@@ -25,7 +25,8 @@ from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
 
 _WORK = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this
 parent, end = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
 print(flush=True)
 while time.monotonic() < end and os.getppid() == parent:
@@ -44,8 +45,8 @@ def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            # In a session of their own: Ctrl-C is for this process, which then ends them.
-            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+            # In this session: Linux may share the processor out by session first, and the fair share would be another.
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         for process in started:
             assert process.stdout is not None
             process.stdout.readline()

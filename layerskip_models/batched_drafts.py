@@ -57,7 +57,7 @@ def draft_side_by_side(
     own = torch.empty(2, exit_layer, count, kv_heads, longest, dim, dtype=model.dtype, device=model.device)
     tokens = torch.zeros(count, longest, dtype=torch.long, device=model.device)
     hidden_states = torch.empty(count, longest, model.hidden_size, dtype=model.dtype, device=model.device)
-    features = torch.empty(count, longest, len(FEATURES), device=model.device)
+    features = torch.empty(count, longest, len(FEATURES), dtype=torch.float32, device=model.device)
     end = text.numel() - 1
     context = [(keys, values) for _, _, keys, values in cache.window(0, exit_layer, end, end)]
     unseen = torch.arange(end, device=model.device) >= (starts - 1).unsqueeze(1)  # [drafts, end]

@@ -21,7 +21,7 @@ def _exponent_to_half(weight: Tensor) -> int | None:
     peak = float(weight.detach().abs().max())
     if not 0 < peak < float("inf"):
         return 0 if peak == 0 else None
-    exponent = _HALF_EXPONENT - int(torch.frexp(torch.tensor(peak)).exponent)
+    exponent = _HALF_EXPONENT - int(torch.frexp(torch.tensor(peak, dtype=torch.float64, device="cpu")).exponent)
     for shift in (0, exponent):
         scaled = weight.float() * 2.0**shift
         if torch.equal(scaled.half().float(), scaled):
@@ -52,7 +52,7 @@ class HalfLinear:
         scaled_bias = None if bias is None else bias.float() * 2.0**shift
         self._weight = torch.ops.quantized.linear_prepack_fp16(weight.float() * 2.0**shift, scaled_bias)
         self._run = torch.ops.quantized.linear_dynamic_fp16.default
-        self._factor = torch.tensor(self._scale)
+        self._factor = torch.tensor(self._scale, dtype=torch.float32, device="cpu")
         self._dtype = weight.dtype
         self.num_bytes = 2 * weight.numel()
 
@@ -88,8 +88,8 @@ class Int8Linear:
             quantised = torch.quantize_per_channel(wide, scales.double(), zeros, 0, torch.qint8)
         self._weight = torch.ops.quantized.linear_prepack(quantised, None)
         self._run = torch.ops.quantized.linear_dynamic.default
-        self._ends = torch.tensor([1.0, -1.0])
-        self._tiny = torch.tensor(torch.finfo(torch.float32).tiny)
+        self._ends = torch.tensor([1.0, -1.0], dtype=torch.float32, device="cpu")
+        self._tiny = torch.tensor(torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
         self._bias = None if bias is None else bias.float()
         self._dtype = weight.dtype
         self.num_bytes = weight.numel() + 4 * len(scales)

@@ -112,7 +112,7 @@ class PreVerifierModule(nn.Module):
         self.norm = LlamaRMSNorm(size, llama.rms_norm_eps)
         self.head = nn.Linear(size, 1)
         # Factor and summand of the logits of each exit layer, fitted once the rest is trained.
-        self.register_buffer("calibration", torch.tensor([[1.0, 0.0]] * len(config.exit_layers)))
+        self.register_buffer("calibration", torch.tensor([[1.0, 0.0]] * len(config.exit_layers), dtype=torch.float32))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)

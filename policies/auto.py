@@ -346,7 +346,10 @@ class AutoExit:
             self.learner.learn()
 
     def reset(self) -> None:
-        """Back to the prior. What rounds cost stays known: it is no matter of the text."""
+        """Back to the prior, and to the cost as it was measured."""
+        if self._drift is not None:
+            self._drift = self._drift.afresh()
+            self.learner.use_cost(self._drift.cost)
         self.learner.reset()
 
     def state(self) -> dict[str, Any]:

@@ -73,6 +73,10 @@ class CostDrift:
         self._compared: int | None = None  # the round after which all kinds were last compared
         self._ratios: Mapping[str, deque[tuple[int, float]]] = {"plain": deque(), "draft": deque(), "verify": deque()}
 
+    def afresh(self) -> CostDrift:
+        """Another one for the same cost that has seen nothing."""
+        return CostDrift(self._measured)
+
     def observe(self, record: RoundRecord) -> bool:
         """Take a round into account. Returns whether the cost has changed."""
         if record.draft_seconds + record.verify_seconds <= 0:

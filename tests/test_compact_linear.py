@@ -125,3 +125,21 @@ def test_int8_speculation_gives_the_int8_model_s_own_output(dtype: torch.dtype) 
 def test_a_layout_that_cannot_be_is_an_error() -> None:
     with pytest.raises(ValueError, match="int8"):
         from_transformers(tiny_llama(dtype=torch.float64), layout="int8")
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(HalfLinear, marks=needs_half), pytest.param(Int8Linear, marks=needs_int8)]
+)
+def test_a_default_dtype_changes_nothing(kind: type, default: torch.dtype) -> None:
+    """Factors that are small must not become 0 because PyTorch's default dtype holds no smaller ones."""
+    weight, x = drawn(6, 5, scale=1e-12).bfloat16().float(), torch.zeros(2, 5)
+    x[1] = drawn(5, seed=1)
+    expected = kind(weight)(x)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        result = kind(weight)(x)
+    finally:
+        torch.set_default_dtype(before)
+    assert result.dtype == torch.float32 and torch.equal(result, expected)

@@ -114,6 +114,17 @@ def test_auto_drafts_again_after_a_calibration_that_made_drafts_dear() -> None:
     assert all(layer is not None for layer in repaired[100:])
 
 
+def test_a_reset_forgets_repairs_too() -> None:
+    policy = parse_policy("auto", num_layers=LAYERS, measure=lambda: DEAR)
+    fresh = policy.exit.state()  # type: ignore[attr-defined]
+    for index in range(40):
+        policy.observe(record(DRAFT if index % 2 else PLAIN, index=index))
+    assert policy.exit.learner.cost is not DEAR  # type: ignore[attr-defined]
+    policy.reset()
+    assert policy.exit.learner.cost is DEAR  # type: ignore[attr-defined]
+    assert policy.exit.state() == fresh  # type: ignore[attr-defined]
+
+
 def test_a_cost_that_was_handed_over_is_not_repaired() -> None:
     fixed = MeasuredCost.from_dict({**DEAR.as_dict(), "fixed": True})
     assert run_auto(lambda: fixed, 200) == [None] * 200

@@ -18,7 +18,7 @@ from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KernelsUnavailableError, kernels, load, runnable_variants
 
 ROOT = Path(__file__).parent.parent
-FOLDER = library.LIBRARY.parent
+FOLDER = ROOT / "layerskip_models" / "kernels"
 switched_off = os.environ.get("SELFSPEC_NATIVE") == "0"
 needs_library = pytest.mark.skipif(not library.LIBRARY.exists(), reason="the library was not built")
 
@@ -111,3 +111,28 @@ def test_a_truncated_library_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         library._library.cache_clear()
         with pytest.raises(KernelsUnavailableError, match=f"{size}.so"):
             load()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("cc", "aarch64-linux-gnu-gcc", "qemu-aarch64"))),
+    reason="needs a C compiler, gcc-aarch64-linux-gnu and qemu-user",
+)
+def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(tmp_path: Path) -> None:
+    """And its numbers are those of the portable code here, but for rounding. The driver compares the bits."""
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    sources = [ROOT / "tests" / "kernels_driver.c", FOLDER / "kernels.c", FOLDER / "pool.c"]
+    numbers = []
+    for compiler, run, variant in (
+        (["cc"], [], "baseline"),
+        (["aarch64-linux-gnu-gcc", "-static"], ["qemu-aarch64"], "neon"),
+    ):
+        program = tmp_path / variant
+        options = [*setup["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
+        subprocess.run([*compiler, *options, *map(str, sources), "-lm"], check=True)
+        result = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True)
+        numbers.append([float(line) for line in result.stdout.split()])
+    portable, neon = numbers
+    assert len(portable) == len(neon) > 90_000
+    assert max(abs(a - b) / (1 + abs(a)) for a, b in zip(portable, neon)) < 2e-5

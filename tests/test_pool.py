@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,7 +127,9 @@ assert os.waitpid(child, 0)[1] == 0
 @needs_native
 def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = [7]
+    monkeypatch.setattr(threads, "_kept", deque())
     monkeypatch.setattr(threads, "pool", lambda: threads_pool(inside))
+    monkeypatch.setattr(threads, "_kept", deque())  # without what earlier tests left there
     threads.keep(7, "a")
     threads.keep(8, "b")
     assert [needed for _, needed in threads._kept] == [("a",), ("b",)]

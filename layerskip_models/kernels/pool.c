@@ -98,7 +98,7 @@ static struct {
 
 /* ---- Clock ---------------------------------------------------------------------------------------------------------- */
 
-static uint64_t microseconds(void) {
+static __attribute__((unused)) uint64_t microseconds(void) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
