@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
+from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
@@ -242,6 +245,28 @@ class LayerSkipModel:
         windows = cache.window(start, stop, position, end)
         return self.run_windows(hidden, start, windows, rotary, attend, mask, capture)
 
+    def steps(self, cache: LayerCache) -> NativeSteps | None:
+        """Whole steps on this cache in single calls of our own kernels; None where they don't run all of the model."""
+        embedding, native = self._embedding, self._native
+        heads = (self._head, self._draft_head)
+        if native is None or self._final_norm.factors is None or self.dtype != torch.float32:
+            return None
+        if not embedding.is_contiguous() or not all(isinstance(head, NativeLinear) for head in heads):
+            return None
+        head, draft_head = heads
+        assert isinstance(head, NativeLinear)
+        assert isinstance(draft_head, NativeLinear)
+        return NativeSteps(
+            native,
+            embedding=embedding,
+            norm=self._final_norm,
+            head=head,
+            draft_head=draft_head,
+            keys=cache.keys,
+            values=cache.values,
+            rotary=lambda: self._rotary,
+        )
+
     def run_windows(
         self,
         hidden: Tensor,
@@ -367,6 +392,19 @@ class LayerSkipModel:
         and at a large vocabulary reading the head is most of what a draft costs. What verifies is `logits`.
         """
         return self._logits(self._draft_head, hidden)
+
+    def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
+        """What `logits` of these rows come to, without storing them on our own kernels, and else in pieces."""
+        return self._choices(self._head, hidden, detail)
+
+    def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
+        """The same of `draft_logits`."""
+        return self._choices(self._draft_head, hidden, detail)
+
+    def _choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
+        if isinstance(head, NativeLinear):
+            return head.choices_of_normalised(self._final_norm, hidden, detail)
+        return choices_in_pieces(hidden, self.vocab_size, partial(self._logits, head), detail)
 
     def _logits(self, head: Linear, hidden: Tensor) -> Tensor:
         if isinstance(head, NativeLinear):

@@ -10,7 +10,8 @@ Source: Pacer (Zhang et al. 2025), section 3.2.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from layerskip_models.linear import PlainLinear
+from layerskip_models.kernels.check import native_works
+from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.loading import convert_layer
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
@@ -160,7 +162,7 @@ class LeanPreVerifier:
     layer: LayerSkipModel
     calibration: tuple[tuple[float, float], ...]  # per exit layer: factor and summand of the logits
     input_norm: RMSNorm
-    position: Tensor | None  # [max_drafts + 1, hidden]
+    offsets: Tensor | None  # [exit layers, max_drafts + 1, hidden], what a draft's exit layer and index add to its row
     exit: Tensor | None  # [exit layers, hidden]
     features: PlainLinear | None
 
@@ -171,18 +173,21 @@ class LeanPreVerifier:
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        x = self.context_inputs(hidden, exit_layer)
-        if self.position is not None:
-            rows = torch.arange(first_index, first_index + x.shape[0], device=x.device)
-            x = x.add_(self.position[rows.clamp(max=self.config.max_drafts)])
-        if self.features is not None:
-            x = x.add_(self.features(features.to(x.dtype)))
-        return x
+        x = self.input_norm(hidden)
+        exit_index, last = self.config.exit_layers.index(exit_layer), first_index + x.shape[0]
+        if self.offsets is not None and last <= self.config.max_drafts + 1:
+            x = x.add_(self.offsets[exit_index, first_index:last])
+        elif self.offsets is not None:
+            rows = torch.arange(first_index, last, device=x.device).clamp(max=self.config.max_drafts)
+            x = x.add_(self.offsets[exit_index, rows])
+        return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
 
-    def estimates(self, hidden: Tensor, exit_layer: int) -> Tensor:
-        """What the network says of rows that the decoder layer put out: [rows, hidden] -> float32 [rows], in (0, 1)."""
+    def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
+        """What the network says of rows that the decoder layer put out, [rows, hidden]: numbers in (0, 1)."""
         scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
-        return self.layer.logits(hidden)[:, 0].mul_(scale).add_(shift).sigmoid_()
+        return [
+            1 / (1 + math.exp(-min(max(scale * x + shift, -80.0), 80.0))) for [x] in self.layer.logits(hidden).tolist()
+        ]
 
     @property
     def num_parameters(self) -> int:
@@ -193,13 +198,14 @@ class LeanPreVerifier:
 def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> LeanPreVerifier:
     """The trained module in the layout that decoding is fast with, on the base model's device and in its dtype."""
     config, llama = module.config, module.config.llama_config()
+    layout: Layout = "native" if native_works(device, dtype) else "plain"
 
     def tensor(value: Tensor) -> Tensor:
         return value.detach().to(device=device, dtype=dtype, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
         converted = convert_layer(
-            module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: "plain", dtype
+            module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: layout, dtype
         )
         layer = LayerSkipModel(
             llama,
@@ -218,10 +224,22 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
             layer=layer,
             calibration=tuple((scale, shift) for scale, shift in module.calibration.tolist()),
             input_norm=RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps),
-            position=None if module.position is None else tensor(module.position.weight),
+            offsets=_offsets(module, tensor),
             exit=None if module.exit is None else tensor(module.exit.weight),
             features=None if features is None else PlainLinear(tensor(features.weight), tensor(features.bias)),
         )
+
+
+def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """[exit layers, max_drafts + 1, hidden]; None where a row is told neither."""
+    config = module.config
+    size = len(config.exit_layers), config.max_drafts + 1, -1
+    parts = []
+    if module.exit is not None:
+        parts.append(tensor(module.exit.weight).unsqueeze(1).expand(size))
+    if module.position is not None:
+        parts.append(tensor(module.position.weight).unsqueeze(0).expand(size))
+    return sum(parts[1:], parts[0]).contiguous() if parts else None
 
 
 def draft_features(logits: Tensor) -> Tensor:

@@ -17,7 +17,17 @@ from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
 from policies.names import EXITS, STOPPINGS, kept_between_texts, parse_policy
 from policies.pacer import PacerStopping, PreVerifier
-from policies.records import ContextStates, DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens, Spent
+from policies.records import (
+    ContextStates,
+    DraftRow,
+    Needs,
+    Plan,
+    RoundContext,
+    RoundRecord,
+    Shadow,
+    ShadowTokens,
+    Spent,
+)
 from policies.spide import SpideStopping
 
 __all__ = [
@@ -46,6 +56,7 @@ __all__ = [
     "PreVerifier",
     "RoundContext",
     "RoundRecord",
+    "Shadow",
     "ShadowTokens",
     "Spent",
     "SpideStopping",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from policies.records import RoundRecord, ShadowTokens
+from policies.records import RoundRecord, Shadow
 
 PRIOR_COUNT = 2.0
 
@@ -128,7 +128,7 @@ class AcceptanceTable:
         if record.shadow is not None:
             self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
 
-    def observe_shadow(self, shadow: ShadowTokens, *, drafted: int | None = None, num_drafted: int = 0) -> None:
+    def observe_shadow(self, shadow: Shadow, *, drafted: int | None = None, num_drafted: int = 0) -> None:
         """Learn from shadow tokens. The first `num_drafted` rows of layer `drafted` are left out: known as drafts."""
         acceptance = shadow_acceptance(shadow)
         confidences = shadow.confidences.tolist()
@@ -177,7 +177,7 @@ def draft_acceptance(record: RoundRecord) -> list[float]:
     return [1.0 if index < record.num_accepted else 0.0 for index in range(known)]
 
 
-def shadow_acceptance(shadow: ShadowTokens) -> list[list[float]]:
+def shadow_acceptance(shadow: Shadow) -> list[list[float]]:
     """Acceptance of each shadow token, [layers][rows]: whether it is the target's choice; p(shadow token) when sampling."""
     if shadow.target_probabilities is not None:
         return shadow.target_probabilities.tolist()

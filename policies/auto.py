@@ -29,7 +29,7 @@ from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost
 from policies.drift import CostDrift
-from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens
+from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
 PROMPT_ROWS = 12
@@ -151,7 +151,7 @@ class AutoLearner:
             self.frequency *= kept
             self._rows, self._solved_at = int(self._rows * kept), int(self._solved_at * kept)
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """Learn from the prompt's last rows."""
         self.table.observe_shadow(shadow)
         self._count(shadow)
@@ -167,7 +167,7 @@ class AutoLearner:
         if self._rows > _NEWS * self._solved_at:
             self.learn()
 
-    def _count(self, shadow: ShadowTokens) -> None:
+    def _count(self, shadow: Shadow) -> None:
         # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
         self._rows += shadow.confidences.shape[1]
         if self._decay < 1:
@@ -334,7 +334,7 @@ class AutoExit:
             acceptance=self.learner.layer_acceptance,
         )
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """The prompt's last positions are the first observations."""
         self.learner.observe_prompt(shadow)
 

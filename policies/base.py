@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens, Spent
+from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow, Spent
 
 
 class Learner(Protocol):
@@ -33,7 +33,7 @@ class Learner(Protocol):
         """Called at the start of every call, before anything else: what was seen so far belongs to earlier texts."""
         ...
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """Called after prefill with the last prompt rows, if `needs.prompt_rows` asked for them."""
         ...
 
@@ -100,7 +100,7 @@ class Unlearning:
     def begin_text(self) -> None:
         """Nothing to do."""
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """Nothing to learn."""
 
     def observe(self, record: RoundRecord) -> None:
@@ -171,7 +171,7 @@ class Policy:
         if self.stopping is not None:
             self.stopping.begin_text()
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """Show the last prompt rows to both."""
         self.exit.observe_prompt(shadow)
         if self.stopping is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from policies.base import check_exit_layer
 
@@ -108,10 +112,14 @@ class MeasuredCost:
 
 @dataclass(frozen=True, slots=True)
 class WithPreVerifier:
-    """A cost with Pacer's pre-verifier added: a pass, the L-th part of a plain step, behind every `block` drafts."""
+    """A cost with Pacer's pre-verifier added: a pass behind every `block` drafts.
+
+    pass_cost: of one pass, in the unit of `cost`; None for a layer, the L-th part of a plain step.
+    """
 
     cost: CostModel
     block: int
+    pass_cost: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -128,8 +136,8 @@ class WithPreVerifier:
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """With num_drafts // block passes: a block cut short is not judged."""
-        layer = self.cost.autoregressive() / self.cost.num_layers
-        return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * layer
+        each = self.cost.autoregressive() / self.cost.num_layers if self.pass_cost is None else self.pass_cost
+        return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * each
 
 
 def _at(seconds: Sequence[float], rows: int) -> float:
@@ -163,19 +171,23 @@ def best_setting(
 
     acceptance: of every candidate exit layer. Of equals the lowest layer wins, then the shortest length.
     """
-    best: tuple[int, int, float] | None = None
-    for exit_layer in sorted(acceptance):
-        check_exit_layer(exit_layer, cost.num_layers)
-        tokens, power = 1.0, 1.0
-        for length in range(max_speculations + 1):
-            if length:
-                power *= acceptance[exit_layer]
-                tokens += power
-            if length < first:
-                continue
-            rate = tokens / (cost.round(exit_layer, length) if length else cost.autoregressive())
-            if best is None or rate > best[2]:
-                best = (exit_layer, length, rate)
-    if best is None:
+    layers = tuple(sorted(acceptance))
+    if not layers or first > max_speculations:
         raise ValueError("there must be at least one candidate exit layer and one length")
-    return best
+    assert isinstance(cost, Hashable)
+    costs = _round_costs(cost, layers, max_speculations)
+    powers = np.ones(costs.shape)
+    powers[:, 1:] = np.array([acceptance[layer] for layer in layers])[:, None]
+    rates = (powers.cumprod(axis=1).cumsum(axis=1) / costs)[:, first:]
+    index, length = divmod(int(rates.argmax()), rates.shape[1])
+    return layers[index], first + length, float(rates[index, length])
+
+
+@lru_cache(maxsize=64)
+def _round_costs(cost: Hashable, layers: tuple[int, ...], max_speculations: int) -> NDArray[np.float64]:
+    """Cost of a round per exit layer and length 0 .. max_speculations; length 0 is a plain step."""
+    model = cast(CostModel, cost)
+    for layer in layers:
+        check_exit_layer(layer, model.num_layers)
+    lengths = range(1, max_speculations + 1)
+    return np.array([[model.autoregressive(), *(model.round(layer, d) for d in lengths)] for layer in layers])

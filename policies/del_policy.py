@@ -7,7 +7,7 @@ from typing import Any
 
 from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost, best_setting
-from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, ShadowTokens
+from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
 MAX_SPECULATIONS = 18  # d_max
 OMEGA = 0.95
@@ -17,6 +17,8 @@ ON_STOP = ("drop", "keep")
 LENGTHS = ("max", "tpl")
 STATES = ("fresh", "kept")
 PROMPTS = ("first", "counted")
+_MOST_WAITING = 256  # rows of a layer: their hidden states are kept until then
+_ROUNDING = 1e-9  # by which a bound may be too low
 
 
 class DecayedMean:
@@ -43,6 +45,8 @@ class DecayedMean:
 class DecayedMatches:
     """Decayed means over rounds, per layer: how many rows matched, and the confidence of those that did and did not.
 
+    A round's shadow tokens are only asked for when something depends on them: until then a layer's rounds wait, and
+    `most_accepted` says what they could come to at most. Results are the same as if every round were learned at once.
     Deviation from the paper: it divides the matches c_r, counted over u_r + 1 rows, by u_r, which can exceed 1 or divide by
     0; here the compared rows n_r are counted on both sides.
     Source: DEL (Entezari Zarch et al. 2025), section 4.2 and Algorithm 1.
@@ -60,25 +64,55 @@ class DecayedMatches:
         self.matches = {layer: DecayedMean() for layer in self.layers}  # S(c) / S(n)
         self.matched = {layer: DecayedMean() for layer in self.layers}  # S(tcs) / S(c)
         self.mismatched = {layer: DecayedMean() for layer in self.layers}  # S(fcs) / S(n - c)
+        self._most = {layer: DecayedMean() for layer in self.layers}  # S(c) / S(n) if all that waits matched
+        self._waiting: dict[int, list[Shadow]] = {layer: [] for layer in self.layers}
+        self._rows_waiting = dict.fromkeys(self.layers, 0)
 
-    def observe(self, shadow: ShadowTokens) -> None:
+    def observe(self, shadow: Shadow) -> None:
         """Add one round."""
-        matches = (shadow.tokens == shadow.target_tokens).float()
-        columns = (
-            shadow.layers,
-            matches.sum(dim=1).tolist(),
-            (shadow.confidences * matches).sum(dim=1).tolist(),
-            (shadow.confidences * (1 - matches)).sum(dim=1).tolist(),
-        )
-        rows = matches.shape[1]
-        for layer, matched, matched_confidence, mismatched_confidence in zip(*columns):
-            if layer in self.matches:
-                self.matches[layer].add(rows, matched, self._omega)
-                self.matched[layer].add(matched, matched_confidence, self._omega)
-                self.mismatched[layer].add(rows - matched, mismatched_confidence, self._omega)
+        rows = shadow.num_rows
+        for layer in shadow.layers:
+            if layer not in self.matches:
+                continue
+            self._waiting[layer].append(shadow)
+            self._most[layer].add(rows, rows, self._omega)
+            self._rows_waiting[layer] += rows
+            if self._rows_waiting[layer] > _MOST_WAITING:
+                self.learn(layer)
+
+    def learn(self, layer: int) -> None:
+        """Add what waits of this layer."""
+        waiting = self._waiting[layer]
+        if not waiting:
+            return
+        if len(waiting) > 1:
+            waiting[0].compute(layer, waiting[1:])
+        matches, matched, mismatched = self.matches[layer], self.matched[layer], self.mismatched[layer]
+        for shadow in waiting:
+            rows = shadow.rows_of(layer)
+            right = [confidence for match, confidence in rows if match]
+            wrong = [confidence for match, confidence in rows if not match]
+            matches.add(len(rows), len(right), self._omega)
+            matched.add(len(right), sum(right), self._omega)
+            mismatched.add(len(wrong), sum(wrong), self._omega)
+        self._waiting[layer] = []
+        self._rows_waiting[layer] = 0
+        self._most[layer] = DecayedMean(matches.weight, matches.mean)
+
+    def knows(self, layer: int) -> bool:
+        """Whether nothing of this layer waits."""
+        return not self._waiting[layer]
+
+    def most_accepted(self, layer: int) -> float | None:
+        """What `acceptance` can come to at most; itself where nothing waits. None before any row was compared."""
+        mean = self._most[layer].mean
+        if mean is None or self.knows(layer):
+            return self.acceptance(layer)
+        return min(mean + _ROUNDING, 1.0)
 
     def acceptance(self, layer: int) -> float | None:
         """alpha: matched over compared rows, in [0, 1]; None before any was compared."""
+        self.learn(layer)
         mean = self.matches[layer].mean
         return None if mean is None else min(max(mean, 0.0), 1.0)
 
@@ -87,12 +121,15 @@ class DecayedMatches:
 
         Of one kind alone its mean, before any row the documented default: the paper divides 0 by 0 there.
         """
+        self.learn(layer)
         means = [kind[layer].mean for kind in (self.matched, self.mismatched)]
         seen = [mean for mean in means if mean is not None]
         return sum(seen) / len(seen) if seen else DEFAULT_THRESHOLD
 
     def state(self) -> dict[str, Any]:
         """[weight, mean] of the three means per layer, for JSON."""
+        for layer in self.layers:
+            self.learn(layer)
         return {
             name: {str(layer): [kept.weight, kept.mean] for layer, kept in getattr(self, name).items()}
             for name in _MEANS
@@ -111,8 +148,10 @@ class DecayedMatches:
                 raise ValueError(
                     f"the saved state is for exit layers {sorted(values)}, this policy for {list(self.layers)}"
                 )
+        self.reset()
         for name, values in means.items():
             setattr(self, name, values)
+        self._most = {layer: DecayedMean(known.weight, known.mean) for layer, known in self.matches.items()}
 
 
 _MEANS = ("matches", "matched", "mismatched")
@@ -146,7 +185,7 @@ class DelEstimates:
         if self._forgets:
             self.rounds.reset()
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """The prompt's last rows."""
         if self._counts_prompt:
             self.rounds.observe(shadow)
@@ -164,6 +203,14 @@ class DelEstimates:
     def acceptance(self, layer: int) -> float | None:
         """See `DecayedMatches`."""
         return self._current.acceptance(layer)
+
+    def most_accepted(self, layer: int) -> float | None:
+        """See `DecayedMatches`."""
+        return self._current.most_accepted(layer)
+
+    def knows(self, layer: int) -> bool:
+        """See `DecayedMatches`."""
+        return self._current.knows(layer)
 
     def threshold(self, layer: int) -> float:
         """See `DecayedMatches`."""
@@ -228,8 +275,7 @@ class DelExit:
 
     def plan(self, context: RoundContext) -> Plan:
         """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
-        acceptance = {layer: self.estimates.acceptance(layer) for layer in self.exit_layers}
-        known = {layer: value for layer, value in acceptance.items() if value is not None}
+        known = self._contenders()
         if not known:
             return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
         exit_layer, length, _ = best_setting(known, self._max_speculations, self._cost, first=self._first_length)
@@ -238,7 +284,26 @@ class DelExit:
         cap = self._max_speculations if self._length == "max" else length
         return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=known)
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def _contenders(self) -> dict[int, float]:
+        """Acceptance of the layer that is best, and of others that were looked at on the way to it.
+
+        A layer whose TPL could not be the highest even if all its unseen rows matched is not looked at: the choice is the
+        same as with all of them.
+        """
+        estimates = self.estimates
+        most = {layer: estimates.most_accepted(layer) for layer in self.exit_layers}
+        bounds = {layer: value for layer, value in most.items() if value is not None}
+        if not bounds:
+            return {}
+        while True:
+            layer, _, _ = best_setting(bounds, self._max_speculations, self._cost, first=self._first_length)
+            if estimates.knows(layer):
+                return {layer: value for layer, value in bounds.items() if estimates.knows(layer)}
+            exact = estimates.acceptance(layer)
+            assert exact is not None
+            bounds[layer] = exact
+
+    def observe_prompt(self, shadow: Shadow) -> None:
         """What the first round is planned from."""
         self.estimates.observe_prompt(shadow)
 
@@ -310,7 +375,7 @@ class DelThreshold(NeverStop):
         assert row.confidence is not None
         return row.confidence < self.threshold(row.exit_layer)
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """What the first round's threshold comes from."""
         if self._own is not None:
             self._own.observe_prompt(shadow)

@@ -24,13 +24,13 @@ Convert = Callable[[str], Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a name is resolved for: the model's layers, and how to get its measured cost and a pre-verifier (None: neither can
-    be had). block: of the pre-verifier that ends the drafts, if one does; its passes are part of the cost. exit_layers: those
+    be had). ends: Pacer, if it ends the drafts: the passes of its pre-verifier are part of the cost. exit_layers: those
     that the exit policy may choose, for a stopping policy behind it; None for any."""
 
     num_layers: int
     measure: Callable[[], CostModel] | None = None
     preverifier: Callable[[str | None], pacer.PreVerifier] | None = None
-    block: int | None = None
+    ends: pacer.PacerStopping | None = None
     exit_layers: tuple[int, ...] | None = None
 
     @property
@@ -41,7 +41,10 @@ class Setup:
     def cost(self, kind: str) -> CostModel:
         """The cost model of a `cost=` option."""
         cost = self._cost(kind)
-        return cost if self.block is None else WithPreVerifier(cost, self.block)
+        if self.ends is None:
+            return cost
+        block = self.ends.b
+        return WithPreVerifier(cost, block, self.ends.preverifier.pass_seconds(block) if kind == "measured" else None)
 
     def _cost(self, kind: str) -> CostModel:
         if kind == "layers":
@@ -99,7 +102,7 @@ def _del(setup: Setup, *, cost: str = "layers", d_max: int = del_policy.MAX_SPEC
 def _auto(setup: Setup, *, cost: str = "measured", d_max: int = auto.MAX_SPECULATIONS, **options: Any) -> ExitPolicy:
     found = setup.cost(cost)
     # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
-    repair = cost == "measured" and setup.block is None and not getattr(found, "fixed", False)
+    repair = cost == "measured" and setup.ends is None and not getattr(found, "fixed", False)
     return auto.AutoExit(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
 
 
@@ -313,7 +316,7 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
             raise ValueError(f"exit_layer= changes nothing behind {name!r}, which chooses the exit layer")
         stopping = STOPPINGS[other].build(setup, **other_values)
         assert isinstance(stopping, pacer.PacerStopping)
-        setup = replace(setup, block=stopping.b)
+        setup = replace(setup, ends=stopping)
         _keep_to_layers(values, stopping.exit_layers, "layers" in EXITS[name].options)
     built = EXITS[name].build(setup, **values)
     if built.exit_layers == ():

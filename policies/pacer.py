@@ -50,6 +50,10 @@ class PreVerifier(Protocol):
         """
         ...
 
+    def pass_seconds(self, block: int) -> float:
+        """What one pass over a block of so many drafts takes on this machine."""
+        ...
+
 
 class PacerStopping(NeverStop):
     """Draft in blocks of b tokens; stop, keeping the block, when its mean estimated acceptance is at most t; then t *= rho.

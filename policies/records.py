@@ -5,7 +5,7 @@ Records of numbers, never the model: ten of them test a policy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -138,10 +138,10 @@ class Spent:
         return Spent(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShadowTokens:
-    """What every candidate layer would have said for some rows, and what the full model said.
+class Shadow(Protocol):
+    """What candidate layers would have said for some rows, and what the full model said.
 
+    Layers may be computed when they are asked for.
     layers: the exit layers, in the order of the tensors' first dimension.
     tokens: int64 [layers, rows], argmax of norm + head at each layer.
     confidences: float32 [layers, rows], probability of that argmax at that layer (unfiltered, temperature 1).
@@ -150,11 +150,51 @@ class ShadowTokens:
         sampling; None when greedy.
     """
 
+    @property
+    def layers(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def tokens(self) -> Tensor: ...  # noqa: D102
+    @property
+    def confidences(self) -> Tensor: ...  # noqa: D102
+    @property
+    def target_tokens(self) -> Tensor: ...  # noqa: D102
+    @property
+    def target_probabilities(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def num_rows(self) -> int: ...  # noqa: D102
+
+    def rows_of(self, layer: int) -> list[tuple[bool, float]]:
+        """Of one layer, row by row: whether its token is the full model's choice, and its confidence."""
+        ...
+
+    def compute(self, layer: int, others: Sequence[Shadow]) -> None:
+        """Make `rows_of` of this layer cheap for itself and for others of the same text: all their rows in one go."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShadowTokens:
+    """A `Shadow` that was computed for all its layers at once."""
+
     layers: tuple[int, ...]
     tokens: Tensor
     confidences: Tensor
     target_tokens: Tensor
     target_probabilities: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the round, or of the prompt."""
+        return self.target_tokens.shape[0]
+
+    def rows_of(self, layer: int) -> list[tuple[bool, float]]:
+        """See `Shadow`."""
+        index = self.layers.index(layer)
+        matches = (self.tokens[index] == self.target_tokens).tolist()
+        return list(zip(matches, self.confidences[index].tolist()))
+
+    def compute(self, layer: int, others: Sequence[Shadow]) -> None:
+        """It is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,7 +232,7 @@ class RoundRecord:
     confidences: tuple[float, ...] | None = None
     acceptance_probabilities: tuple[float, ...] | None = None
     dropped_acceptance: float | None = None
-    shadow: ShadowTokens | None = None
+    shadow: Shadow | None = None
     acceptance: Mapping[int, float] | None = None
     threshold: float | None = None
     draft_seconds: float = 0.0

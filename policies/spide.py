@@ -8,7 +8,7 @@ from typing import Any
 
 from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop, check_layers
-from policies.records import DraftRow, Needs, Plan, RoundRecord, ShadowTokens
+from policies.records import DraftRow, Needs, Plan, RoundRecord, Shadow
 
 TAU = 0.7
 MAX_LENGTH = 18
@@ -83,7 +83,7 @@ class SpideStopping(NeverStop):
         """tau."""
         return self.tau
 
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
+    def observe_prompt(self, shadow: Shadow) -> None:
         """Learn from the prompt's last rows, whoever asked for them."""
         if self._prompt:
             self.table.observe_shadow(shadow)

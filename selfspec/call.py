@@ -17,6 +17,7 @@ from selfspec.model_source import BoundModel, ModelSource
 from selfspec.policy_use import use
 from selfspec.runner import EagerRunner, Runner
 from selfspec.sampling import NonFiniteLogitsError
+from selfspec.shadow import settle
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
 from selfspec.torch_mode import engine_mode
@@ -117,7 +118,7 @@ class Call:
             if committed[1] is None:
                 first_token_seconds = perf_counter() - self._started
             elif self._keep_trace:
-                records.append(committed[1])
+                records.append(settle(committed[1]))
             yield committed
         num_prompt = self.request.prompt.numel()
         sequences = decoding.tokens[:, : decoding.length].to("cpu", copy=True)

@@ -10,7 +10,7 @@ import torch
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import settle
-from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, Spent, check_exit_layer
+from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
 from selfspec.config import Request
 from selfspec.exit_history import ExitHistory
 from selfspec.kv_cache import KVCache
@@ -127,6 +127,7 @@ class Decoding:
         """One round: plan, draft, verify, accept, roll back, learn."""
         remaining = self.request.stops.max_new_tokens - self.num_new
         context = RoundContext(round_index=self.stats.rounds, num_committed=self.length, remaining_tokens=remaining)
+        planning = perf_counter()
         plan = self.policy.exit.plan(context)
         cap = min(plan.max_speculations, remaining - 1)
         if plan.exit_layer is None or cap < 1:
@@ -138,6 +139,7 @@ class Decoding:
         recorder = self._recorder_for(cap + 1)
 
         started = perf_counter()
+        self.stats.learn_seconds += started - planning  # what was learned may be worked out only now
         outcome = self._run(self._turn(remaining, recorder, exit_layer, cap), plan)
         spent = Spent() if self.policy.stopping is None else self.policy.stopping.spent()
         committed = self._commit(outcome.block, outcome.failure)
@@ -227,7 +229,7 @@ class Decoding:
             learns_next=self.needs.learns(self.rows_learned + (recorder is not None), self.rows_seen + 1),
         )
 
-    def _shadow_tokens(self, recorder: ShadowRecorder | None, outcome: Outcome) -> ShadowTokens | None:
+    def _shadow_tokens(self, recorder: ShadowRecorder | None, outcome: Outcome) -> Shadow | None:
         """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
         if recorder is None or outcome.target_tokens is None or outcome.failure is not None:
             return None

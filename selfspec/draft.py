@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.preverifier import draft_features
+from layerskip_models.choices import Detail, Look, choices_of
+from layerskip_models.kernels.native_steps import NativeSteps
 from policies import ContextStates, DraftRow, Needs, Policy
 from policies.records import StopCause
 from selfspec.kv_cache import KVCache
-from selfspec.sampling import NonFiniteLogitsError, Sampler, confidences, entropies
+from selfspec.sampling import NonFiniteLogitsError, Sampler
 
+NOTHING = Look(-1, math.nan)
 Capture = Callable[[int, int, Tensor], None]
 """capture(first_row, layers_done, hidden [rows, hidden]): sees every hidden state of a round as it is computed."""
 
@@ -47,12 +50,14 @@ class Drafter:
     def __init__(self, model: LayerSkipModel) -> None:
         self._model = model
         self._hidden = torch.empty(0, dtype=model.dtype, device=model.device)  # [rows, hidden]
+        self._rows: Sequence[Tensor] = ()
         self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [rows, vocab]
 
     def _reserve(self, rows: int, do_sample: bool) -> None:
         model = self._model
         if self._hidden.shape[0] < rows:
             self._hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+            self._rows = self._hidden.unbind(0)
         if do_sample and self._q.shape[0] < rows:
             self._q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
 
@@ -71,6 +76,8 @@ class Drafter:
         eos: frozenset[int],
         capture: Capture | None = None,
         context: ContextStates | None = None,
+        steps: NativeSteps | None = None,
+        memory: Tensor | None = None,
     ) -> Draft:
         """Draft up to `max_speculations` >= 1 tokens after the text.
 
@@ -78,9 +85,13 @@ class Drafter:
             behind them. length - 1 rows of the cache are valid.
         capture: called as capture(first_row, layers_done, hidden) for every layer and row run here.
         context: what rows are shown of the text, if the policy asked for it.
+        steps: single calls for whole steps on this cache; greedy, without processors, and `capture` is not used.
+        memory: [layers, rows, hidden], gets every layer's output for every row run in steps.
         """
         model, stopping = self._model, policy.stopping
         self._reserve(max_speculations + 1, sampler.do_sample)
+        unprocessed = not sampler.do_sample and not sampler.processors
+        detail = _detail(needs)
         drafts: list[int] = []
         seen: list[float] = []
         num_rows = 0
@@ -89,12 +100,23 @@ class Drafter:
         token = pending
         while True:
             position = length - 1 + num_rows
-            watch = None if capture is None else partial(capture, num_rows)
-            hidden = model.run_layers(model.embed_one(token), 0, exit_layer, cache, position, watch)
-            self._hidden[num_rows] = hidden[0]
+            own = self._rows[num_rows]
+            logits: Tensor | None = None
+            if steps is not None:
+                place = None if memory is None else (memory, num_rows)
+                look = steps.token(token, position, exit_layer, own, head="draft", detail=detail, record=place)
+                assert look is not None
+            else:
+                watch = None if capture is None else partial(capture, num_rows)
+                hidden = model.run_layers(model.embed_one(token), 0, exit_layer, cache, position, watch)
+                own.copy_(hidden[0])
+                if unprocessed:
+                    look = Look.first(model.draft_choices(hidden, detail))
+                else:
+                    logits = model.draft_logits(hidden)
+                    look = NOTHING if detail == "token" else Look.first(choices_of(logits, detail))
             num_rows += 1
-            logits = model.draft_logits(hidden)
-            row = _look(len(drafts), exit_layer, position, logits, self._hidden[num_rows - 1], needs, context)
+            row = _row(len(drafts), exit_layer, position, look, own, needs, context)
             if _unusable(row):
                 stop_cause = "before_draw"
                 break
@@ -102,9 +124,10 @@ class Drafter:
                 seen.append(row.confidence)
             if stopping is not None and stopping.stop_before_draw(row):
                 stop_cause = "before_draw"
-                dropped = None if sampler.do_sample else self._pick(logits, tokens, length, len(drafts), sampler)
+                if not sampler.do_sample:
+                    dropped = self._pick(look, logits, tokens, length, len(drafts), sampler)
                 break
-            picked = self._pick(logits, tokens, length, len(drafts), sampler)
+            picked = self._pick(look, logits, tokens, length, len(drafts), sampler)
             if picked is None:
                 stop_cause = "before_draw"
                 break
@@ -129,13 +152,18 @@ class Drafter:
             dropped_token=dropped,
         )
 
-    def _pick(self, logits: Tensor, tokens: Tensor, length: int, index: int, sampler: Sampler) -> int | None:
+    def _pick(
+        self, look: Look, logits: Tensor | None, tokens: Tensor, length: int, index: int, sampler: Sampler
+    ) -> int | None:
         """Token d_{index+1}: the argmax after processors, or a draw from q, which is kept.
 
+        logits: None if there is nothing to process and the argmax will do.
         None where the row gives none: nothing can be drawn from it, or a processor refuses the text. That text holds drafts,
         so plain decoding may never come to it. The draft then ends, which depends on nothing that is drawn later, and
         verification looks at the same row if it is ever committed.
         """
+        if logits is None:
+            return look.token
         try:
             processed = sampler.process(logits, tokens, length + index)
         except Exception:
@@ -150,11 +178,18 @@ class Drafter:
             return None
 
 
-def _look(
+def _detail(needs: Needs) -> Detail:
+    """What to compute of every row for a policy that needs this."""
+    if needs.entropy or needs.features:
+        return "all"
+    return "confidence" if needs.confidence else "token"
+
+
+def _row(
     num_drafted: int,
     exit_layer: int,
     position: int,
-    logits: Tensor,
+    look: Look,
     hidden: Tensor,
     needs: Needs,
     context: ContextStates | None,
@@ -164,12 +199,18 @@ def _look(
         num_drafted=num_drafted,
         exit_layer=exit_layer,
         position=position,
-        confidence=float(confidences(logits)[0]) if needs.confidence else None,
-        entropy=float(entropies(logits)[0]) if needs.entropy else None,
+        confidence=look.confidence if needs.confidence else None,
+        entropy=look.entropy if needs.entropy else None,
         exit_hidden=hidden if needs.exit_hidden else None,
-        features=draft_features(logits)[0] if needs.features else None,
+        features=_features(look, hidden.device) if needs.features else None,
         context=context,
     )
+
+
+def _features(look: Look, device: torch.device) -> Tensor:
+    """What `draft_features` computes from logits."""
+    p = look.confidence
+    return torch.tensor([math.log(p) if p > 0 else p, look.margin, look.entropy], dtype=torch.float32, device=device)
 
 
 def _unusable(row: DraftRow) -> bool:

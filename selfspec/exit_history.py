@@ -38,6 +38,11 @@ class ExitHistory:
 
         return capture
 
+    def take(self, outputs: Tensor, position: int, rows: int) -> None:
+        """Rows from this position on, of every layer's outputs [layers, rows or more, hidden]."""
+        for layer, slot in self._slot.items():
+            self._hidden[slot, position : position + rows] = outputs[layer - 1, :rows]
+
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
         """[stop - start, hidden] of the rows at these positions."""
         return self._hidden[self._slot[exit_layer], start:stop]

@@ -64,6 +64,13 @@ def judge_greedy(sampler: Sampler, logits: Tensor, tokens: Tensor, length: int, 
             values.append(float(row_best.values))
             if index < len(drafts) and chosen[index] != drafts[index]:
                 break
+    return judge_choices(chosen, values, length, drafts, failure)
+
+
+def judge_choices(
+    chosen: list[int], values: Sequence[float], length: int, drafts: Sequence[int], failure: Exception | None = None
+) -> Verdict:
+    """The same, from each row's argmax and its logit. failure: why the last row has none."""
     sound = len(chosen) - (failure is not None)
     accepted = accept_greedy(drafts[:sound], chosen)
     for index, value in enumerate(values[: accepted + 1]):

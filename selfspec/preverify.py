@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 from weakref import ReferenceType, ref
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.preverifier import (
     CONFIG_FILE,
+    FEATURES,
     FOLDER,
     SCOPES,
     LeanPreVerifier,
@@ -21,7 +23,9 @@ from layerskip_models.preverifier import (
 )
 from policies import ContextStates
 from selfspec.kv_cache import KVCache
+from selfspec.torch_mode import engine_mode
 
+_TIMED_POSITIONS, _TIMED_COMMITTED = 320, 4  # of a text while passes are timed, and how many rows each adds to it
 _CHUNK = 1024  # rows per pass over a long context
 
 
@@ -89,11 +93,31 @@ class PreVerification:
         out = self._run(rows, cache, where)[-hidden.shape[0] :]
         estimates = self.network.estimates(out, exit_layer)
         if self.network.config.estimates == "prefix":
-            return estimates.tolist()
-        before = 1.0 if first_index == 1 else self._reliability
-        chances = (estimates.cumprod(0) * before).tolist()
-        self._reliability = chances[-1]
+            return estimates
+        chances, before = [], 1.0 if first_index == 1 else self._reliability
+        for estimate in estimates:
+            before *= estimate
+            chances.append(before)
+        self._reliability = before
         return chances
+
+    def pass_seconds(self, block: int) -> float:
+        """See `policies.PreVerifier`: of a pass over it and what a round commits, behind some 250 positions."""
+        network, size = self.network, self.network.layer.hidden_size
+        layer, device = self.exit_layers[0], network.layer.device
+        text = _Zeros(torch.zeros(_TIMED_POSITIONS, size, dtype=network.layer.dtype, device=device))
+        hidden, features = (
+            text.rows(layer, 0, block),
+            torch.zeros(block, len(FEATURES), dtype=torch.float32, device=device),
+        )
+        asked = PreVerification(network)
+        times = []
+        with engine_mode(device), network.layer.on_one_team():
+            for position in range(_TIMED_POSITIONS // 2, _TIMED_POSITIONS - block, _TIMED_COMMITTED):
+                start = perf_counter()
+                asked.estimate(text, layer, position, 1, hidden, features, None)
+                times.append(perf_counter() - start)
+        return sorted(times[1:])[len(times) // 4]  # the first had all the text before it
 
     def _context(self, context: ContextStates, exit_layer: int, start: int, stop: int) -> Tensor:
         return self.network.context_inputs(context.rows(exit_layer, start, stop), exit_layer)
@@ -107,6 +131,17 @@ class PreVerification:
             cache = self._caches[exit_layer] = KVCache(self.network.layer, max_length)
             self._committed.pop(exit_layer, None)
         return cache
+
+
+class _Zeros:
+    """A text whose exit hidden states are all 0."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.max_length, self._states = states.shape[0], states
+
+    def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
+        """See `ContextStates`."""
+        return self._states[start:stop]
 
 
 class PreVerifiers:

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.native_linear import only_operators
+from layerskip_models.kernels.native_steps import STEP_ROWS, NativeSteps
 from policies import Needs, Policy
 from policies.records import StopCause
-from selfspec.draft import Capture, Drafter
+from selfspec.draft import Capture, Draft, Drafter
 from selfspec.exit_history import ExitHistory
-from selfspec.judge import Verdict, judge_greedy, judge_sampled
+from selfspec.judge import Verdict, judge_choices, judge_greedy, judge_sampled
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
 from selfspec.shadow import ShadowRecorder
-from selfspec.verify import verify
+from selfspec.verify import verified_hidden, verify, verify_directly
 
 _WHENEVER = nullcontext()
 
@@ -165,6 +167,9 @@ class EagerRunner:
         self._model = model
         self._drafter = Drafter(model)
         self._recorder: ShadowRecorder | None = None
+        self._steps = model.steps(cache)  # for greedy decoding without processors; None where there are none
+        self._outputs: Tensor | None = None  # see `_memory_for`
+        self._last = torch.empty(model.hidden_size, dtype=model.dtype, device=model.device)
 
     def begin(self) -> None:
         """Nothing to forget."""
@@ -180,7 +185,8 @@ class EagerRunner:
         """See `Runner`."""
         recorder = self._recorder
         if recorder is None or recorder.layers != layers or recorder.max_rows < max_rows:
-            recorder = self._recorder = ShadowRecorder(self._model, layers, max(max_rows, 8))
+            every = self._steps is not None
+            recorder = self._recorder = ShadowRecorder(self._model, layers, max(max_rows, 8), every_layer=every)
         return recorder
 
     def run(self, turn: Turn) -> Outcome:
@@ -190,6 +196,7 @@ class EagerRunner:
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
         sampler = turn.sampler
         capture = _capture(turn)
+        steps = self._steps_for(turn) if turn.max_speculations < STEP_ROWS else None
         draft = self._drafter.draft(
             turn.tokens,
             turn.length,
@@ -203,8 +210,26 @@ class EagerRunner:
             eos=turn.eos,
             capture=capture,
             context=turn.history,
+            steps=steps,
+            memory=self._memory_for(turn),
         )
         drafted = perf_counter()
+        if draft.q is None and not sampler.processors:
+            if steps is not None:
+                memory = self._memory_for(turn)
+                layers = self._model.num_layers
+                chosen, values = verify_directly(steps, layers, draft, turn.length, exit_layer, memory)
+                if turn.history is not None and memory is not None:
+                    turn.history.take(memory, turn.length - 1, len(draft.tokens) + 1)
+            else:
+                hidden = verified_hidden(self._model, draft, turn.length, exit_layer, self.cache, capture)
+                choices = self._model.choices(hidden)
+                chosen, values = choices.tokens.tolist(), choices.logits.tolist()
+            verified = perf_counter()
+            verdict = judge_choices(chosen, values, turn.length, draft.tokens)
+            if draft.tokens and verdict.failure is not None:
+                return self._step(turn)  # as below
+            return self._outcome(turn, draft, verdict, drafted, verified)
         logits = verify(self._model, draft, turn.length, exit_layer, self.cache, capture)
         verified = perf_counter()
         if draft.q is None:
@@ -214,6 +239,9 @@ class EagerRunner:
                 return self._step(turn)
         else:
             verdict = judge_sampled(sampler, logits, turn.tokens, turn.length, draft.tokens, draft.q)
+        return self._outcome(turn, draft, verdict, drafted, verified)
+
+    def _outcome(self, turn: Turn, draft: Draft, verdict: Verdict, drafted: float, verified: float) -> Outcome:
         return Outcome(
             draft_tokens=tuple(draft.tokens),
             num_accepted=verdict.num_accepted,
@@ -232,6 +260,19 @@ class EagerRunner:
     def _step(self, turn: Turn) -> Outcome:
         model, sampler, capture = self._model, turn.sampler, _capture(turn)
         started = perf_counter()
+        steps = self._steps_for(turn)
+        if steps is not None:
+            memory = self._memory_for(turn)
+            place = None if memory is None else (memory, 0)
+            position, last = turn.length - 1, self._last
+            look = steps.token(turn.pending, position, model.num_layers, last, head="full", record=place)
+            assert look is not None
+            if turn.history is not None and memory is not None:
+                turn.history.take(memory, position, 1)
+            verified = perf_counter()
+            verdict = judge_choices([look.token], (look.logit,), turn.length, ())
+            outcome = plain_outcome(verdict.block, _targets(turn, verdict), None, started, verified)
+            return outcome if verdict.failure is None else replace(outcome, failure=verdict.failure)
         watch = None if capture is None else partial(capture, 0)
         hidden = model.embed_one(turn.pending)
         hidden = model.run_layers(hidden, 0, model.num_layers, self.cache, turn.length - 1, watch)
@@ -243,6 +284,30 @@ class EagerRunner:
             verdict = judge_greedy(sampler, logits, turn.tokens, turn.length, ())
         outcome = plain_outcome(verdict.block, _targets(turn, verdict), verdict.p, started, verified)
         return outcome if verdict.failure is None else replace(outcome, failure=verdict.failure)
+
+    def _steps_for(self, turn: Turn) -> NativeSteps | None:
+        """What this turn's passes are run with, if nothing but a recorder has to see what happens in between."""
+        sampler = turn.sampler
+        if (
+            self._steps is None
+            or sampler.do_sample
+            or sampler.processors
+            or turn.history is not None
+            or only_operators()
+        ):
+            return None
+        return self._steps if turn.recorder is None or turn.recorder.every_layer else None
+
+    def _memory_for(self, turn: Turn) -> Tensor | None:
+        """Where steps put every layer's output in this turn, [layers, rows, hidden], if anybody wants to see any."""
+        if turn.recorder is not None:
+            return turn.recorder.memory
+        if turn.history is None:
+            return None
+        if self._outputs is None:
+            shape = self._model.num_layers, STEP_ROWS, self._model.hidden_size
+            self._outputs = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        return self._outputs
 
 
 def _targets(turn: Turn, verdict: Verdict) -> Tensor | None:

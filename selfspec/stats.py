@@ -27,7 +27,8 @@ class GenerationStats:
     used, once per model and process; tokens_per_second leaves that out, seconds and time_to_first_token do not.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
     preverifier_layers: passes of a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both.
-    *_seconds: host time per phase; on an asynchronous device a phase includes waiting for what the earlier ones queued.
+    *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
+    earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
     runner: how passes were run, eager or captured.
     kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.

@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.native_steps import NativeSteps
 from selfspec.draft import Capture, Draft
 from selfspec.kv_cache import KVCache
 
@@ -19,7 +20,19 @@ def verify(
     cache: KVCache,
     capture: Capture | None = None,
 ) -> Tensor:
-    """Target logits, float32 [k+1, vocab], for the rows pending, d_1..d_k.
+    """Target logits, float32 [k+1, vocab], for the rows pending, d_1..d_k; arguments as in `verified_hidden`."""
+    return model.logits(verified_hidden(model, draft, length, exit_layer, cache, capture))
+
+
+def verified_hidden(
+    model: LayerSkipModel,
+    draft: Draft,
+    length: int,
+    exit_layer: int,
+    cache: KVCache,
+    capture: Capture | None = None,
+) -> Tensor:
+    """What the last layer puts out, [k+1, hidden], for the rows pending, d_1..d_k.
 
     length: committed tokens; the pending row is at position length - 1.
     capture: called as capture(first_row, layers_done, hidden) for every layer run here.
@@ -33,5 +46,20 @@ def verify(
         last = model.run_layers(last, 0, exit_layer, cache, position + num_drafts, watch)
         draft.exit_hidden[num_drafts] = last[0]
     watch = None if capture is None else partial(capture, 0)
-    hidden = model.run_layers(draft.exit_hidden, exit_layer, model.num_layers, cache, position, watch)
-    return model.logits(hidden)
+    return model.run_layers(draft.exit_hidden, exit_layer, model.num_layers, cache, position, watch)
+
+
+def verify_directly(
+    steps: NativeSteps, num_layers: int, draft: Draft, length: int, exit_layer: int, memory: Tensor | None
+) -> tuple[list[int], list[float]]:
+    """The same in single calls: the target's argmax for each of these rows, and its logit.
+
+    memory: [layers, rows, hidden], gets every layer's output for every row.
+    """
+    num_drafts, position = len(draft.tokens), length - 1
+    if draft.num_rows == num_drafts:
+        place = None if memory is None else (memory, num_drafts)
+        last = draft.exit_hidden[num_drafts]
+        steps.token(draft.tokens[-1], position + num_drafts, exit_layer, last, record=place)
+    place = None if memory is None else (memory, 0)
+    return steps.rows(draft.exit_hidden, exit_layer, num_layers, position, record=place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,16 @@ from tiny_llama import request_for, tiny_llama
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.choices import Choices, Detail, Look
+from layerskip_models.kernels.library import kernels
+from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
 from selfspec.decoding import Decoding
 from selfspec.kv_cache import KVCache
 
 NUM_LAYERS = 4
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs the native library")
 
 
 class CountingModel:
@@ -51,6 +57,41 @@ class CountingModel:
 
         monkeypatch.setattr(model, "logits", counted_logits)
         monkeypatch.setattr(model, "draft_logits", counted_draft_logits)
+        for name in ("choices", "draft_choices"):
+            monkeypatch.setattr(model, name, self._counted_choices(getattr(model, name)))
+        steps = model.steps
+        monkeypatch.setattr(model, "steps", lambda cache: self._counted_steps(steps(cache), monkeypatch))
+
+    def _counted_choices(self, choices: Callable[..., Choices]) -> Callable[..., Choices]:
+        def counted(hidden: Tensor, detail: Detail = "token") -> Choices:
+            self.heads += hidden.shape[0]
+            return choices(hidden, detail)
+
+        return counted
+
+    def _counted_steps(self, steps: NativeSteps | None, monkeypatch: pytest.MonkeyPatch) -> NativeSteps | None:
+        if steps is None:
+            return None
+        token, rows = steps.token, steps.rows
+
+        def counted_token(
+            one: int, position: int, stop: int, last: Tensor, *, head: str | None = None, **options: Any
+        ) -> Look | None:
+            self.ran.update((layer, position) for layer in range(stop))
+            self.heads += head is not None
+            return token(one, position, stop, last, head=head, **options)
+
+        def counted_rows(
+            x: Tensor, start: int, stop: int, position: int, **options: Any
+        ) -> tuple[list[int], list[float]]:
+            where = range(position, position + x.shape[0])
+            self.ran.update((layer, row) for layer in range(start, stop) for row in where)
+            self.heads += x.shape[0]
+            return rows(x, start, stop, position, **options)
+
+        monkeypatch.setattr(steps, "token", counted_token)
+        monkeypatch.setattr(steps, "rows", counted_rows)
+        return steps
 
     def take(self) -> tuple[Counter[tuple[int, int]], int]:
         """What ran since the last call."""
@@ -66,14 +107,15 @@ def expected_rows(record: RoundRecord) -> Counter[tuple[int, int]]:
     return Counter((layer, row) for layer in range(NUM_LAYERS) for row in rows)
 
 
+@pytest.mark.parametrize("layout", ["plain", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
     "stopping", [None, StopBelow(0.35), StopAtTokens(range(0, 24, 3))], ids=["cap", "before a draw", "after a draw"]
 )
 def test_no_layer_runs_twice(
-    stopping: StopBelow | StopAtTokens | None, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+    stopping: StopBelow | StopAtTokens | None, do_sample: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout="plain")
+    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout=layout)
     counting = CountingModel(model, monkeypatch)
     policy = Policy(ScriptedExit([(1, 5), (3, 3), (None, 0), (2, 1)]), stopping)
     causes: Counter[str] = Counter()

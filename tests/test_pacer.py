@@ -24,7 +24,7 @@ from layerskip_models.preverifier import (
     load_preverifier,
     save_preverifier,
 )
-from policies import DraftRow, LayerCost, PacerStopping, Plan, Policy, WithPreVerifier, parse_policy
+from policies import DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, WithPreVerifier, parse_policy
 from policies.fixed import FixedExit
 from policies.pacer_tuning import PlayedDraft, best_settings, play
 from selfspec import SelfSpecGenerator
@@ -146,6 +146,28 @@ def test_cost_with_a_preverifier() -> None:
     cost = WithPreVerifier(LayerCost(8), 4)
     assert cost.round(2, 9) == 9 * 2 + 8 + 2
     assert (cost.autoregressive(), cost.look(2), cost.num_layers) == (8.0, 0.0, 8)
+    assert WithPreVerifier(LayerCost(8), 4, 2.5).round(2, 9) == 9 * 2 + 8 + 2 * 2.5
+
+
+def test_a_measured_cost_charges_what_a_pass_takes() -> None:
+    """Counted in layers a pass is a layer; in seconds it is what its pre-verifier was timed at."""
+
+    class Timed(PreVerification):
+        def pass_seconds(self, block: int) -> float:
+            return 100.0 * block
+
+    model = from_transformers(tiny_llama(num_layers=4, seed=1), layout="plain")
+    network = PreVerification(lean(random_module(model, exit_layers=(1, 2)), model.dtype, model.device)).network
+    measured = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.0), head_seconds=(1.0, 1.0))
+    costs = {}
+    for kind in ("layers", "measured"):
+        policy = parse_policy(
+            f"auto:cost={kind}+pacer:b=3", num_layers=4, measure=lambda: measured, preverifier=lambda _: Timed(network)
+        )
+        costs[kind] = policy.exit.learner.cost
+    assert costs["layers"] == WithPreVerifier(LayerCost(4), 3)
+    assert costs["measured"] == WithPreVerifier(measured, 3, 300.0)
+    assert 0 < PreVerification(network).pass_seconds(3) < 60
 
 
 def test_features_by_hand() -> None:

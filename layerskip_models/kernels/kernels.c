@@ -9,6 +9,7 @@
  * there are. So a token that was drafted in a pass of one row gets, in a verification of many, the very same logits.
  */
 #include "attention.h"
+#include "head.h"
 #include "matrices.h"
 #include "pool.h"
 
@@ -259,15 +260,18 @@ static void attend_all(Member *member, const Pass *a, const float *qkv, const fl
   }
 }
 
-static int pass(const void *arguments, Member *member) {
-  const Pass *a = arguments;
-  const Shape *s = &a->shape;
-  int64_t rows = a->rows, dim = s->head_dim, size = s->hidden, team = pool_team(member), all = rows * s->heads;
+/* Numbers of `room` that `walk_layers` needs. */
+static int64_t room_of_pass(int64_t team, const Pass *a) {
+  int64_t rows = a->rows, dim = a->shape.head_dim, all = rows * a->shape.heads;
   int64_t need = QUERIES * (dim + a->position + rows + 2 * LANES) + (all / query_pieces(team, all) + 1) * dim;
   const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
   for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
-  float *room = pool_memory(member, need * sizeof(float));
-  if (!room) return -1;
+  return need;
+}
+
+static void walk_layers(Member *member, const Pass *a, float *room) {
+  const Shape *s = &a->shape;
+  int64_t rows = a->rows, dim = s->head_dim, size = s->hidden;
   float *qkv = a->scratch, *attended = qkv + rows * (s->heads + 2 * s->kv_heads) * dim;
   float *gated = attended + rows * s->heads * dim, *middle = gated + rows * a->layers->down.in;
   float *between = middle + rows * size;
@@ -284,7 +288,18 @@ static int pass(const void *arguments, Member *member) {
     multiply(member, &layer->down, &(Input){gated, NULL, 0, rows}, 0, middle, result, room);
     input = result;
   }
+}
+
+static int pass(const void *arguments, Member *member) {
+  const Pass *a = arguments;
+  float *room = pool_memory(member, room_of_pass(pool_team(member), a) * sizeof(float));
+  if (!room) return -1;
+  walk_layers(member, a, room);
   return 0;
+}
+
+static int64_t layer_bytes(const Layer *l) {
+  return bytes_read(&l->qkv) + bytes_read(&l->output) + bytes_read(&l->gate_up) + bytes_read(&l->down);
 }
 
 /* Layers over consecutive rows, the first of which is at `position`. Layer i writes its output to outputs + i * stride,
@@ -293,7 +308,156 @@ PUBLIC int64_t EXPORT(run)(const Shape *s, const Layer *layers, int64_t count, c
                            int64_t rows, int64_t position, const float *rotary, float *outputs, int64_t stride,
                            float *scratch, int threads) {
   Pass a = {*s, layers, *cache, x, rotary, outputs, scratch, count, rows, position, stride};
-  const Layer *l = layers;
-  int64_t layer = bytes_read(&l->qkv) + bytes_read(&l->output) + bytes_read(&l->gate_up) + bytes_read(&l->down);
-  return pool_run(pass, &a, sizeof a, threads, count * layer);
+  return pool_run(pass, &a, sizeof a, threads, count * layer_bytes(layers));
+}
+
+/* Numbers of bytes of scratch that `pick` wants. */
+PUBLIC int64_t EXPORT(pick_scratch)(const Matrix *m, int64_t rows) {
+  return rows * chunk_count(m->out) * (int64_t)sizeof(Summary);
+}
+
+typedef struct {
+  Matrix matrix;
+  Input input;
+  Summary *summaries; /* [rows, chunks] */
+  int spread;
+} Picking;
+
+/* Into how many pieces the chunks of a vocabulary are divided. */
+static int64_t chunk_pieces(int64_t team, const Matrix *m) {
+  return pieces_of(team, chunk_count(m->out), m->out * m->in * bytes_of(m->kind));
+}
+
+/* A phase: logits, chunk by chunk, and what they come to. room: see `room_of_picking`. */
+static void summarise_all(Member *member, const Picking *a, float *room) {
+  const Matrix *m = &a->matrix;
+  int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
+  int64_t pieces = chunk_pieces(pool_team(member), m);
+  float *logits = room + 2 * rows * m->in;
+  Summary *own = (Summary *)(logits + (rows * width + 1) / 2 * 2);
+  const float *x = NULL;
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    int64_t first = chunks * piece / pieces, count = chunks * (piece + 1) / pieces - first;
+    if (!x) x = prepared(&a->input, m->in, room);
+    for (int64_t c = 0; c < count; c++) {
+      int64_t begin = (first + c) * size, end = least(begin + size, m->out);
+      some_outputs(m, x, rows, NULL, begin, end, logits, width);
+      for (int64_t r = 0; r < rows; r++)
+        own[r * count + c] = summarise(logits + r * width, end - begin, begin, a->spread);
+    }
+    if (!pool_win(&phase, piece)) continue;
+    for (int64_t r = 0; r < rows; r++)
+      memcpy(a->summaries + r * chunks + first, own + r * count, count * sizeof(Summary));
+    pool_done(&phase, piece);
+  }
+}
+
+/* Numbers of `room` that `summarise_all` needs. */
+static int64_t room_of_picking(int64_t team, const Picking *a) {
+  const Matrix *m = &a->matrix;
+  int64_t chunks = chunk_count(m->out) / chunk_pieces(team, m) + 1;
+  int64_t row = 2 * m->in + chunk_size(m->out) + LANES + chunks * (int64_t)(sizeof(Summary) / sizeof(float));
+  return a->input.rows * row + 2;
+}
+
+static int picking(const void *arguments, Member *member) {
+  const Picking *a = arguments;
+  float *room = pool_memory(member, room_of_picking(pool_team(member), a) * sizeof(float));
+  if (!room) return -1;
+  summarise_all(member, a, room);
+  return 0;
+}
+
+/* What the summaries say of each row; see `pick`. */
+static void conclude(const Picking *a, int64_t *tokens, float *numbers) {
+  int64_t rows = a->input.rows, chunks = chunk_count(a->matrix.out);
+  for (int64_t r = 0; r < rows; r++) {
+    Summary s = joined(a->summaries + r * chunks, chunks, a->spread);
+    tokens[r] = s.token;
+    numbers[r] = s.best;
+    if (a->spread) {
+      numbers[rows + r] = 1.0f / s.sum;
+      numbers[2 * rows + r] = s.best - s.second;
+      numbers[3 * rows + r] = logf(s.sum) - s.moment / s.sum;
+    }
+  }
+}
+
+/* For rows [rows, in], normalised first: tokens[r], the argmax of its logits (the first of equal ones), and numbers[r], its logit,
+ * NaN if any logit of the row is. With `spread` also, rows numbers each: the probability of the token, its logit less the
+ * second largest, and the entropy in nats. No logit is stored. scratch: aligned to 8 bytes. Returns as `pool_run`. */
+PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, void *scratch,
+                            int spread, int64_t *tokens, float *numbers, int threads) {
+  Picking a = {*m, {x, norm, eps, rows}, scratch, spread};
+  int64_t job = pool_run(picking, &a, sizeof a, threads, bytes_read(m));
+  if (job >= 0) conclude(&a, tokens, numbers);
+  return job;
+}
+
+/* What a step of decoding does, in one call: embed a token, or take rows as they are; run layers; look at the head.
+ * `Step` of native_steps.py. */
+typedef struct {
+  const Shape *shape;
+  const Layer *layers; /* the first one to run */
+  Cache cache;         /* of that layer */
+  const void *embedding; /* [vocab, hidden] of `kind`, of which row `token` is the one row; or NULL */
+  int64_t kind, token;
+  float *x; /* [rows, hidden]; with an embedding, room for it */
+  const float *rotary;
+  float *outputs, *last; /* as for `run`; with a stride, the last layer's output is also copied to `last` if that is not NULL */
+  int64_t count, rows, position, stride;
+  float *scratch;
+  const Matrix *head; /* or NULL */
+  const float *norm;
+  float eps;
+  int32_t spread;
+  void *summaries;
+  int64_t *tokens;
+  float *numbers;
+} Step;
+
+typedef struct {
+  Pass pass;
+  Picking picking;
+  int looks;
+} Stepping;
+
+static int stepping(const void *arguments, Member *member) {
+  const Stepping *a = arguments;
+  int64_t team = pool_team(member), need = room_of_pass(team, &a->pass);
+  if (a->looks) need = most(need, room_of_picking(team, &a->picking));
+  float *room = pool_memory(member, need * sizeof(float));
+  if (!room) return -1;
+  walk_layers(member, &a->pass, room);
+  if (a->looks && !pool_left(member)) summarise_all(member, &a->picking, room);
+  return 0;
+}
+
+_Static_assert(sizeof(Stepping) <= POOL_ARGUMENTS, "the arguments of a step are too large for the team");
+
+PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
+  int64_t hidden = s->shape->hidden;
+  if (s->embedding)
+    for (int64_t i = 0; i < hidden; i++) {
+      int64_t at = s->token * hidden + i;
+      s->x[i] = s->kind == FLOAT32    ? one_float32((const float *)s->embedding + at)
+                : s->kind == BFLOAT16 ? one_bfloat16((const uint16_t *)s->embedding + at)
+                                      : one_float16((const uint16_t *)s->embedding + at);
+    }
+  Stepping a = {
+    .pass = {*s->shape, s->layers, s->cache, s->x, s->rotary, s->outputs, s->scratch, s->count, s->rows, s->position, s->stride},
+  };
+  const float *result = s->stride ? s->outputs + (s->count - 1) * s->stride : s->outputs;
+  int64_t bytes = s->count * layer_bytes(s->layers);
+  if (s->head) {
+    a.picking = (Picking){*s->head, {result, s->norm, s->eps, s->rows}, s->summaries, s->spread};
+    a.looks = 1;
+    bytes += bytes_read(s->head);
+  }
+  int64_t job = pool_run(stepping, &a, sizeof a, threads, bytes);
+  if (job < 0) return job;
+  if (s->stride && s->last) memcpy(s->last, result, s->rows * hidden * sizeof(float));
+  if (s->head) conclude(&a.picking, s->tokens, s->numbers);
+  return job;
 }

@@ -17,7 +17,7 @@ import os
 import struct
 import warnings
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +80,35 @@ class Cache(Structure):
     _fields_ = (("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("head_stride", c_int64))
 
 
+class Step(Structure):
+    """`Step` of kernels.c."""
+
+    _fields_ = (
+        ("shape", c_void_p),
+        ("layers", c_void_p),
+        ("cache", Cache),
+        ("embedding", c_void_p),
+        ("kind", c_int64),
+        ("token", c_int64),
+        ("x", c_void_p),
+        ("rotary", c_void_p),
+        ("outputs", c_void_p),
+        ("last", c_void_p),
+        ("count", c_int64),
+        ("rows", c_int64),
+        ("position", c_int64),
+        ("stride", c_int64),
+        ("scratch", c_void_p),
+        ("head", c_void_p),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("spread", c_int32),
+        ("summaries", c_void_p),
+        ("tokens", c_void_p),
+        ("numbers", c_void_p),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The library's functions, compiled for one kind of processor. variant: which, one of `VARIANTS`."""
@@ -89,6 +118,9 @@ class Kernels:
     normalised_linear: Callable[..., int]
     run: Callable[..., int]
     scratch_size: Callable[..., int]
+    pick: Callable[..., int]
+    pick_scratch: Callable[..., int]
+    step: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -102,6 +134,9 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         ],
     ),
     "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64]),
+    "pick": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
+    "pick_scratch": (c_int64, [c_void_p, c_int64]),
+    "step": (c_int64, [c_void_p, c_int]),
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ class NativeLayers:
         self._hidden_size, self._kv_heads, self._head_dim = hidden_size, kv_heads, head_dim
         self._shape = Shape(hidden_size, heads, kv_heads, head_dim, eps, head_dim**-0.5)
         self._layers = (Layer * len(layers))()
-        self._first = addressof(self._layers)
+        self.first = addressof(self._layers)
         self._alive: list[Tensor] = []  # what the pointers below point to, which they do not keep alive
         intermediate = getattr(layers[0].down, "matrix").in_features  # noqa: B009
         sizes = {
@@ -130,6 +130,7 @@ class NativeLayers:
                 factors = norm.factors.contiguous()
                 setattr(described, name, factors.data_ptr())
                 self._alive.append(factors)
+        self.shape_address = addressof(self._shape)
         self._scratch = threading.local()
         self._memory: Memory | None = None
 
@@ -159,8 +160,8 @@ class NativeLayers:
         Raises ValueError, before anything is computed, if an argument does not fit the others: C would read and write beyond.
         """
         keys, values = cache.keys, cache.values
-        memory = self._memory_of(keys, values, rotary)
-        self._check(hidden, start, stop, memory, position)
+        check_rows("hidden", hidden, self._hidden_size)
+        memory = self.check(hidden.shape[0], start, stop, keys, values, rotary, position)
         if start == stop:
             return hidden
         first = 4 * start * memory.layer_stride
@@ -174,7 +175,7 @@ class NativeLayers:
             scratch = self._scratch_for(piece)
             job = self._library.run(
                 self._shape,
-                self._first + start * sizeof(Layer),
+                self.first + start * sizeof(Layer),
                 count,
                 where,
                 hidden.data_ptr() + 4 * done * size,
@@ -193,10 +194,11 @@ class NativeLayers:
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
 
-    def _check(self, hidden: Tensor, start: int, stop: int, memory: Memory, position: int) -> None:
-        """Raise ValueError if these do not fit each other."""
-        check_rows("hidden", hidden, self._hidden_size)
-        rows = hidden.shape[0]
+    def check(
+        self, rows: int, start: int, stop: int, keys: Tensor, values: Tensor, rotary: Tensor, position: int
+    ) -> Memory:
+        """What is known of this memory. Raises ValueError if the arguments of a pass do not fit each other."""
+        memory = self._memory_of(keys, values, rotary)
         if not 0 <= start <= stop <= min(len(self._layers), memory.layers):
             raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}, cached {memory.layers}")
         if position < 0 or position + rows > memory.positions:
@@ -207,6 +209,7 @@ class NativeLayers:
             raise ValueError(
                 f"{rows} rows from position {position} on are behind the rotary table's {memory.rotary_positions} positions"
             )
+        return memory
 
     def _memory_of(self, keys: Tensor, values: Tensor, rotary: Tensor) -> Memory:
         """What is known of a cache and a rotary table, checked if they are not the ones of the last call."""
@@ -217,8 +220,13 @@ class NativeLayers:
 
     def _scratch_for(self, rows: int) -> Tensor:
         """Memory for one call, this thread's own; it grows with the number of rows."""
-        size = self._library.scratch_size(self._shape, self._first, rows)
+        size = self._library.scratch_size(self._shape, self.first, rows)
         held: Tensor | None = getattr(self._scratch, "memory", None)
         if held is None or held.numel() < size:
             held = self._scratch.memory = torch.empty(size, dtype=torch.float32)
         return held
+
+    def new_scratch(self, rows: int) -> Tensor:
+        """Memory for calls of so many rows at most."""
+        size = self._library.scratch_size(self._shape, self.first, rows)
+        return torch.empty(size, dtype=torch.float32, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Matrix
 from layerskip_models.kernels.threads import keep, num_threads
@@ -30,6 +32,11 @@ def operators_only() -> Iterator[None]:
         yield
     finally:
         _operators_only.reset(token)
+
+
+def only_operators() -> bool:
+    """Whether this is within `operators_only`."""
+    return _operators_only.get()
 
 
 def pieces(rows: int) -> Iterator[tuple[int, int]]:
@@ -87,6 +94,8 @@ class NativeLinear:
         self._out, self._in = stored.shape
         self._run = chosen.linear
         self._run_normalised = chosen.normalised_linear
+        self._pick, self._pick_scratch = chosen.pick, chosen.pick_scratch
+        self._scratch = threading.local()
         self.matrix = Matrix(
             stored.data_ptr(),
             None if scale is None else scale.data_ptr(),
@@ -180,6 +189,46 @@ class NativeLinear:
             if job:
                 keep(job, self, x, factors)
         return y
+
+    def choices_of_normalised(self, norm: RMSNorm, x: Tensor, detail: Detail) -> Choices:
+        """What the rows of `of_normalised`, as logits, come to; none of them is stored. x: [rows, in]."""
+        check_rows("x", x, self._in)
+        factors = norm.factors
+        if factors is None or _operators_only.get():
+            return choices_in_pieces(x, self._out, lambda piece: self.of_normalised(norm, piece), detail)
+        x = x.contiguous()
+        if x.shape[0] <= MOST_ROWS:
+            return self._choices(factors, norm.eps, x, detail)
+        parts = [self._choices(factors, norm.eps, part, detail) for part in x.split(MOST_ROWS)]
+        return Choices(torch.cat([p.tokens for p in parts]), torch.cat([p.numbers for p in parts], dim=1))
+
+    def _choices(self, factors: Tensor, eps: float, x: Tensor, detail: Detail) -> Choices:
+        """x: contiguous, of no more rows than the kernels take at once."""
+        rows = x.shape[0]
+        choices, scratch = empty_choices(rows, detail), self._scratch_for(rows)
+        job = self._pick(
+            self._address,
+            factors.data_ptr(),
+            eps,
+            x.data_ptr(),
+            rows,
+            scratch.data_ptr(),
+            detail != "token",
+            choices.tokens.data_ptr(),
+            choices.numbers.data_ptr(),
+            num_threads(),
+        )
+        if job:
+            keep(job, self, x, factors, scratch)
+        return choices
+
+    def _scratch_for(self, rows: int) -> Tensor:
+        """Memory for one call of `pick`, this thread's own; it grows with the number of rows."""
+        held: tuple[int, Tensor] | None = getattr(self._scratch, "memory", None)
+        if held is None or held[0] < rows:
+            size = self._pick_scratch(self._address, rows)
+            held = self._scratch.memory = rows, torch.empty(-(-size // 8), dtype=torch.int64, device="cpu")
+        return held[1]
 
 
 class NativeInt8Linear(NativeLinear):
