@@ -334,6 +334,8 @@ def test_calls_that_would_read_or_write_beyond_are_refused() -> None:
 def test_passes_that_would_read_or_write_beyond_are_refused() -> None:
     model = from_transformers(tiny_llama(seed=11), layout="native")
     cache, hidden = KVCache(model, 12), drawn(4, model.hidden_size)
+    cache.values.fill_(1.0)  # not what memory held before, which may be NaN and then equals nothing
+    cache.keys.fill_(2.0)
     before = cache.values.clone(), cache.keys.clone()
 
     def refused(message: str, *, hidden: Tensor = hidden, cache: Any = cache, position: int = 0, **where: Any) -> None:

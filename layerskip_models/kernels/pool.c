@@ -46,8 +46,10 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef SPIN_BUSY
 #define SPIN_BUSY 50    /* the same while others want the cores */
 #endif
+/* Microseconds between two looks at the clock that mean that the core was lost. A host that takes a virtual processor away for
+ * a moment is no busy machine, and there a helper that sleeps is slow to wake; a busy process keeps a core for longer. */
 #ifndef GAP
-#define GAP 100          /* microseconds between two looks at the clock that mean that the core was lost */
+#define GAP 1500
 #endif
 #ifndef CROWDED
 #define CROWDED 200000   /* microseconds for which a lost core is remembered */
