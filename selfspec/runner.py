@@ -286,15 +286,9 @@ class EagerRunner:
         return outcome if verdict.failure is None else replace(outcome, failure=verdict.failure)
 
     def _steps_for(self, turn: Turn) -> NativeSteps | None:
-        """What this turn's passes are run with, if nothing but a recorder has to see what happens in between."""
+        """What this turn's passes are run with, if nothing has to see what happens in between but layers' outputs."""
         sampler = turn.sampler
-        if (
-            self._steps is None
-            or sampler.do_sample
-            or sampler.processors
-            or turn.history is not None
-            or only_operators()
-        ):
+        if self._steps is None or sampler.do_sample or sampler.processors or only_operators():
             return None
         return self._steps if turn.recorder is None or turn.recorder.every_layer else None
 

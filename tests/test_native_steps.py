@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from scripted_policies import ScriptedExit
@@ -88,8 +90,10 @@ def test_the_history_of_a_text_is_kept_by_steps_as_well() -> None:
         model, KVCache(model, 40), request_for(model, prompt, max_new_tokens=30), Policy(exits, LooksBack())
     )
     with torch.inference_mode():
-        for _ in decoding.run():
-            pass
+        with patch.object(NativeSteps, "token", autospec=True, side_effect=NativeSteps.token) as token:
+            for _ in decoding.run():
+                pass
+        assert token.call_count > 0
         assert decoding.history is not None
         text, seen = decoding.tokens[0, : decoding.length - 1], dict[int, torch.Tensor]()
         capture = seen.__setitem__
