@@ -32,6 +32,10 @@ class NoPreVerifier:
     exit_layers = (1, 3)
     defaults: Mapping[str, float] = {"exit_layer": 3}
 
+    def pass_seconds(self, block: int) -> float:
+        """What a pass costs, for policies that measure."""
+        return 0.5
+
 
 def parsed(text: str) -> Policy:
     return parse_policy(

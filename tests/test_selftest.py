@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import selfspec.judge
 import selfspec.runner
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.native_steps import NativeSteps
 from policies import LayerCost, parse_policy
 from policies.names import EXITS, STOPPINGS
 from selfspec.accept import accept_sampled
@@ -85,7 +86,19 @@ def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
             cache.values[-1, :, position - 1 : end - 1] = cache.values[-1, :, position:end].clone()
         return out
 
+    original_rows = NativeSteps.rows
+
+    def shifted_rows(
+        self: NativeSteps, x: Tensor, start: int, stop: int, position: int, **record: Any
+    ) -> tuple[list[int], list[float]]:
+        out = original_rows(self, x, start, stop, position, **record)
+        if start > 0 and position > 1:
+            values, end = self._values, position + x.shape[0]
+            values[-1, :, position - 1 : end - 1] = values[-1, :, position:end].clone()
+        return out
+
     monkeypatch.setattr(LayerSkipModel, "run_layers", shifted)
+    monkeypatch.setattr(NativeSteps, "rows", shifted_rows)
 
 
 def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
