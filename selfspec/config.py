@@ -237,6 +237,8 @@ def make_request(
             f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
         )
     config.max_length = total
+    if config.min_new_tokens is not None:  # in transformers it takes precedence over min_length
+        config.min_length = num_prompt + config.min_new_tokens
 
     device = host.device
     sampler_source = make_generator(seed, generator, device, bool(config.do_sample))

@@ -116,6 +116,16 @@ def test_temperature_zero_is_greedy(engine: SelfSpecGenerator, options: dict[str
     assert cold.new_tokens == greedy.new_tokens
 
 
+def test_min_new_tokens_takes_precedence_over_min_length(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
+    options = {"max_new_tokens": 12, "min_length": 11, "min_new_tokens": 1, "do_sample": False}
+    text = engine.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=[]).new_tokens
+    eos = text[3]
+    expected = llama.generate(torch.tensor([PROMPT]), eos_token_id=eos, pad_token_id=0, **options)
+    ours = engine.generate(PROMPT, generation_config=GenerationConfig(eos_token_id=eos, **options))
+    assert ours.sequences.tolist() == expected.tolist()
+    assert len(ours.new_tokens) == text.index(eos) + 1  # and not forbidden until min_length
+
+
 def test_an_empty_text_is_an_empty_prompt(llama: LlamaForCausalLM) -> None:
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
     with pytest.raises(ValueError, match="empty"):
