@@ -45,7 +45,7 @@ def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            # In this session: Linux may share the processor out by session first, and the fair share would be another.
+            # No session of their own: where Linux shares the processor out by session first, the fair share would be another.
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         for process in started:
             assert process.stdout is not None

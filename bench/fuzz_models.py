@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
@@ -18,10 +19,10 @@ from selfspec import SelfSpecGenerator
 from selfspec.runner import RunnerName
 
 CONTEXT = 64
-_ROPES: tuple[dict[str, Any], ...] = (
-    {"rope_type": "default", "rope_theta": 10_000.0},
-    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
-    {
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,
         "factor": 32.0,
@@ -29,8 +30,13 @@ _ROPES: tuple[dict[str, Any], ...] = (
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
-    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-)
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
 _ALPHABET = "abcdefghijkl .,\n"
 
 
@@ -74,7 +80,7 @@ def make_model(random: Random) -> FuzzModel:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=random.choice([2, 4, 6, 8, 16]),
-        rope_parameters=dict(random.choice(_ROPES)),
+        rope_parameters=dict(random.choice(list(ROPES.values()))),
         tie_word_embeddings=random.random() < 0.5,
         attention_bias=random.random() < 0.3,
         mlp_bias=random.random() < 0.3,
@@ -85,7 +91,8 @@ def make_model(random: Random) -> FuzzModel:
         eos_token_id=None,
     )
     late_scale = random.choice([0.1, 0.2, 0.5, 0.9, 1.5])
-    reference = _filled(config, late_scale, random.choice([0.5, 1.5, 3.0]), random.randrange(1 << 30))
+    sharpness = random.choice([0.5, 1.5, 3.0])
+    reference = random_llama(config, late_scale=late_scale, sharpness=sharpness, seed=random.randrange(1 << 30))
     own = reference.to(dtype)  # in place
     source = own if dtype in (torch.float64, torch.float32) else copy.deepcopy(own)
     reference = own if source is own else own.float()
@@ -100,7 +107,7 @@ def make_model(random: Random) -> FuzzModel:
             layout = "plain"
     runner: RunnerName = "captured" if random.random() < 0.1 else "eager"
     engine = SelfSpecGenerator(
-        from_transformers(source, layout=layout), tokenizer := _tokenizer(vocab_size), runner=runner
+        from_transformers(source, layout=layout), tokenizer := word_tokenizer(_words(vocab_size)), runner=runner
     )
     native = engine.model._native is not None
     return FuzzModel(
@@ -119,9 +126,13 @@ def _all_fit(llama: LlamaForCausalLM) -> bool:
     return all(torch.equal(p.bfloat16().to(p.dtype), p) for p in llama.parameters())
 
 
-def _filled(config: LlamaConfig, late_scale: float, sharpness: float, seed: int) -> LlamaForCausalLM:
-    """Random weights in float64. The first layer moves the residual stream far, later ones by `late_scale` of that: the
-    smaller, the more often an early exit says what the last layer says."""
+def random_llama(config: LlamaConfig, *, late_scale: float, sharpness: float, seed: int) -> LlamaForCausalLM:
+    """Random weights in float64, so that every dtype can be given the same, in evaluation mode.
+
+    late_scale: of what the first layer adds to the residual stream every later one adds so much: the smaller, the more often
+        an early exit says what the last layer says. (The first layer's part is large: the text would be one token else.)
+    sharpness: standard deviation of a matrix's weights times the root of its columns.
+    """
     llama = LlamaForCausalLM(config).to(torch.float64).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -140,11 +151,16 @@ def _filled(config: LlamaConfig, late_scale: float, sharpness: float, seed: int)
     return llama
 
 
-def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token per word; short words first, so that stop strings span tokens and end inside them."""
+def _words(vocab_size: int) -> list[str]:
+    """Short ones first, so that stop strings span tokens and end inside them."""
     words: list[str] = []
     for size in (1, 2, 3):
         words += ["".join(letters) for letters in product(_ALPHABET, repeat=size)][: vocab_size - len(words)]
+    return words
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per word, pieces joined without anything between them; no special tokens."""
     tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)

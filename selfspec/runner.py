@@ -27,7 +27,7 @@ from selfspec.judge import Verdict, judge_choices, judge_greedy, judge_sampled
 from selfspec.kv_cache import KVCache
 from selfspec.sampling import Sampler, non_finite
 from selfspec.shadow import ShadowRecorder
-from selfspec.verify import verified_hidden, verify, verify_directly
+from selfspec.verify import verify, verify_directly
 
 _WHENEVER = nullcontext()
 
@@ -222,7 +222,7 @@ class EagerRunner:
                 if turn.history is not None and memory is not None:
                     turn.history.take(memory, turn.length - 1, len(draft.tokens) + 1)
             else:
-                hidden = verified_hidden(self._model, draft, turn.length, exit_layer, self.cache, capture)
+                hidden = verify(self._model, draft, turn.length, exit_layer, self.cache, capture)
                 choices = self._model.choices(hidden)
                 chosen, values = choices.tokens.tolist(), choices.logits.tolist()
             verified = perf_counter()
@@ -230,7 +230,7 @@ class EagerRunner:
             if draft.tokens and verdict.failure is not None:
                 return self._step(turn)  # as below
             return self._outcome(turn, draft, verdict, drafted, verified)
-        logits = verify(self._model, draft, turn.length, exit_layer, self.cache, capture)
+        logits = self._model.logits(verify(self._model, draft, turn.length, exit_layer, self.cache, capture))
         verified = perf_counter()
         if draft.q is None:
             verdict = judge_greedy(sampler, logits, turn.tokens, turn.length, draft.tokens)

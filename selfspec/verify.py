@@ -1,4 +1,4 @@
-"""Step 3 of a round: the remaining layers turn the stored exit hidden states into target logits, all rows at once."""
+"""Step 3 of a round: the remaining layers, all rows at once, on the exit hidden states that drafting stored."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ from selfspec.kv_cache import KVCache
 
 
 def verify(
-    model: LayerSkipModel,
-    draft: Draft,
-    length: int,
-    exit_layer: int,
-    cache: KVCache,
-    capture: Capture | None = None,
-) -> Tensor:
-    """Target logits, float32 [k+1, vocab], for the rows pending, d_1..d_k; arguments as in `verified_hidden`."""
-    return model.logits(verified_hidden(model, draft, length, exit_layer, cache, capture))
-
-
-def verified_hidden(
     model: LayerSkipModel,
     draft: Draft,
     length: int,

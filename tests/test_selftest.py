@@ -24,7 +24,7 @@ from selfspec.accept import accept_sampled
 from selfspec.cli import app
 from selfspec.kv_cache import KVCache
 from selfspec.selftest import Check, every_policy, num_steps, verify_engine
-from selfspec.verify import verified_hidden, verify, verify_directly
+from selfspec.verify import verify, verify_directly
 
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -107,15 +107,11 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(model: LayerSkipModel, draft: Any, length: int, *rest: Any) -> Tensor:
         return verify(model, draft, length, *rest).roll(1, dims=0)
 
-    def off_hidden(model: LayerSkipModel, draft: Any, length: int, *rest: Any) -> Tensor:
-        return verified_hidden(model, draft, length, *rest).roll(1, dims=0)
-
     def off_directly(*arguments: Any) -> tuple[list[int], list[float]]:
         chosen, values = verify_directly(*arguments)
         return [*chosen[-1:], *chosen[:-1]], [*values[-1:], *values[:-1]]
 
     monkeypatch.setattr(selfspec.runner, "verify", off)
-    monkeypatch.setattr(selfspec.runner, "verified_hidden", off_hidden)
     monkeypatch.setattr(selfspec.runner, "verify_directly", off_directly)
 
 

@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from bench.fuzz_models import ROPES, random_llama, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
@@ -22,24 +22,6 @@ from selfspec.runner import RunnerName
 VOCAB_SIZE = 24
 CONTEXT = 64
 WORDS = [*"abcdefghijkl", "ab", "ba", "cab", "fig", "bed", "head", " ", " a", " be", ".", ", ", "\n"]
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 10_000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-}
 
 
 def tiny_llama(
@@ -57,42 +39,23 @@ def tiny_llama(
     seed: int = 0,
     **config: Any,
 ) -> LlamaForCausalLM:
-    """A random model in evaluation mode, without any special token.
+    """A random model (see `random_llama`) without any special token.
 
-    The first layer changes the residual stream by much (or the output would be a loop of one token), each later one by
-    `late_scale` of what it would: the smaller, the more often an early exit says what the last layer says.
     rope: a name in ROPES, or a configuration's rope_parameters.
     """
     options = {"max_position_embeddings": CONTEXT, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=num_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            rope_parameters=dict(ROPES[rope] if isinstance(rope, str) else rope),
-            **{**options, **config},
-        )
+    shape = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_parameters=dict(ROPES[rope] if isinstance(rope, str) else rope),
+        **{**options, **config},
     )
-    llama = llama.to(torch.float64).eval()  # drawn in float64, so that every dtype gets the same weights
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5, generator=generator)
-            elif parameter.dim() == 1:  # a bias
-                parameter.normal_(0.0, 0.2, generator=generator)
-            else:
-                scale = 1.0 if "embed" in name else parameter.shape[1] ** -0.5
-                parameter.normal_(0.0, 1.5 * scale, generator=generator)
-        for index, layer in enumerate(llama.model.layers):
-            scale = 3.0 if index == 0 else late_scale
-            layer.self_attn.o_proj.weight.mul_(scale)
-            layer.mlp.down_proj.weight.mul_(scale)
-    return llama.to(dtype)
+    return random_llama(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
 
 
 @cache
@@ -134,11 +97,8 @@ def pool_model(
 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per entry of WORDS, pieces joined without anything between them; no special tokens."""
-    vocabulary = {word: index for index, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    """One token per entry of WORDS."""
+    return word_tokenizer(WORDS)
 
 
 def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[int]:

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from policies import DraftRow
-from policies.records import StopCause
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.graphs import first_rounds
-from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL, StaticRound
+from selfspec.graphs.buffers import TOKEN, TOTAL, StaticRound
+from selfspec.graphs.drafting import Drafting, is_weight
 from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.judge import NO_TOKEN
 from selfspec.kv_cache import KVCache
@@ -168,7 +167,7 @@ class CapturedRunner:
         """A draft at `turn.exit_layer`, every row of it read: for timing."""
         assert turn.exit_layer is not None
         self._first_pass(turn, turn.exit_layer)
-        _Drafting(self, turn, turn.exit_layer, fast=True).run()
+        Drafting(self, turn, turn.exit_layer, fast=True).run()
 
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
@@ -244,7 +243,7 @@ class CapturedRunner:
         if fast:
             numbers = [numbers[1 + rounds.max_rows], numbers[1 + 2 * rounds.max_rows]]
         failure = None
-        if not (_is_weight(numbers[1]) if sampler.do_sample else numbers[1] == numbers[1]):
+        if not (is_weight(numbers[1]) if sampler.do_sample else numbers[1] == numbers[1]):
             failure = _failure(refusal, 0, turn.length)
         self._looked_ahead(launched, turn.length + 1)
         block = [int(numbers[0]) if failure is None else NO_TOKEN]
@@ -255,7 +254,7 @@ class CapturedRunner:
         fast = not sampler.do_sample and not sampler.processors
         self.reserve(turn.max_speculations + 1)
         self._first_pass(turn, exit_layer)
-        draft = _Drafting(self, turn, exit_layer, fast)
+        draft = Drafting(self, turn, exit_layer, fast)
         draft.run()
         drafted = perf_counter()
         count = draft.count
@@ -284,7 +283,7 @@ class CapturedRunner:
         failure: Exception | None = None
         if sampler.do_sample:
             accepted = min(int(numbers[0]), kept)
-            if not _is_weight(numbers[2]):
+            if not is_weight(numbers[2]):
                 failure = _failure(refusal, accepted, turn.length)
             block = [*tokens[:accepted], int(numbers[1]) if failure is None else NO_TOKEN]
             probabilities = tuple(numbers[3 : 3 + min(accepted + (failure is None), kept)])
@@ -402,100 +401,12 @@ class CapturedRunner:
         return self._round.hidden[index].clone()
 
 
-class _Drafting:
-    """The draft of one round. count: rows to verify behind the pending one, maybe past an EOS; `finish` says what is kept."""
-
-    def __init__(self, runner: CapturedRunner, turn: Turn, exit_layer: int, fast: bool) -> None:
-        self._runner, self._turn, self._exit_layer, self._fast = runner, turn, exit_layer, fast
-        self.count = 0
-        self.seen: list[list[float]] = []  # of the rows read while drafting
-        self.num_discarded = 0
-        self.dropped: int | None = None  # what a greedy draft would have taken from the row stopped before
-        self._cause: StopCause = "cap"
-
-    def run(self) -> None:
-        """Launch the draft; with a stopping rule, ask it about every row."""
-        runner, turn = self._runner, self._turn
-        stopping = turn.policy.stopping
-        while self.count < turn.max_speculations and self._cause == "cap":
-            index = self.count
-            if not runner.look_at(turn, index, self._fast):
-                self._cause = "before_draw"
-                return
-            if stopping is not None:
-                runner.start_reading(index)
-            hidden = runner.exit_hidden(index) if turn.needs.exit_hidden else None
-            runner.advance(turn, index + 1, self._exit_layer)
-            self.count += 1
-            if stopping is None:
-                continue
-            look = runner.looks()[0]
-            self.seen.append(look)
-            if self._unusable(look):
-                self._stop_before()
-                return
-            row = DraftRow(
-                num_drafted=index,
-                exit_layer=self._exit_layer,
-                position=turn.length - 1 + index,
-                confidence=look[CONFIDENCE] if turn.needs.confidence else None,
-                entropy=look[ENTROPY] if turn.needs.entropy else None,
-                exit_hidden=hidden,
-            )
-            if stopping.stop_before_draw(row):
-                self._stop_before()
-                self.dropped = None if turn.sampler.do_sample else int(look[TOKEN])
-                return
-            token = int(look[TOKEN])
-            if token in turn.eos:
-                self._cause = "eos"
-            elif stopping.stop_after_draw(row, token):
-                self._cause = "after_draw"
-
-    def finish(self) -> tuple[list[int], tuple[float, ...], StopCause]:
-        """Drafts up to an EOS, confidences of the rows looked at, and why it ended."""
-        looks = self.seen or self._runner.looks()
-        tokens = []
-        cause = self._cause
-        for look in looks[: self.count]:
-            if self._unusable(look):
-                cause = "before_draw"
-                break
-            tokens.append(int(look[TOKEN]))
-            if tokens[-1] in self._turn.eos:
-                cause = "eos"
-                break
-        looked_at = len(tokens) + (cause == "before_draw")
-        seen = [look[CONFIDENCE] for look in looks[:looked_at]]
-        return tokens, tuple(value for value in seen if value == value), cause
-
-    def _stop_before(self) -> None:
-        """End the draft before the token of the row that was looked at last."""
-        self.count -= 1
-        self.num_discarded += 1
-        self._cause = "before_draw"
-
-    def _unusable(self, look: list[float]) -> bool:
-        """Whether a row gives no token, or NaN to a policy."""
-        needs = self._turn.needs
-        if (needs.confidence and look[CONFIDENCE] != look[CONFIDENCE]) or (
-            needs.entropy and look[ENTROPY] != look[ENTROPY]
-        ):
-            return True
-        return self._turn.sampler.do_sample and not _is_weight(look[TOTAL])
-
-
 def _kept(target: Tensor, turn: Turn) -> Tensor | None:
     """Target tokens for the record, if somebody learns from them: a copy, since their place is used again.
 
     To be made before the verdict is read: learning waits for that event, and for nothing that is launched later.
     """
     return None if turn.recorder is None else target.clone()
-
-
-def _is_weight(total: float) -> bool:
-    """Whether one can draw from weights of this sum."""
-    return 0 < total < float("inf")
 
 
 def _failure(refusal: tuple[int, Exception] | None, row: int, length: int) -> Exception:

@@ -1,0 +1,101 @@
+"""The draft of one captured round: rows launched one behind the other, and asked about where there is a stopping rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies import DraftRow
+from policies.records import StopCause
+from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL
+from selfspec.runner import Turn
+
+if TYPE_CHECKING:
+    from selfspec.graphs.runner import CapturedRunner
+
+
+class Drafting:
+    """The draft of one round. count: rows to verify behind the pending one, maybe past an EOS; `finish` says what is kept."""
+
+    def __init__(self, runner: CapturedRunner, turn: Turn, exit_layer: int, fast: bool) -> None:
+        self._runner, self._turn, self._exit_layer, self._fast = runner, turn, exit_layer, fast
+        self.count = 0
+        self.seen: list[list[float]] = []  # of the rows read while drafting
+        self.num_discarded = 0
+        self.dropped: int | None = None  # what a greedy draft would have taken from the row stopped before
+        self._cause: StopCause = "cap"
+
+    def run(self) -> None:
+        """Launch the draft; with a stopping rule, ask it about every row."""
+        runner, turn = self._runner, self._turn
+        stopping = turn.policy.stopping
+        while self.count < turn.max_speculations and self._cause == "cap":
+            index = self.count
+            if not runner.look_at(turn, index, self._fast):
+                self._cause = "before_draw"
+                return
+            if stopping is not None:
+                runner.start_reading(index)
+            hidden = runner.exit_hidden(index) if turn.needs.exit_hidden else None
+            runner.advance(turn, index + 1, self._exit_layer)
+            self.count += 1
+            if stopping is None:
+                continue
+            look = runner.looks()[0]
+            self.seen.append(look)
+            if self._unusable(look):
+                self._stop_before()
+                return
+            row = DraftRow(
+                num_drafted=index,
+                exit_layer=self._exit_layer,
+                position=turn.length - 1 + index,
+                confidence=look[CONFIDENCE] if turn.needs.confidence else None,
+                entropy=look[ENTROPY] if turn.needs.entropy else None,
+                exit_hidden=hidden,
+            )
+            if stopping.stop_before_draw(row):
+                self._stop_before()
+                self.dropped = None if turn.sampler.do_sample else int(look[TOKEN])
+                return
+            token = int(look[TOKEN])
+            if token in turn.eos:
+                self._cause = "eos"
+            elif stopping.stop_after_draw(row, token):
+                self._cause = "after_draw"
+
+    def finish(self) -> tuple[list[int], tuple[float, ...], StopCause]:
+        """Drafts up to an EOS, confidences of the rows looked at, and why it ended."""
+        looks = self.seen or self._runner.looks()
+        tokens = []
+        cause = self._cause
+        for look in looks[: self.count]:
+            if self._unusable(look):
+                cause = "before_draw"
+                break
+            tokens.append(int(look[TOKEN]))
+            if tokens[-1] in self._turn.eos:
+                cause = "eos"
+                break
+        looked_at = len(tokens) + (cause == "before_draw")
+        seen = [look[CONFIDENCE] for look in looks[:looked_at]]
+        return tokens, tuple(value for value in seen if value == value), cause
+
+    def _stop_before(self) -> None:
+        """End the draft before the token of the row that was looked at last."""
+        self.count -= 1
+        self.num_discarded += 1
+        self._cause = "before_draw"
+
+    def _unusable(self, look: list[float]) -> bool:
+        """Whether a row gives no token, or NaN to a policy."""
+        needs = self._turn.needs
+        if (needs.confidence and look[CONFIDENCE] != look[CONFIDENCE]) or (
+            needs.entropy and look[ENTROPY] != look[ENTROPY]
+        ):
+            return True
+        return self._turn.sampler.do_sample and not is_weight(look[TOTAL])
+
+
+def is_weight(total: float) -> bool:
+    """Whether one can draw from weights of this sum."""
+    return 0 < total < float("inf")
