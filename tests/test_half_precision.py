@@ -8,8 +8,8 @@ from tiny_llama import full_logits, tiny_llama
 from transformers import LlamaForCausalLM
 
 from layerskip_models import from_transformers
+from layerskip_models.conversion import arithmetic_dtype
 from layerskip_models.linear import compact_layout
-from layerskip_models.loading import arithmetic_dtype
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
 

@@ -28,7 +28,8 @@ from layerskip_models.linear import (
     packing_works,
     possible_layouts,
 )
-from layerskip_models.loading import check_config, resolve_device, resolve_dtype
+from layerskip_models.loading import resolve_device, resolve_dtype
+from layerskip_models.supported import check_config
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
 
@@ -154,6 +155,49 @@ def test_weights_that_cannot_be_run() -> None:
     mixed.lm_head.half()
     with pytest.raises(ValueError, match="of one dtype"):
         from_transformers(mixed)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter, as PEFT wraps it: its `weight` is the bare layer's."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.adapter = torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.adapter(x)
+
+
+def test_an_adapter_is_not_left_out() -> None:
+    llama = tiny_llama()
+    attention = llama.model.layers[2].self_attn
+    generator = SelfSpecGenerator(llama)
+    attention.v_proj = Adapted(attention.v_proj)
+    for make in (from_transformers, SelfSpecGenerator):
+        with pytest.raises(
+            ValueError, match=r"layers\.2\.self_attn\.v_proj is a test_loading\.Adapted.*merge adapters"
+        ):
+            make(llama)
+    with pytest.raises(ValueError, match="merge adapters"):
+        generator.generate([1, 2], max_new_tokens=2)  # it was added since
+
+
+def test_a_wrapper_around_the_model_is_told_to_merge() -> None:
+    class Wrapper(torch.nn.Module):
+        def merge_and_unload(self) -> torch.nn.Module:
+            return tiny_llama()
+
+    with pytest.raises(ValueError, match="a Wrapper holds adapters beside the weights: merge"):
+        SelfSpecGenerator(Wrapper())  # type: ignore[arg-type]
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
