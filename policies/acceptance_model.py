@@ -26,7 +26,8 @@ _STEP_SPREAD = 0.3  # of the way from a layer to one twice as deep (in a model o
 _OWN_SPREAD = 0.3  # of a layer from that line,
 _SLOPE_SPREAD = 0.3  # and of the slope
 _FIT_COUNT = 8.0  # how many observations the fit is worth in a bin
-_ITERATIONS = 3  # of Newton's method, each time from where the last fit ended
+_ITERATIONS = 3  # of Newton's method at most, each time from where the last fit ended
+_NEAR = 0.01  # a step shorter than this, in log odds, is the last
 _CONFIDENCE: Array = np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)
 _LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
 
@@ -55,6 +56,7 @@ class AcceptanceModel:
 
     def fit(self, accepted: Array, seen: Array) -> None:
         """Heights and slope from counts, [layers, bins], fractions allowed: a logistic regression with a Gaussian prior."""
+        reached = self._log_probability(self._parameters, accepted, seen)
         for _ in range(_ITERATIONS):
             expected = self._line()
             missing = accepted - seen * expected
@@ -68,10 +70,14 @@ class AcceptanceModel:
             curvature[:-1, -1] += shared
             curvature[-1, :-1] += shared
             curvature[-1, -1] += (weight * _LOG_ODDS**2).sum()
-            step, before = np.linalg.solve(curvature, gradient), self._log_probability(self._parameters, accepted, seen)
-            while self._log_probability(self._parameters + step, accepted, seen) < before and np.abs(step).max() > 1e-6:
+            step, before = np.linalg.solve(curvature, gradient), reached
+            reached = self._log_probability(self._parameters + step, accepted, seen)
+            while reached < before and np.abs(step).max() > 1e-6:
                 step *= 0.25  # far from the optimum Newton's steps overshoot
+                reached = self._log_probability(self._parameters + step, accepted, seen)
             self._parameters += step
+            if np.abs(step).max() < _NEAR:
+                return
 
     def acceptance(self, accepted: Array, seen: Array) -> Array:
         """The estimate for every layer and bin, in (0, 1): the mean of what the fit says and what was seen there."""

@@ -59,30 +59,38 @@ class DraftValues:
         step_cost: NDArray[np.float64],
         look_cost: NDArray[np.float64],
     ) -> None:
-        layers, depths = step_cost.shape
-        size = len(_GRID)
-        reached = _GRID * acceptance[:, :, None]  # [layers, bins, grid]: reliability after keeping
+        (layers, depths), bins, size = step_cost.shape, frequency.shape[1], len(_GRID)
+        reached = (_GRID * acceptance[:, :, None]).reshape(
+            layers, -1
+        )  # [layers, bins * grid]: reliability after keeping
         low = np.clip(np.searchsorted(_GRID, reached, side="right") - 1, 0, size - 2)
-        share = ((reached - _GRID[low]) / (_GRID[low + 1] - _GRID[low]))[..., None]
-        low += size * np.arange(layers)[:, None, None]
+        share = (reached - _GRID[low]) / (_GRID[low + 1] - _GRID[low])
+        # What keeping a draft is worth is linear in the values one draft later, between the two points of the grid around the
+        # reliability then reached, plus that reliability, less the cost of the step.
+        weights = np.zeros((layers, size + 2, bins * size))
+        np.put_along_axis(weights, low[:, None], (1 - share)[:, None], axis=1)
+        np.put_along_axis(weights, low[:, None] + 1, share[:, None], axis=1)
+        weights[:, size] = reached
+        weights[:, size + 1] = 1.0
         # Two numbers at every point: what going on is worth, and how many drafts it is expected to have accepted.
-        table = np.zeros((layers * size, 2))
+        table = np.zeros((layers, 2, size + 2))
+        table[:, :, size] = 1.0
+        mean = table[:, :, :size]
         ahead = np.zeros((depths + 1, layers, size))
+        bin_chances = frequency[:, None, None]
+        # Products this small are done by the calling thread. Larger ones would wake the library's own threads, which spin on
+        # for milliseconds, on the cores that decode.
         for depth in range(depths - 1, -1, -1):
-            later = table.take(low, axis=0)
-            later += share * (table.take(low + 1, axis=0) - later)
-            later += reached[..., None]
-            later[..., 0] -= step_cost[:, depth, None, None]
-            later *= later[..., :1] > 0  # a draft that is not worth its cost is not kept
-            # Not a matrix product: its library's threads would spin on for milliseconds, on the cores that decode.
-            mean = np.einsum("lb,lbgk->lgk", frequency, later)
-            mean[..., 0] -= look_cost[:, None]
-            mean *= mean[..., :1] > 0
-            ahead[depth] = mean[..., 0]
-            table = mean.reshape(-1, 2)
+            table[:, 0, -1] = -step_cost[:, depth]
+            kept = table @ weights
+            kept *= kept[:, :1] > 0  # a draft that is not worth its cost is not kept
+            np.matmul(bin_chances, kept.reshape(layers, 2, bins, size), out=mean[:, :, None])
+            mean[:, 0] -= look_cost[:, None]
+            mean *= mean[:, :1] > 0
+            ahead[depth] = mean[:, 0]
         self._start = ahead[0, :, -1]
         self._ahead: list[list[list[float]]] = ahead.tolist()  # single numbers of an array cost ten times as much
-        self._drafts = table.reshape(layers, size, 2)[..., 1]
+        self._drafts = mean[:, 1]
 
     def start(self) -> NDArray[np.float64]:
         """Value of drafting at the start of a round, [layers]."""
