@@ -19,7 +19,7 @@ from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 from torch import Tensor
 
 from bench.provenance import provenance
-from layerskip_models import LayerSkipModel, from_transformers, loading
+from layerskip_models import LayerSkipModel, conversion, from_transformers
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (
@@ -181,7 +181,7 @@ def test_what_verification_computes_is_what_decoding_would_have(variant: str) ->
 @pytest.mark.parametrize("layout", ["native", "int8", "native with a draft head"])
 def test_every_policy_is_exact_bit_for_bit(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if "draft" in layout:
-        monkeypatch.setattr(loading, "DRAFT_HEAD_BYTES", 0)
+        monkeypatch.setattr(conversion, "DRAFT_HEAD_BYTES", 0)
         layout = "native"
     model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=layout)
     plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
