@@ -65,15 +65,17 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
         model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
         make = _captured_calls if runner == "captured" else _eager_calls
-        calls = make(model, cache, rows_timed)
-        seconds = _timed(calls, model.device)
+        # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
+        # what of the weights fits there.
+        *passes, draft = _timed(make(model, cache, rows_timed[::-1]), model.device)
+    layers, heads = passes[-2::-2], passes[::-2]
     if runner == "eager" and model.steps(cache) is not None:  # the first of each two calls has the second one in it
-        seconds[:-1:2] = [max(both - head, 0.1 * both) for both, head in zip(seconds[:-1:2], seconds[1:-1:2])]
+        layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
     # Captured layers are timed without the first, which only ever runs for one row.
     timed_layers = model.num_layers - 1 if runner == "captured" else model.num_layers
-    layer_seconds = _every_row(rows_timed, [value / timed_layers for value in seconds[:-1:2]])
-    head_seconds = _every_row(rows_timed, seconds[1:-1:2])
-    step = seconds[-1] / _DRAFTS - layer_seconds[0] - head_seconds[0]
+    layer_seconds = _every_row(rows_timed, [value / timed_layers for value in layers])
+    head_seconds = _every_row(rows_timed, heads)
+    step = draft / _DRAFTS - layer_seconds[0] - head_seconds[0]
     dtype = str(model.dtype).removeprefix("torch.")
     return MeasuredCost(
         num_layers=model.num_layers,
@@ -113,7 +115,7 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
 def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
     """The same from captures; layers without the first, and the draft's last row runs its layer as well."""
     runner = CapturedRunner(model, cache, cleared=True)  # it is full
-    runner.reserve(rows_timed[-1])
+    runner.reserve(max(rows_timed))
     context = cache.max_length
     turn = _turn(model, context)
     calls: list[Callable[[], object]] = []

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from tiny_llama import tiny_llama
+from torch import Tensor
 
-from layerskip_models import from_transformers
+import selfspec.calibrate
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.choices import Choices
 from policies import AutoExit, MeasuredCost
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import _every_row, calibrate, measured_cost
@@ -23,6 +29,37 @@ def test_it_times_every_number_of_rows() -> None:
     for seconds in (cost.layer_seconds, cost.head_seconds):
         assert all(0 < a <= b for a, b in itertools.pairwise(seconds))
     assert cost.description.startswith("cpu float32")
+
+
+def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts rows instead: a pass takes 4 s for every row, a head 1 s, and a draft of 4 steps 20 s."""
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    ran: list[float] = []
+    run_layers, choices = LayerSkipModel.run_layers, LayerSkipModel.choices
+
+    def counted_layers(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Tensor:
+        ran.append(4.0 * len(hidden))
+        return run_layers(self, hidden, *rest)
+
+    def counted_head(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Choices:
+        ran.append(1.0 * len(hidden))
+        return choices(self, hidden, *rest)
+
+    def timed(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+        seconds = []
+        for call in calls[:-1]:
+            ran.clear()
+            call()
+            seconds.append(sum(ran))
+        return [*seconds, 20.0]
+
+    monkeypatch.setattr(LayerSkipModel, "run_layers", counted_layers)
+    monkeypatch.setattr(LayerSkipModel, "choices", counted_head)
+    monkeypatch.setattr(selfspec.calibrate, "_timed", timed)
+    cost = calibrate(model)
+    assert cost.layer_seconds == pytest.approx([4 * rows / model.num_layers for rows in range(1, 14)])
+    assert cost.head_seconds == pytest.approx(range(1, 14))
+    assert cost.draft_seconds == pytest.approx(20 / 4 - 4 / model.num_layers - 1)
 
 
 def test_once_per_model() -> None:
