@@ -23,11 +23,13 @@ from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 from selfspec.torch_mode import engine_mode
 
-_CONTEXT = 256  # positions in the cache while timing; behind longer texts all of a round's parts cost more alike
+_CONTEXT = (
+    512  # positions in the cache while timing: attention is what further rows of a pass pay most for in a small model
+)
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
 _DRAFTS = 4
 _SECONDS = 0.6  # for all timings together, once each has two
-_REPEATS = 15
+_REPEATS = 24
 
 _measuring = threading.Lock()
 _measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
@@ -55,15 +57,15 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     """Time layers and head over some numbers of rows, and a draft step; lower quartiles, all candidates taken in turn.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
-    the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 256 positions while it runs.
+    the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 512 positions while it runs.
     """
     context = timed_context(model)
     rows_timed = tuple(rows for rows in _ROWS if rows < context)
     cache = KVCache(model, context)
-    tokens = torch.zeros(context, dtype=torch.long, device=model.device)
     with engine_mode(model.device), model.on_one_team():
-        # Keys and values of a text, not of leftover memory: infinities there are slow on some processors.
-        model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
+        own = torch.Generator(model.device)
+        for stored in (cache.keys, cache.values):
+            stored.normal_(generator=own)  # not leftover memory: infinities there are slow on some processors
         make = _captured_calls if runner == "captured" else _eager_calls
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
