@@ -32,13 +32,15 @@ from policies.drift import CostDrift
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
-PROMPT_ROWS = 12
+PROMPT_ROWS = 8
 PROMPT_ROWS_TAUGHT = 4  # once earlier calls taught more than
 TAUGHT = 24  # observations per layer
 MEMORY = 128  # observations per layer, as many of which earlier calls' at most count for when a call begins
 PROMPT_EVERY = 8
 LEARN_EVERY = 32
-_NEWS = 2.5  # values are solved anew when so many times as many rows were seen: each solution costs a millisecond
+_NEWS = (
+    4.0  # values are solved anew when so many times as many rows were seen: each solution costs one or two milliseconds
+)
 _SETTLED = 0.1  # relative change of the rate below which it is not worth another
 _PASSES = 5  # and most of them at a time
 _GRID = np.concatenate([[0.0], np.geomspace(0.03, 1.0, 11)])  # reliabilities at which values are tabulated

@@ -59,6 +59,14 @@ def step_cost(cost: CostModel, exit_layer: int) -> float:
     return exit_layer * layers + cost.look(exit_layer)
 
 
+def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[float, float]:
+    """Of a round: its draft steps, and its verification. early: it stopped before a draw, so that one more row went through
+    the first E layers and was looked at, which verification then need not do."""
+    step = step_cost(cost, exit_layer)
+    verifying = cost.round(exit_layer, drafts) - drafts * step - early * (step - cost.look(exit_layer))
+    return (drafts + early) * step, verifying
+
+
 class CostDrift:
     """Compares rounds with a cost, and says what the cost is now.
 
@@ -67,6 +75,10 @@ class CostDrift:
 
     def __init__(self, cost: CostModel) -> None:
         self._measured = cost
+        self._plain = cost.autoregressive()
+        self._predicted: dict[
+            tuple[int, int, bool], tuple[float, float]
+        ] = {}  # of drafting and verifying, by kind of round
         self.cost: CostModel = cost
         self._factors = (1.0, 1.0)
         self._round = 0
@@ -82,16 +94,16 @@ class CostDrift:
         if record.draft_seconds + record.verify_seconds <= 0:
             return False
         self._round += 1
-        cost, exit_layer = self._measured, record.exit_layer
+        exit_layer = record.exit_layer
         if exit_layer is None:
-            self._add("plain", record.draft_seconds + record.verify_seconds, cost.autoregressive())
+            self._add("plain", record.draft_seconds + record.verify_seconds, self._plain)
         else:
-            step, drafts = step_cost(cost, exit_layer), record.num_drafted
-            early = (
-                record.stop_cause == "before_draw"
-            )  # its row has been through E layers: verification need not do that
-            verifying = cost.round(exit_layer, drafts) - drafts * step - early * (step - cost.look(exit_layer))
-            self._add("draft", record.draft_seconds, (drafts + early) * step)
+            early = record.stop_cause == "before_draw"
+            kind = exit_layer, record.num_drafted, early
+            if kind not in self._predicted:
+                self._predicted[kind] = _parts(self._measured, *kind)
+            drafting, verifying = self._predicted[kind]
+            self._add("draft", record.draft_seconds, drafting)
             self._add("verify", record.verify_seconds, verifying)
         for ratios in self._ratios.values():
             while ratios and ratios[0][0] <= self._round - _WINDOW:
