@@ -76,9 +76,8 @@ class CostDrift:
     def __init__(self, cost: CostModel) -> None:
         self._measured = cost
         self._plain = cost.autoregressive()
-        self._predicted: dict[
-            tuple[int, int, bool], tuple[float, float]
-        ] = {}  # of drafting and verifying, by kind of round
+        # Of drafting and verifying, by kind of round: exit layer, drafts, whether it stopped before a draw.
+        self._predicted: dict[tuple[int, int, bool], tuple[float, float]] = {}
         self.cost: CostModel = cost
         self._factors = (1.0, 1.0)
         self._round = 0

@@ -23,9 +23,7 @@ from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 from selfspec.torch_mode import engine_mode
 
-_CONTEXT = (
-    512  # positions in the cache while timing: attention is what further rows of a pass pay most for in a small model
-)
+_CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
 _DRAFTS = 4
 _SECONDS = 0.6  # for all timings together, once each has two

@@ -44,9 +44,8 @@ class WeightWatch:
         self._tables: list[dict[str, Any]] = [
             table for module in model.modules() for table in (module._parameters, module._modules)
         ]
-        self._held = [
-            value for table in self._tables for value in table.values()
-        ]  # kept, so that nothing else gets their ids
+        # Kept, so that nothing else gets their ids.
+        self._held = [value for table in self._tables for value in table.values()]
         parameters = list(model.parameters())  # a tensor that several modules share is looked at once
         self._device = parameters[0].device
         self._parameters = parameters

@@ -34,10 +34,8 @@ def test_calls_of_all_kinds_stay_exact(seconds: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _SOAK, str(seconds)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-        },  # three threads with a team each would wait for each other most of the time
+        # Three threads with a team each would wait for each other most of the time.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
