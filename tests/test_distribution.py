@@ -317,18 +317,23 @@ def p_value(counts: Counter[tuple[int, ...]], law: Law) -> float:
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
-# Each takes a minute and a half; the enumeration above covers all of them in every run.
-_QUICK = ("stop before a draw",)  # accepts, rejects and drops
+# All draws take a minute for each policy. In every run the enumeration above covers all policies, and one of them,
+# which accepts, rejects and drops, is counted with as many draws as find the planted faults below.
+FEWER_DRAWS = DRAWS // 5
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in POLICIES]
+    ("name", "draws"),
+    [
+        ("stop before a draw", FEWER_DRAWS),
+        *(pytest.param(name, DRAWS, marks=pytest.mark.slow) for name in POLICIES),
+    ],
 )
-def test_goodness_of_fit(name: str, llama: LlamaForCausalLM, model_in_use: LayerSkipModel) -> None:
+def test_goodness_of_fit(name: str, draws: int, llama: LlamaForCausalLM, model_in_use: LayerSkipModel) -> None:
     """First 4 of 8 tokens, 3 possible ones each: 81 outcomes. False-alarm rate 1e-4 for each policy; the seed is fixed."""
     law = exact_law(llama, 4, top_k=3)
     assert len(law) == 81
-    counts = count_runs(model_in_use, POLICIES[name](), DRAWS, 4, seed=20_000)
+    counts = count_runs(model_in_use, POLICIES[name](), draws, 4, seed=20_000)
     assert p_value(counts, law) > FALSE_ALARMS
 
 
@@ -352,12 +357,12 @@ def test_goodness_of_fit_sees_a_planted_bias(
     model_in_use: LayerSkipModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two faults that published code had: the test objects to them at a fifth of the draws already.
+    """Two faults that published code had: the test objects to them.
 
     The first needs short drafts, so that bonus tokens fall among the first four.
     """
     monkeypatch.setattr(selfspec.judge, "accept_sampled", fault)
-    counts = count_runs(model_in_use, parse_policy(policy, num_layers=NUM_LAYERS), DRAWS // 5, 4, seed=1)
+    counts = count_runs(model_in_use, parse_policy(policy, num_layers=NUM_LAYERS), FEWER_DRAWS, 4, seed=1)
     assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
 
 

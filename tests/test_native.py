@@ -99,9 +99,14 @@ def test_a_linear_is_exact_whatever_its_shape(
 @needs_native
 @every_variant
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_is_the_same_in_any_company_and_on_any_threads(variant: str, threads: int) -> None:
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("size", [51, 700, 1601])  # of which many rows meet 32, 8 and 4 outputs at a time
+def test_a_row_is_the_same_in_any_company_and_on_any_threads(
+    variant: str, threads: int, kind: torch.dtype, size: int
+) -> None:
+    weight, x = drawn(37, size), drawn(20, size, seed=1)
     with use(variant):
-        linear, x = NativeLinear(drawn(37, 51).bfloat16()), drawn(20, 51, seed=1)
+        linear = NativeInt8Linear(weight) if kind == torch.int8 else NativeLinear(weight.to(kind))
     alone = torch.cat([linear(row) for row in x.split(1)])
     before = torch.get_num_threads()
     try:

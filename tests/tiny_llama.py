@@ -95,9 +95,8 @@ def pool_model(
     return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer(), runner=runner)
 
 
-@cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per entry of WORDS."""
+    """One token per entry of WORDS; the caller's own, who may change it."""
     return word_tokenizer(WORDS)
 
 

@@ -21,6 +21,7 @@ from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
 from layerskip_models.norm import RMSNorm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
+MANY = 4  # times ROWS: as many rows as the kernels treat in another way
 _BOUND = 1e-4  # of numbers around 1
 
 
@@ -76,11 +77,14 @@ def _fault_of_linears(layer: _Layer, x: Tensor) -> str | None:
     normed = _normed(x.double(), layer.input_norm)
     with on_threads(1):
         alone = torch.cat([layer.qkv(row) for row in x.split(1)])
+        many = x.repeat(MANY, 1)
         alone_normed = torch.cat([layer.qkv.of_normalised(layer.input_norm, row) for row in x.split(1)])
     for threads in _teams():
         with on_threads(threads):
             if not torch.equal(layer.qkv(x), alone):
                 return f"linear computes a row otherwise in company, on {threads} threads"
+            if not torch.equal(layer.qkv(many), alone.repeat(MANY, 1)):
+                return f"linear computes a row otherwise among many, on {threads} threads"
             if not torch.equal(layer.qkv.of_normalised(layer.input_norm, x), alone_normed):
                 return f"normalised_linear computes a row otherwise in company, on {threads} threads"
     if not _near(alone, x.double() @ weight.T + bias) or not _near(alone_normed, normed @ weight.T + bias):

@@ -71,45 +71,71 @@ INLINE void put(const float *block, const float *residual, int64_t count, float 
   }
 }
 
+#define WIDE_ROWS 32          /* from which on converting a group's weights first is worth it */
+#define WIDE_BYTES (24 << 10) /* of converted weights, that rows and they stay in the nearest cache */
+
+/* How many outputs all rows are multiplied by before the next: as many as the cache holds. */
+INLINE int64_t group_of(const Matrix *m, int64_t rows) {
+  if (m->kind == FLOAT32 || rows < WIDE_ROWS) return GROUP;
+  return most(BLOCK, least(GROUP, WIDE_BYTES / 4 / m->in / BLOCK * BLOCK));
+}
+
+/* Numbers of room that a group's weights take as float32. For many rows they are converted once for all; that rounds nothing. */
+INLINE int64_t wide_room(const Matrix *m, int64_t rows) {
+  return m->kind == FLOAT32 || rows < WIDE_ROWS ? 0 : group_of(m, rows) * m->in;
+}
+
+/* A group of outputs, ready to be multiplied by that many rows. */
+INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t rows, float *room) {
+  Matrix group = some_of(m, first, count);
+  return rows < WIDE_ROWS ? group : widened(&group, room);
+}
+
 /* Outputs first .. end - 1 of residual + x W^T. residual: [rows, out], may be NULL. y: its rows are `stride` apart, and begin with
  * output `first`. Weights are fetched ahead beyond `end`, too: what comes there is mostly this member's next piece. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
-                         float *y, int64_t stride) {
-  int64_t ahead = outputs_ahead(m);
-  for (int64_t group = first; group < end; group += GROUP)
+                         float *y, int64_t stride, float *room) {
+  int64_t ahead = outputs_ahead(m), step = group_of(m, rows);
+  for (int64_t at = first; at < end; at += step) {
+    int64_t size = least(step, end - at);
+    Matrix group = group_at(m, at, size, rows, room);
     for (int64_t r = 0; r < rows; r += together(r, rows)) {
       int64_t count = together(r, rows);
-      for (int64_t o = group; o < least(group + GROUP, end); o += BLOCK) {
+      for (int64_t o = 0; o < size; o += BLOCK) {
         float block[ROWS * BLOCK];
-        outputs(m, o, x + r * m->in, count, r == 0 && o + ahead + BLOCK <= m->out ? ahead : 0, block);
+        int64_t fetch = r == 0 && rows < WIDE_ROWS && at + o + ahead + BLOCK <= m->out ? ahead : 0;
+        outputs(&group, o, x + r * m->in, count, fetch, block);
         for (int64_t i = 0; i < count; i++)
-          put(block + i * BLOCK, residual ? residual + (r + i) * m->out + o : NULL, least(BLOCK, m->out - o),
-              y + (r + i) * stride + o - first);
+          put(block + i * BLOCK, residual ? residual + (r + i) * m->out + at + o : NULL, least(BLOCK, size - o),
+              y + (r + i) * stride + at + o - first);
       }
     }
+  }
 }
 
 /* The same of silu(gate) * up; the matrix holds gate above up, and has half as many outputs. */
-static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride) {
-  int64_t size = m->out / 2, ahead = outputs_ahead(m);
-  Matrix gate = *m;
-  gate.out = size; /* its last outputs must not run on into up's */
-  for (int64_t group = first; group < end; group += GROUP)
+static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
+                       float *room) {
+  int64_t half = m->out / 2, ahead = outputs_ahead(m), step = group_of(m, rows);
+  for (int64_t at = first; at < end; at += step) {
+    int64_t size = least(step, end - at);
+    Matrix gate = group_at(m, at, size, rows, room), up = group_at(m, half + at, size, rows, room + wide_room(m, rows));
     for (int64_t r = 0; r < rows; r += together(r, rows)) {
       int64_t count = together(r, rows);
-      for (int64_t o = group; o < least(group + GROUP, end); o += BLOCK) {
+      for (int64_t o = 0; o < size; o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        int64_t fetch = r == 0 && o + ahead + BLOCK <= size ? ahead : 0;
+        int64_t fetch = r == 0 && rows < WIDE_ROWS && at + o + ahead + BLOCK <= half ? ahead : 0;
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
-        outputs(m, size + o, x + r * m->in, count, fetch, ups);
+        outputs(&up, o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {
           vf g = load(gates + i);
           store(gates + i, g / (1.0f + exponential(-g)) * load(ups + i));
         }
         for (int64_t i = 0; i < count; i++)
-          put(gates + i * BLOCK, NULL, least(BLOCK, size - o), y + (r + i) * stride + o - first);
+          put(gates + i * BLOCK, NULL, least(BLOCK, size - o), y + (r + i) * stride + at + o - first);
       }
     }
+  }
 }
 
 /* A phase: y = residual + x W^T, or silu(gate) * up where `gated`; y: [rows, out or out / 2].
@@ -124,12 +150,12 @@ static void multiply(Member *member, const Matrix *m, const Input *input, int ga
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = piece_start(size, piece, pieces), end = piece_start(size, piece + 1, pieces), width = end - first;
     if (!x) x = prepared(input, m->in, room);
-    float *to = alone ? y + first : room + 2 * rows * m->in;
+    float *wide = room + 2 * rows * m->in, *own = wide + 2 * wide_room(m, rows), *to = alone ? y + first : own;
     int64_t stride = alone ? size : width;
-    if (gated) some_gated(m, x, rows, first, end, to, stride);
-    else some_outputs(m, x, rows, residual, first, end, to, stride);
+    if (gated) some_gated(m, x, rows, first, end, to, stride, wide);
+    else some_outputs(m, x, rows, residual, first, end, to, stride, wide);
     if (alone || !pool_win(&phase, piece)) continue;
-    for (int64_t r = 0; r < rows; r++) memcpy(y + r * size + first, to + r * width, width * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) memcpy(y + r * size + first, own + r * width, width * sizeof(float));
     pool_done(&phase, piece);
   }
 }
@@ -137,7 +163,8 @@ static void multiply(Member *member, const Matrix *m, const Input *input, int ga
 /* Numbers of `room` that `multiply` needs. */
 static int64_t room_of(int64_t team, const Matrix *m, int64_t rows) {
   int64_t units = (m->out + BLOCK - 1) / BLOCK;
-  return rows * (2 * m->in + widest(m->out, pieces_of(team, units, m->out * m->in * bytes_of(m->kind))));
+  int64_t widest_piece = widest(m->out, pieces_of(team, units, m->out * m->in * bytes_of(m->kind)));
+  return rows * (2 * m->in + widest_piece) + 2 * wide_room(m, rows);
 }
 
 /* ---- Layers --------------------------------------------------------------------------------------------------------- */
@@ -333,7 +360,7 @@ static void summarise_all(Member *member, const Picking *a, float *room) {
   const Matrix *m = &a->matrix;
   int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
   int64_t pieces = chunk_pieces(pool_team(member), m);
-  float *logits = room + 2 * rows * m->in;
+  float *wide = room + 2 * rows * m->in, *logits = wide + wide_room(m, rows);
   Summary *own = (Summary *)(logits + (rows * width + 1) / 2 * 2);
   const float *x = NULL;
   Phase phase = pool_phase(member, pieces);
@@ -342,7 +369,7 @@ static void summarise_all(Member *member, const Picking *a, float *room) {
     if (!x) x = prepared(&a->input, m->in, room);
     for (int64_t c = 0; c < count; c++) {
       int64_t begin = (first + c) * size, end = least(begin + size, m->out);
-      some_outputs(m, x, rows, NULL, begin, end, logits, width);
+      some_outputs(m, x, rows, NULL, begin, end, logits, width, wide);
       for (int64_t r = 0; r < rows; r++)
         own[r * count + c] = summarise(logits + r * width, end - begin, begin, a->spread);
     }
@@ -358,7 +385,7 @@ static int64_t room_of_picking(int64_t team, const Picking *a) {
   const Matrix *m = &a->matrix;
   int64_t chunks = chunk_count(m->out) / chunk_pieces(team, m) + 1;
   int64_t row = 2 * m->in + chunk_size(m->out) + LANES + chunks * (int64_t)(sizeof(Summary) / sizeof(float));
-  return a->input.rows * row + 2;
+  return a->input.rows * row + wide_room(m, a->input.rows) + 2;
 }
 
 static int picking(const void *arguments, Member *member) {

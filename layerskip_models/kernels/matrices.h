@@ -121,6 +121,37 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
     }
 }
 
+/* Outputs first .. first + count - 1 of a matrix. */
+INLINE Matrix some_of(const Matrix *m, int64_t first, int64_t count) {
+  const char *weight = (const char *)m->weight + first * m->in * bytes_of(m->kind);
+  return (Matrix){weight, m->scale ? m->scale + first : NULL, m->bias ? m->bias + first : NULL, m->kind, m->in, count};
+}
+
+#define WIDEN(T, KIND) \
+  static void widen_##KIND(const T *w, int64_t count, float *y) { \
+    int64_t i = 0; \
+    for (; i + LANES <= count; i += LANES) store(y + i, load_##KIND(w + i)); \
+    for (; i < count; i++) y[i] = one_##KIND(w + i); \
+  }
+WIDEN(uint16_t, bfloat16)
+WIDEN(uint16_t, float16)
+WIDEN(int8_t, int8)
+
+/* The same matrix with its weights as float32, in `room`. */
+static Matrix widened(const Matrix *m, float *room) {
+  Matrix wide = *m;
+  int64_t count = m->out * m->in;
+  switch (m->kind) {
+  case FLOAT32: return wide;
+  case BFLOAT16: widen_bfloat16(m->weight, count, room); break;
+  case FLOAT16: widen_float16(m->weight, count, room); break;
+  default: widen_int8(m->weight, count, room);
+  }
+  wide.weight = room;
+  wide.kind = FLOAT32;
+  return wide;
+}
+
 /* How many outputs before their use weights are fetched. */
 INLINE int64_t outputs_ahead(const Matrix *m) {
   int64_t bytes = BLOCK * m->in * bytes_of(m->kind);
