@@ -18,7 +18,14 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from layerskip_models import LAYERSKIP_CHECKPOINTS, LayerSkipModel, from_transformers, load_model, load_tokenizer
+from layerskip_models import (
+    DEMO_PATH,
+    LAYERSKIP_CHECKPOINTS,
+    LayerSkipModel,
+    from_transformers,
+    load_model,
+    load_tokenizer,
+)
 from layerskip_models.linear import (
     Layout,
     PackedLinear,
@@ -84,6 +91,19 @@ def test_dtypes(saved: torch.dtype, tmp_path: Path) -> None:
         reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         bound = {torch.float64: 1e-5, torch.float32: 1e-4}.get(dtype, 0.2)
         torch.testing.assert_close(forward(model), full_logits(reference, TEXT), rtol=1e-5, atol=bound)
+
+
+def test_no_home_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(RuntimeError, match="home"):
+        Path.home()
+    assert len(SelfSpecGenerator.from_pretrained(DEMO_PATH).generate("def f", max_new_tokens=3).new_tokens) == 3
 
 
 def test_from_pretrained(tmp_path: Path) -> None:
