@@ -7,7 +7,7 @@ dicts in policies.names. To write your own, see docs/extending.md.
 from __future__ import annotations
 
 from policies.acceptance_table import AcceptanceTable
-from policies.auto import AutoExit, AutoStopping
+from policies.auto.policy import AutoExit, AutoStopping
 from policies.base import ExitPolicy, NeverStop, Policy, StoppingPolicy, Unlearning, check_exit_layer
 from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier, best_setting, tokens_per_cost
 from policies.del_policy import DelExit, DelThreshold

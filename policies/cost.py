@@ -66,7 +66,7 @@ class MeasuredCost:
         drafts are chosen with is faster by more than that.
     round_seconds: what a speculative round costs beside its draft steps and verification, compared with a plain one.
     description: of model, device and threads, for the record.
-    fixed: True keeps the costs as they are, whatever rounds take (see `policies.drift`): for runs that must decide alike.
+    fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.drift`): for runs that must decide alike.
     Raises ValueError for timings that are missing or not positive.
     """
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from policies import auto, del_policy, draft_verify, entropy, finite_state, pacer, spide
+from policies import del_policy, draft_verify, entropy, finite_state, pacer, spide
+from policies.auto import policy as auto
 from policies.base import ExitPolicy, Policy, StoppingPolicy, check_exit_layer
 from policies.cost import CostModel, LayerCost, WithPreVerifier
 from policies.fixed import FixedExit

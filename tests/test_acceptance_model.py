@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.acceptance_model import AcceptanceModel
 from policies.acceptance_table import DOUBT_BINS
+from policies.auto.acceptance_model import AcceptanceModel
 
 LAYERS = (1, 2, 3, 4, 6, 8)
 

@@ -13,8 +13,8 @@ from records import finished, row, shadow
 
 from policies import AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_policy
 from policies.acceptance_table import DOUBT_BINS
-from policies.auto import MEMORY, PROMPT_ROWS_TAUGHT, TAUGHT, AutoExit, AutoLearner
-from policies.draft_values import DraftValues
+from policies.auto.draft_values import DraftValues
+from policies.auto.policy import MEMORY, PROMPT_ROWS_TAUGHT, TAUGHT, AutoExit, AutoLearner
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from policies import LayerCost, MeasuredCost, Plan, RoundContext, RoundRecord, ShadowTokens, parse_policy
-from policies.drift import CostDrift, step_cost
+from policies.auto.drift import CostDrift, step_cost
 
 LAYERS = 8
 TRUE = MeasuredCost(num_layers=LAYERS, layer_seconds=(1.0, 1.1, 1.2), head_seconds=(2.0, 2.1, 2.2))

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.acceptance_model import AcceptanceModel
 from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
+from policies.auto.acceptance_model import AcceptanceModel
+from policies.auto.draft_values import DraftValues
+from policies.auto.drift import CostDrift
 from policies.base import NeverStop, check_layers
 from policies.cost import CostModel, LayerCost
-from policies.draft_values import DraftValues
-from policies.drift import CostDrift
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
 MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
@@ -212,7 +212,7 @@ class AutoExit:
     cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
     prompt_rows, learn_first, learn_every: shadow tokens of a prompt's last rows, of a call's first, and of one in so many
         after them; what it drafts or drops teaches in every round.
-    repair: correct the cost by the seconds that rounds take (`policies.drift`).
+    repair: correct the cost by the seconds that rounds take (`policies.auto.drift`).
     Deterministic: same records, same cost, same plans. Records hold seconds only where rounds were timed.
     """
 

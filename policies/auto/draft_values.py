@@ -1,4 +1,4 @@
-"""What going on with a draft is worth: `auto`'s dynamic program, backwards from the longest draft (see `policies.auto`)."""
+"""What going on with a draft is worth: dynamic program of `auto` (`policies.auto.policy`), from the longest draft back."""
 
 from __future__ import annotations
 
