@@ -26,8 +26,8 @@ from bench.record import Line, RecordWriter
 from bench.report import headline, tables
 from bench.table import counted, print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
-from layerskip_models.loading import load_config, load_transformers, resolve_device, resolve_dtype
-from layerskip_models.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
+from layerskip_models.checkpoints.loading import load_config, load_transformers, resolve_device, resolve_dtype
+from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 from selfspec.cli_common import one_line_errors
 
 _errors = Console(stderr=True)

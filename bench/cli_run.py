@@ -53,7 +53,7 @@ from bench.runner import Run, RunSettings, resumable
 from bench.scoring import Scorer
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
-from layerskip_models.loading import resolve_device
+from layerskip_models.checkpoints.loading import resolve_device
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli_common import one_line_errors

@@ -25,8 +25,8 @@ from bench.record import read_record
 from bench.report import tables
 from bench.shape_figures import shape_figures
 from bench.table import print_tables
-from layerskip_models.loading import resolve_device
-from layerskip_models.synthetic import PREFIX, parse_synthetic
+from layerskip_models.checkpoints.loading import resolve_device
+from layerskip_models.checkpoints.synthetic import PREFIX, parse_synthetic
 from selfspec.cli_common import checked_output_folder, one_line_errors
 
 GPU_SHAPES = ("llama3.2-1B", "llama3-8B", "llama2-7B")

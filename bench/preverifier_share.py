@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 from bench.cli_common import open_model
 from layerskip_models import DEMO_PATH
+from layerskip_models.checkpoints.synthetic import SHAPES
 from layerskip_models.preverifier import (
     PreVerifierConfig,
     PreVerifierModule,
@@ -26,7 +27,6 @@ from layerskip_models.preverifier import (
     fingerprint,
     lean,
 )
-from layerskip_models.synthetic import SHAPES
 from policies import FixedExit, PacerStopping, Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli_common import one_line_errors

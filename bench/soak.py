@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 
 from layerskip_models import from_transformers
-from layerskip_models.synthetic import Recipe, synthetic_llama
+from layerskip_models.checkpoints.synthetic import Recipe, synthetic_llama
 from selfspec import SelfSpecGenerator
 
 FIXED = ("ar", "ls:2-6", "svip:1")

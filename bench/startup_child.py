@@ -53,8 +53,8 @@ def start_selfspec(stages: Stages, job: dict[str, Any]) -> None:
     import torch  # the larger part of it
 
     from layerskip_models import from_transformers, load_tokenizer
-    from layerskip_models.loading import load_transformers
-    from layerskip_models.synthetic import parse_synthetic, synthetic_llama
+    from layerskip_models.checkpoints.loading import load_transformers
+    from layerskip_models.checkpoints.synthetic import parse_synthetic, synthetic_llama
     from selfspec import SelfSpecGenerator
 
     stages.end("imports")
@@ -83,7 +83,7 @@ def start_transformers(stages: Stages, job: dict[str, Any]) -> None:
     stages.end("imports")
     dtype = getattr(torch, job["dtype"])
     if job["model"].startswith(SYNTHETIC):
-        from layerskip_models.synthetic import parse_synthetic, synthetic_llama
+        from layerskip_models.checkpoints.synthetic import parse_synthetic, synthetic_llama
 
         network: Any = synthetic_llama(*parse_synthetic(job["model"]), dtype=dtype, device=job["device"])
     else:

@@ -14,7 +14,7 @@ from bench.datasets import EncodedPrompt
 from bench.engines import SelfSpecEngine
 from bench.record import Line
 from bench.summary import Samples
-from layerskip_models.checkpoints import write_text
+from layerskip_models.training.saving import write_text
 from policies import CostModel, RoundRecord
 from selfspec import SelfSpecGenerator
 from selfspec.defaults import SETTINGS_FILE

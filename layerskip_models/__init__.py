@@ -1,9 +1,9 @@
 """LayerSkip checkpoints of the Llama family: loading them, running ranges of their layers, training them."""
 
-from layerskip_models.conversion import from_transformers
-from layerskip_models.loading import DEMO_PATH, load_demo, load_model, load_tokenizer
+from layerskip_models.checkpoints.conversion import from_transformers
+from layerskip_models.checkpoints.loading import DEMO_PATH, load_demo, load_model, load_tokenizer
+from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.supported import LAYERSKIP_CHECKPOINTS
 
 __all__ = [
     "DEMO_PATH",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from layerskip_models.conversion import convert_layer
+from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel

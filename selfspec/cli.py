@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
-from layerskip_models.training import train_command
-from layerskip_models.training_cli import command_for_config
+from layerskip_models.training.loop import train_command
+from layerskip_models.training.options import command_for_config
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
 from selfspec.calibrate import measured_cost
 from selfspec.cli_analysis import inspect_command, trace_command, verify_command

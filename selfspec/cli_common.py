@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from layerskip_models import DEMO_PATH, load_tokenizer
-from layerskip_models.loading import load_transformers
+from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.output_paths import output_file, output_folder
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 

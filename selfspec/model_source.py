@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.supported import check_transformers
+from layerskip_models.checkpoints.supported import check_transformers
 from selfspec.preverify import PreVerifiers
 from selfspec.runner import RunnerChoice, resolve_runner
 from selfspec.runner_pool import RunnerPool

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layerskip_models.preverifier import ESTIMATES, SCOPES
-from layerskip_models.training_config import option, require
-from layerskip_models.training_data import DEFAULT_EXCLUDES, DataSource, parse_data_source
+from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
+from layerskip_models.training.training_config import option, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,10 @@ from transformers import PreTrainedTokenizerBase
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.batched_drafts import accepted_counts, draft_side_by_side
-from layerskip_models.checkpoints import write_text
-from layerskip_models.evaluation import read_prompts
 from layerskip_models.preverifier import fingerprint, same_weights
-from layerskip_models.training_data import DataSource, is_held_out, read_documents
+from layerskip_models.training.documents import DataSource, is_held_out, read_documents
+from layerskip_models.training.evaluation import read_prompts
+from layerskip_models.training.saving import write_text
 from policies.pacer_training import DraftTrace
 from selfspec.generator import SelfSpecGenerator
 from selfspec.kv_cache import KVCache

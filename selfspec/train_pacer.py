@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from layerskip_models import DEMO_PATH, checkpoints
+from layerskip_models import DEMO_PATH
 from layerskip_models.preverifier import (
     PreVerifierConfig,
     PreVerifierModule,
@@ -29,9 +29,10 @@ from layerskip_models.preverifier import (
     fingerprint,
     save_preverifier,
 )
-from layerskip_models.training import sum_over_processes
-from layerskip_models.training_data import block_order
-from layerskip_models.training_setup import claim_output_dir
+from layerskip_models.training import saving as checkpoints
+from layerskip_models.training.documents import block_order
+from layerskip_models.training.loop import sum_over_processes
+from layerskip_models.training.start import claim_output_dir
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from policies.pacer_training import (

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import bench.cli_common
 import bench.runner
-import layerskip_models.synthetic
+import layerskip_models.checkpoints.synthetic
 from bench.bandwidth import WeightBytes, measure_bandwidth
 from bench.cli import app
 from bench.cli_run import baseline_policies, kept_policies
@@ -424,7 +424,7 @@ def test_bandwidth_is_a_speed() -> None:
 def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     tiny |= {"intermediate_size": 96, "vocab_size": 4096, "max_position_embeddings": 128}
-    monkeypatch.setattr(layerskip_models.synthetic, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
     monkeypatch.setattr(bench.cli_common, "SHAPES", {"tiny": tiny})
     folder = tmp_path / "out"
     arguments = [
@@ -484,7 +484,7 @@ def test_shapes_with_the_captured_runner(tmp_path: Path, monkeypatch: pytest.Mon
     """The script of the GPU, on the stand-in: captures are made before anything is timed."""
     tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
-    monkeypatch.setattr(layerskip_models.synthetic, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
     monkeypatch.setattr(bench.cli_common, "SHAPES", {"tiny": tiny})
     arguments = ["--shape", "tiny", "--policy", "auto:cost=layers", "--output-dir", str(tmp_path), "--repeats", "1"]
     arguments += ["--runner", "captured", "--prompt-tokens", "8", "--max-new-tokens", "8", "--warmups", "0"]

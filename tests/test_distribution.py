@@ -222,7 +222,7 @@ def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCa
 def test_drafts_may_be_chosen_by_another_head(
     name: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layerskip_models.conversion.DRAFT_HEAD_BYTES", 0)
+    monkeypatch.setattr("layerskip_models.checkpoints.conversion.DRAFT_HEAD_BYTES", 0)
     model = from_transformers(llama, layout="native")
     hidden = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(model.draft_logits(hidden), model.logits(hidden))

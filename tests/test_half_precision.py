@@ -8,7 +8,7 @@ from tiny_llama import full_logits, tiny_llama
 from transformers import LlamaForCausalLM
 
 from layerskip_models import from_transformers
-from layerskip_models.conversion import arithmetic_dtype
+from layerskip_models.checkpoints.conversion import arithmetic_dtype
 from layerskip_models.linear import compact_layout
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.layerskip_recipe import (
+from layerskip_models.training.muon import Muon, orthogonalise
+from layerskip_models.training.recipe import (
     draw_keep_mask,
     dropout_depth_scale,
     dropout_time_scale,
@@ -18,7 +19,6 @@ from layerskip_models.layerskip_recipe import (
     layer_dropout_rates,
     normalised_exit_weights,
 )
-from layerskip_models.muon import Muon, orthogonalise
 
 
 def tiny_model(num_layers=4, dtype=torch.float64, seed=0):

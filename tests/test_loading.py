@@ -26,6 +26,8 @@ from layerskip_models import (
     load_model,
     load_tokenizer,
 )
+from layerskip_models.checkpoints.loading import resolve_device, resolve_dtype
+from layerskip_models.checkpoints.supported import check_config
 from layerskip_models.linear import (
     Layout,
     PackedLinear,
@@ -35,8 +37,6 @@ from layerskip_models.linear import (
     packing_works,
     possible_layouts,
 )
-from layerskip_models.loading import resolve_device, resolve_dtype
-from layerskip_models.supported import check_config
 from selfspec import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
 

@@ -10,7 +10,7 @@ from strategies import POOL_SIZE, tokens
 from tiny_llama import CONTEXT, full_logits, pool_model, tiny_llama
 from torch import Tensor
 
-import layerskip_models.conversion
+import layerskip_models.checkpoints.conversion
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.model import interleave_heads
 from selfspec.kv_cache import KVCache
@@ -84,7 +84,9 @@ def test_half_precision_is_close_and_logits_are_float32(
 ) -> None:
     """On a CPU in float32, and in the dtype itself, as on other devices."""
     if own:
-        monkeypatch.setattr(layerskip_models.conversion, "arithmetic_dtype", lambda weights, device: weights)
+        monkeypatch.setattr(
+            layerskip_models.checkpoints.conversion, "arithmetic_dtype", lambda weights, device: weights
+        )
     llama = tiny_llama(dtype=dtype, seed=5)
     model = from_transformers(llama)
     assert model.dtype == (dtype if own else torch.float32)

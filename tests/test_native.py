@@ -19,7 +19,8 @@ from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
 from torch import Tensor
 
 from bench.provenance import provenance
-from layerskip_models import LayerSkipModel, conversion, from_transformers
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints import conversion
 from layerskip_models.kernels import check, library
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import (

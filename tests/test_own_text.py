@@ -1,8 +1,8 @@
 import torch
 from tiny_llama import tiny_llama
 
-from layerskip_models.layerskip_recipe import IGNORED, early_exit_backward, exit_hidden_states
-from layerskip_models.own_text import closes_loop, own_text
+from layerskip_models.training.own_text import closes_loop, own_text
+from layerskip_models.training.recipe import IGNORED, early_exit_backward, exit_hidden_states
 
 
 def test_third_occurrence_of_four_tokens_closes_a_loop():

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from bench.preverifier_share import share_of_bytes, share_of_time
 from layerskip_models import from_transformers
-from layerskip_models.synthetic import SHAPES
+from layerskip_models.checkpoints.synthetic import SHAPES
 from selfspec import SelfSpecGenerator
 
 

@@ -10,8 +10,8 @@ from tiny_llama import full_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip_models import from_transformers
-from layerskip_models.supported import LAYERSKIP_CHECKPOINTS, check_config
-from layerskip_models.synthetic import SHAPES, Recipe, agreement_curve, parse_synthetic, synthetic_llama
+from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS, check_config
+from layerskip_models.checkpoints.synthetic import SHAPES, Recipe, agreement_curve, parse_synthetic, synthetic_llama
 from selfspec import SelfSpecGenerator
 
 PARAMETERS = {  # of Meta's checkpoints, in units of 1e9

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from layerskip_models import load_model
-from layerskip_models.checkpoints import latest_checkpoint, rewind_log, write_folder
-from layerskip_models.evaluation import evaluate, is_looping
-from layerskip_models.training import command_for_config, train, train_command
-from layerskip_models.training_config import TrainingConfig, config_fields
+from layerskip_models.training.evaluation import evaluate, is_looping
+from layerskip_models.training.loop import command_for_config, train, train_command
+from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
+from layerskip_models.training.training_config import TrainingConfig, config_fields
 
 TINY = {
     "vocab_size": 280,
@@ -119,12 +119,12 @@ def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
     # Killed in its fifth step: three steps are saved by then, and the log knows of five.
     program = (
         "import os, signal, sys\n"
-        "from layerskip_models import training\n"
-        "original = training._report\n"
+        "from layerskip_models.training import loop\n"
+        "original = loop._report\n"
         "def report(console, record, max_steps):\n"
         "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "training._report = report\n"
-        "training.main()\n"
+        "loop._report = report\n"
+        "loop.main()\n"
     )
     command = [sys.executable, "-c", program, "--data", text, "--output-dir", str(output_dir), "--max-steps", "8"]
     killed = subprocess.run([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
@@ -147,11 +147,11 @@ def test_two_processes_resume_to_the_weights_of_one(text, finished, tmp_path):
     script = tmp_path / "until_step_five.py"
     script.write_text(
         "import os, signal\n"
-        "from layerskip_models import training\n"
+        "from layerskip_models.training import loop\n"
         "def report(console, record, max_steps):\n"
         "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "training._report = report\n"
-        "training.main()\n"
+        "loop._report = report\n"
+        "loop.main()\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     # from the project's folder, so that the workers find its packages where they are not installed
@@ -161,7 +161,7 @@ def test_two_processes_resume_to_the_weights_of_one(text, finished, tmp_path):
     }
     assert subprocess.run([*launcher, str(script), *options], **settings).returncode != 0
     assert latest_checkpoint(output_dir / "checkpoints")[1] == 3
-    assert subprocess.run([*launcher, "-m", "layerskip_models.training", *options], **settings).returncode == 0
+    assert subprocess.run([*launcher, "-m", "layerskip_models.training.loop", *options], **settings).returncode == 0
     other = weights(output_dir / "model")
     for name, value in weights(finished / "model").items():
         torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from layerskip_models.training_data import (
+from layerskip_models.training.documents import (
     DataSource,
     block,
     block_order,

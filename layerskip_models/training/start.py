@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models import checkpoints, training_data
 from layerskip_models.output_paths import output_folder
-from layerskip_models.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
+from layerskip_models.training import documents as training_data
+from layerskip_models.training import saving as checkpoints
+from layerskip_models.training.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
 
 
 class TrainingOptions(Protocol):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from layerskip_models.evaluation import greedy_continuations
-from layerskip_models.layerskip_recipe import IGNORED
+from layerskip_models.training.evaluation import greedy_continuations
+from layerskip_models.training.recipe import IGNORED
 
 NGRAM = 4
 ALLOWED = 2  # occurrences of an n-gram before it counts as a loop; maths and code repeat themselves once or twice

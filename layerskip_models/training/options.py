@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from layerskip_models.training_config import TrainingConfig
+from layerskip_models.training.training_config import TrainingConfig
 
 
 def command_for_config(

@@ -1,6 +1,6 @@
 """How good each exit of a model is: loss and agreement with the last layer, on given text and on its own text.
 
-Run as `python -m layerskip_models.evaluation MODEL --text FILE --prompts FILE.jsonl.gz`.
+Run as `python -m layerskip_models.training.evaluation MODEL --text FILE --prompts FILE.jsonl.gz`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import typer
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.layerskip_recipe import exit_hidden_states
-from layerskip_models.training_data import is_held_out, read_documents
+from layerskip_models.training.documents import is_held_out, read_documents
+from layerskip_models.training.recipe import exit_hidden_states
 
 CHUNK_ROWS = 1024
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from layerskip_models.layerskip_recipe import CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
-from layerskip_models.training_data import DEFAULT_EXCLUDES, DataSource, parse_data_source
+from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
+from layerskip_models.training.recipe import CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
 
 OPTIMIZERS = ("muon", "adamw")
 LR_SCHEDULES = ("cosine", "wsd")

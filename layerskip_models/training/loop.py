@@ -1,6 +1,6 @@
 """Train a Llama-family model with the LayerSkip recipe, from scratch or from a checkpoint.
 
-Run as `python -m layerskip_models.training --data PATH --output-dir DIR ...`, in several processes with
+Run as `python -m layerskip_models.training.loop --data PATH --output-dir DIR ...`, in several processes with
 `accelerate launch` or `torchrun` in front. docs/training.md explains the options.
 """
 
@@ -27,9 +27,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from layerskip_models import checkpoints, training_data
-from layerskip_models.evaluation import exit_sums
-from layerskip_models.layerskip_recipe import (
+from layerskip_models.training import documents as training_data
+from layerskip_models.training import saving as checkpoints
+from layerskip_models.training.evaluation import exit_sums
+from layerskip_models.training.muon import Muon
+from layerskip_models.training.options import command_for_config
+from layerskip_models.training.own_text import own_text
+from layerskip_models.training.recipe import (
     draw_keep_mask,
     early_exit_backward,
     enabled_exits,
@@ -38,11 +42,8 @@ from layerskip_models.layerskip_recipe import (
     normalised_exit_weights,
     run_layer,
 )
-from layerskip_models.muon import Muon
-from layerskip_models.own_text import own_text
-from layerskip_models.training_cli import command_for_config
-from layerskip_models.training_config import OWN_TEXT_PROMPT, TrainingConfig
-from layerskip_models.training_setup import claim_output_dir, model_and_tokenizer, token_streams
+from layerskip_models.training.start import claim_output_dir, model_and_tokenizer, token_streams
+from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
 
 
 def train(config: TrainingConfig) -> Path:
@@ -321,7 +322,7 @@ train_command = command_for_config(train)
 
 
 def main() -> None:
-    """Entry of `python -m layerskip_models.training`."""
+    """Entry of `python -m layerskip_models.training.loop`."""
     app = typer.Typer(add_completion=False)
     app.command()(train_command)
     app(sys.argv[1:])

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from layerskip_models.layerskip_recipe import run_layer
-from layerskip_models.loading import resolve_device
+from layerskip_models.checkpoints.loading import resolve_device
+from layerskip_models.training.recipe import run_layer
 
 PREFIX = "synthetic:"
 """In front of a shape's name where a checkpoint's is expected."""

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.conversion import from_transformers
+from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.conversion import from_transformers
+from layerskip_models.checkpoints.supported import DTYPES, check_config
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.supported import DTYPES, check_config
 
-DEMO_PATH = Path(__file__).parent / "demo"
+DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
 
 

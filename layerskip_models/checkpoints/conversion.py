@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.compact_linear import fits_half
 from layerskip_models.linear import (
     COMPACT,
@@ -26,7 +27,6 @@ from layerskip_models.linear import (
 )
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
-from layerskip_models.supported import check_transformers
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""

@@ -1,0 +1,1 @@
+"""From a name, a folder or a transformers module to a model: what is supported, read, converted, made up."""

@@ -1,0 +1,1 @@
+"""The LayerSkip training recipe: documents, set-up, the loop, evaluation."""
