@@ -49,7 +49,7 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  >"$$(build/wheel/env/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
 	cd build/wheel && env -i PATH=/nowhere HOME=/nowhere SELFSPEC_NATIVE=require \
-	  env/bin/python -m selfspec.cli generate --max-new-tokens 20 </dev/null
+	  env/bin/python -m selfspec.cli.main generate --max-new-tokens 20 </dev/null
 
 clean:
 	rm -rf $(VENV) build *.egg-info layerskip_models/kernels/*.so

@@ -17,7 +17,7 @@ from bench.grid import ALL, LAYERS, fixed_in_hindsight, grid_lines, pooled, with
 from bench.record import Line, read_record
 from bench.run_tables import all_layers
 from bench.table import UNKNOWN, Table, number
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 
 def exit_layer_table(lines: list[Line], exit_layer: int) -> Table:

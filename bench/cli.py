@@ -52,7 +52,7 @@ from bench.table import print_tables
 from layerskip_models import DEMO_PATH, from_transformers
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli_common import checked_output_file, one_line_errors
+from selfspec.cli.arguments import checked_output_file, one_line_errors
 from selfspec.defaults import fixed_policy
 
 app = typer.Typer(

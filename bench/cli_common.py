@@ -28,7 +28,7 @@ from bench.table import counted, print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers, resolve_device, resolve_dtype
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 _errors = Console(stderr=True)
 

@@ -33,7 +33,7 @@ from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 
 def context(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from layerskip_models.output_paths import output_file
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 
 def _record_path(path: Path | None) -> Path | None:

@@ -32,7 +32,7 @@ from layerskip_models import DEMO_PATH
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import learning_seconds, measured_cost, timed_context
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 _LEARNING_ROWS = (1, 4)
 

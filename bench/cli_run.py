@@ -56,9 +56,9 @@ from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.checkpoints.loading import resolve_device
 from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 from selfspec.defaults import fixed_setting
-from selfspec.runner import resolve_runner
+from selfspec.passes import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 

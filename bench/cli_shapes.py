@@ -27,7 +27,7 @@ from bench.shape_figures import shape_figures
 from bench.table import print_tables
 from layerskip_models.checkpoints.loading import resolve_device
 from layerskip_models.checkpoints.synthetic import PREFIX, parse_synthetic
-from selfspec.cli_common import checked_output_folder, one_line_errors
+from selfspec.cli.arguments import checked_output_folder, one_line_errors
 
 GPU_SHAPES = ("llama3.2-1B", "llama3-8B", "llama2-7B")
 CPU_SHAPES = ("small", "medium")

@@ -28,7 +28,7 @@ from bench.record import RecordWriter
 from bench.startup import ENGINES, forget_files, start, start_folders
 from layerskip_models import DEMO_PATH
 from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 
 def startup(

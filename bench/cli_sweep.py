@@ -50,7 +50,7 @@ from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost
-from selfspec.cli_common import one_line_errors
+from selfspec.cli.arguments import one_line_errors
 
 
 def sweep(

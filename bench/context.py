@@ -127,7 +127,7 @@ def _unread(model: LayerSkipModel, length: int) -> Iterator[None]:
             values.normal_()
         return cache
 
-    with prefix_kept(model, length), patch("selfspec.runner_pool.KVCache", filled):
+    with prefix_kept(model, length), patch("selfspec.runtime.runner_pool.KVCache", filled):
         yield
 
 

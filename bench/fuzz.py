@@ -4,10 +4,10 @@
     python -m bench.fuzz --seed 0 --case 4711                     # one of them again, told in full
 
 Greedy texts must be equal in float64. In float32 they may part where transformers' own two best logits are closer than
-`selfspec.compare.NEAR_TIE_LOGIT_GAPS`; such near-ties are counted. On our own kernels every text must also equal plain
-decoding's, near-ties included. Where transformers raises an exception the engine may do so; where transformers goes on, the
-engine must, except where transformers' scores are NaN: it then takes token 0, and the engine raises. Sampled texts are drawn
-twice from one seed and must be the same. Random models of 20 cases each.
+`NEAR_TIE_LOGIT_GAPS` (`selfspec.analysis.comparison`); such near-ties are counted. On our own kernels every text must also
+equal plain decoding's, near-ties included. Where transformers raises an exception the engine may do so; where transformers
+goes on, the engine must, except where transformers' scores are NaN: it then takes token 0, and the engine raises. Sampled
+texts are drawn twice from one seed and must be the same. Random models of 20 cases each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-import selfspec.graphs.runner
+import selfspec.graphs.captured_runner
 from bench.fuzz_cases import Case, make_case, make_policy, quiet
 from bench.fuzz_models import FuzzModel, make_model
-from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
+from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.sampling import NonFiniteLogitsError
 
 CASES_PER_MODEL = 20
@@ -160,9 +160,9 @@ def _prepare() -> None:
     """Of a process: one thread, since the matrices are tiny, and captures at which tiny models have several."""
     torch.set_num_threads(1)
     quiet()
-    selfspec.graphs.runner.BLOCK = 2
-    selfspec.graphs.runner.SMALLEST_SPAN = 8
-    selfspec.graphs.runner.SMALLEST_CACHE = 64
+    selfspec.graphs.captured_runner.BLOCK = 2
+    selfspec.graphs.captured_runner.SMALLEST_SPAN = 8
+    selfspec.graphs.captured_runner.SMALLEST_CACHE = 64
 
 
 def _run_group(job: tuple[int, int, list[int]]) -> list[Outcome]:

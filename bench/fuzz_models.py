@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from layerskip_models import from_transformers
 from layerskip_models.linear import Layout, possible_layouts
 from selfspec import SelfSpecGenerator
-from selfspec.runner import RunnerName
+from selfspec.passes import RunnerName
 
 CONTEXT = 64
 ROPES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from bench.datasets import EncodedPrompt
 from bench.record import Line
 from policies import CostModel
-from selfspec.replay import AgreementTrace, replay
+from selfspec.analysis.replay import AgreementTrace, replay
 from selfspec.stats import mean
 
 LAYERS, SECONDS = 1, 2

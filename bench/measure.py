@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.datasets import EncodedPrompt
 from bench.engines import Engine, Generation
-from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
+from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,11 @@ from transformers import LlamaConfig
 from bench.cli_common import open_model
 from layerskip_models import DEMO_PATH
 from layerskip_models.checkpoints.synthetic import SHAPES
-from layerskip_models.preverifier import (
+from policies import FixedExit, PacerStopping, Policy
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import one_line_errors
+from selfspec.pacer.inference import PreVerification
+from selfspec.pacer.network import (
     PreVerifierConfig,
     PreVerifierModule,
     count_parameters,
@@ -27,10 +31,6 @@ from layerskip_models.preverifier import (
     fingerprint,
     lean,
 )
-from policies import FixedExit, PacerStopping, Policy
-from selfspec import SelfSpecGenerator
-from selfspec.cli_common import one_line_errors
-from selfspec.preverify import PreVerification
 
 _CONTEXT, _NEW, _RUNS = 512, 96, 3
 

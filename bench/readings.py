@@ -1,7 +1,7 @@
 """What the traces in a record say beyond the runs that were timed; nothing is decoded for it.
 
 A record's "grid" lines hold, for each prompt, the cost of every fixed setting and which layers agree with the last one at
-every position of the model's own greedy text. From these four questions are answered by replay (`selfspec.replay`):
+every position of the model's own greedy text. From these four questions are answered by replay (`selfspec.analysis.replay`):
 
 - transfer: how much of the best speed a setting keeps that was tuned on another task (DEL, Fig. 1a);
 - segments: whether one setting stays the best along a text (DEL, Fig. 1b);
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from bench.grid import ALL, SECONDS, fixed_in_hindsight, grid_lines, with_setting
 from bench.record import Line
 from policies import CostModel, MeasuredCost
-from selfspec.replay import GRID_LENGTHS, AgreementTrace, replay
+from selfspec.analysis.replay import GRID_LENGTHS, AgreementTrace, replay
 from selfspec.stats import ratio
 
 SEGMENT = 64

@@ -15,7 +15,7 @@ from bench.datasets import EncodedPrompt
 from bench.record import Line
 from policies import CostModel, MeasuredCost, RoundRecord
 from selfspec import SelfSpecGenerator
-from selfspec.replay import fixed_settings, trace_agreement
+from selfspec.analysis.replay import fixed_settings, trace_agreement
 
 ROWS = (1, 2, 4, 8)
 """Rows of a verification that the table shows."""

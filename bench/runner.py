@@ -23,8 +23,8 @@ from bench.scoring import Scorer
 from bench.workers import Workers
 from policies import CostModel, MeasuredCost
 from selfspec import SelfSpecGenerator
+from selfspec.analysis.replay import GRID_LENGTHS, trace_agreement
 from selfspec.calibrate import measured_cost, use_cost
-from selfspec.replay import GRID_LENGTHS, trace_agreement
 
 _ORDER = ("run", "costs", "limits", "grid", "fixed", "memory", "sample", "output")
 

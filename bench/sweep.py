@@ -17,8 +17,8 @@ from bench.summary import Samples
 from layerskip_models.training.saving import write_text
 from policies import CostModel, RoundRecord
 from selfspec import SelfSpecGenerator
+from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
 from selfspec.defaults import SETTINGS_FILE
-from selfspec.replay import AgreementTrace, replay, trace_agreement
 from selfspec.stats import mean, ratio
 
 

@@ -20,7 +20,7 @@ CRITERIA = ("mean", "any", "last")
 
 
 class PreVerifier(Protocol):
-    """What the stopping rule asks; the engine's is `selfspec.preverify.PreVerification`."""
+    """What the stopping rule asks; the engine's is `selfspec.pacer.inference.PreVerification`."""
 
     @property
     def exit_layers(self) -> tuple[int, ...]:

@@ -16,12 +16,12 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import num_threads
 from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
 from selfspec.draft import Drafter
-from selfspec.graphs.runner import CapturedRunner
+from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.kv_cache import KVCache
-from selfspec.runner import RunnerName, Turn
+from selfspec.passes import RunnerName, Turn
+from selfspec.runtime.torch_mode import engine_mode
 from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
-from selfspec.torch_mode import engine_mode
 
 _CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)

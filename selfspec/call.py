@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from policies import Policy, RoundRecord
-from selfspec.config import Request
 from selfspec.decoding import Decoding
-from selfspec.model_source import BoundModel, ModelSource
-from selfspec.policy_use import use
-from selfspec.runner import EagerRunner, Runner
+from selfspec.passes import EagerRunner, Runner
+from selfspec.request import Request
+from selfspec.runtime.model_source import BoundModel, ModelSource
+from selfspec.runtime.policy_use import use
+from selfspec.runtime.torch_mode import engine_mode
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.shadow import settle
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopReason
-from selfspec.torch_mode import engine_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

@@ -11,10 +11,10 @@ import torch
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import settle
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
-from selfspec.config import Request
 from selfspec.exit_history import ExitHistory
 from selfspec.kv_cache import KVCache
-from selfspec.runner import CaptureError, EagerRunner, Outcome, Runner, Turn, argmax_tokens, both
+from selfspec.passes import CaptureError, EagerRunner, Outcome, Runner, Turn, argmax_tokens, both
+from selfspec.request import Request
 from selfspec.sampling import Sampler
 from selfspec.shadow import ShadowRecorder
 from selfspec.stats import StatsBuilder

@@ -26,14 +26,14 @@ from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_ex
 from policies.base import check_layers
 from selfspec.calibrate import measured_cost
 from selfspec.call import Call, GenerationResult
-from selfspec.config import GenerationHost, make_request, refuse_unknown
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
-from selfspec.graphs.runner import CapturedRunner
-from selfspec.model_source import BoundModel, ModelSource
-from selfspec.preverify import PreVerifiers
-from selfspec.runner import CaptureError, RunnerChoice, RunnerName
+from selfspec.graphs.captured_runner import CapturedRunner
+from selfspec.pacer.inference import PreVerifiers
+from selfspec.passes import CaptureError, RunnerChoice, RunnerName
+from selfspec.request import GenerationHost, make_request, refuse_unknown
+from selfspec.runtime.model_source import BoundModel, ModelSource
+from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
-from selfspec.torch_mode import engine_mode
 
 
 class Streamer(Protocol):

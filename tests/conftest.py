@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from tiny_llama import tiny_llama
 from transformers import LlamaForCausalLM
 
-import selfspec.graphs.runner
+import selfspec.graphs.captured_runner
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 
@@ -24,9 +24,9 @@ torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
 @pytest.fixture
 def small_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of captures at which a tiny model has several: blocks of two layers, attention over 8, 16, 32, .. positions."""
-    monkeypatch.setattr(selfspec.graphs.runner, "BLOCK", 2)
-    monkeypatch.setattr(selfspec.graphs.runner, "SMALLEST_SPAN", 8)
-    monkeypatch.setattr(selfspec.graphs.runner, "_FEW_ROWS", 4)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "BLOCK", 2)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "SMALLEST_SPAN", 8)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "_FEW_ROWS", 4)
 
 
 @pytest.fixture(scope="session")

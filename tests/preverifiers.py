@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.preverifier import (
+from selfspec.pacer.inference import PreVerification
+from selfspec.pacer.network import (
     PreVerifierConfig,
     PreVerifierModule,
     describe_layer,
     fingerprint,
     lean,
 )
-from selfspec.preverify import PreVerification
 
 
 def random_module(model: LayerSkipModel, *, seed: int = 0, **changes: Any) -> PreVerifierModule:

@@ -30,7 +30,7 @@ from bench.readings import (
     transfer,
 )
 from policies import LayerCost, MeasuredCost
-from selfspec.replay import AgreementTrace, replay, trace_agreement
+from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
 
 COST = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.0), head_seconds=(0.5, 0.5))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from selfspec import SelfSpecGenerator
-from selfspec.runner import RunnerName
+from selfspec.passes import RunnerName
 
 PROMPT = [5, 1, 7]
 LENGTH = 30
@@ -114,7 +114,7 @@ def test_weights_that_change_while_they_are_copied(monkeypatch: pytest.MonkeyPat
     """What was read may be half old: the next call copies again."""
     llama, weights, _, new = old_and_new()
     engine = SelfSpecGenerator(llama, policy="ls:2-4")
-    import selfspec.model_source as module
+    import selfspec.runtime.model_source as module
 
     copy = module.from_transformers
 

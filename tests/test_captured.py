@@ -20,19 +20,19 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import selfspec.graphs.capture
+import selfspec.graphs.captured_runner
 import selfspec.graphs.first_rounds
-import selfspec.graphs.runner
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import DraftRow, NeverStop, Policy, RoundRecord, parse_policy
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.calibrate import calibrate, measured_cost
+from selfspec.cli.display import summary_lines
 from selfspec.graphs.buffers import StaticRound
 from selfspec.graphs.capture import MAX_CAPTURES, Captures, RecordedOperations
+from selfspec.graphs.captured_runner import captured_length
 from selfspec.graphs.forward import StaticForward
-from selfspec.graphs.runner import captured_length
 from selfspec.graphs.streams import NoStreams
 from selfspec.kv_cache import KVCache
-from selfspec.report import summary_lines
 
 PROMPT = [5, 1, 7]
 CPU = torch.device("cpu")
@@ -304,8 +304,8 @@ class AsItComes:
 def test_warming_up_a_deep_model_for_long_texts_evicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 layers, every exit layer, texts of 32,768 tokens, with learning: thousands of captures, all of them kept."""
     monkeypatch.setattr(selfspec.graphs.capture, "RecordedOperations", AsItComes)
-    monkeypatch.setattr(selfspec.graphs.runner, "SMALLEST_SPAN", 256)
-    monkeypatch.setattr(selfspec.graphs.runner, "BLOCK", 8)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "SMALLEST_SPAN", 256)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "BLOCK", 8)
     llama = tiny_llama(num_layers=80, head_dim=2, max_position_embeddings=1 << 15, seed=3)
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured")
     policy = parse_policy("auto:cost=layers", num_layers=80)
@@ -354,7 +354,7 @@ def test_ranges_of_layers_are_shared() -> None:
 
 
 def test_a_text_that_outgrows_the_cache_captures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfspec.graphs.runner, "SMALLEST_CACHE", 16)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "SMALLEST_CACHE", 16)
     llama = tiny_llama(dtype=torch.float64, seed=3)
     engine = pair(llama)[1]
     for length, captures in ((12, True), (8, False), (40, True), (30, False)):
@@ -421,7 +421,7 @@ def test_what_is_left_of_numbers_that_were_none_is_cleared(llama64: LlamaForCaus
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     with torch.inference_mode():
-        rounds = selfspec.graphs.runner.CapturedRunner(model, cache)
+        rounds = selfspec.graphs.captured_runner.CapturedRunner(model, cache)
         rounds.layers(2, 10)
         assert rounds._round.hidden.isfinite().all()
 

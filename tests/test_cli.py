@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
 from selfspec import GenerationStats, SelfSpecGenerator, __version__
-from selfspec.cli import app
-from selfspec.prompts import EXAMPLE_PROMPT
-from selfspec.report import TextWriter
+from selfspec.cli.display import TextWriter
+from selfspec.cli.main import app
+from selfspec.cli.prompt_input import EXAMPLE_PROMPT
 
 ROOT = Path(__file__).parent.parent
 PROMPT = "a bed, a fig"
@@ -390,7 +390,7 @@ def test_train_is_wired_to_the_recipe(tmp_path):
 
 def run_as_a_person(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "selfspec.cli", *arguments],
+        [sys.executable, "-m", "selfspec.cli.main", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

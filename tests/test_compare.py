@@ -4,7 +4,7 @@ import pytest
 from tiny_llama import tiny_llama
 
 from selfspec import SelfSpecGenerator
-from selfspec.compare import compare, first_difference, summarise
+from selfspec.analysis.comparison import compare, first_difference, summarise
 
 
 @pytest.fixture(scope="module")

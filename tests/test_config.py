@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.config import DEFAULT_MAX_NEW_TOKENS, encode_prompt, make_generator
+from selfspec.request import DEFAULT_MAX_NEW_TOKENS, encode_prompt, make_generator
 
 PROMPT = [5, 1, 7]
 

@@ -15,9 +15,9 @@ from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.attention_backends import without_cudnn
 from selfspec.graphs.forward import StaticForward
 from selfspec.kv_cache import KVCache
+from selfspec.runtime.attention_backends import without_cudnn
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]
 SHAPES = [(2, 1), (4, 2), (4, 4)]  # heads, key-value heads

@@ -27,16 +27,16 @@ from transformers import (
 )
 
 import selfspec.judge
-import selfspec.runner
+import selfspec.passes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
-from selfspec.config import Request
 from selfspec.decoding import Decoding
-from selfspec.graphs.runner import CapturedRunner
+from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.kv_cache import KVCache
-from selfspec.runner import EagerRunner, RunnerName
+from selfspec.passes import EagerRunner, RunnerName
+from selfspec.request import Request
 from selfspec.sampling import Sampler
 
 VOCAB_SIZE = 6
@@ -265,7 +265,7 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
-    original = selfspec.runner.Drafter.draft
+    original = selfspec.passes.Drafter.draft
 
     def dropping(self, tokens, length, pending, **options):  # type: ignore[no-untyped-def]
         draft = original(self, tokens, length, pending, **options)
@@ -274,7 +274,7 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
             return replace(draft, tokens=draft.tokens[:-1], exit_hidden=draft.exit_hidden[: kept + 1], q=draft.q[:kept])
         return draft
 
-    monkeypatch.setattr(selfspec.runner.Drafter, "draft", dropping)
+    monkeypatch.setattr(selfspec.passes.Drafter, "draft", dropping)
     law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 

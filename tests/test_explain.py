@@ -11,10 +11,10 @@ from tiny_llama import tiny_llama, tiny_tokenizer
 from layerskip_models import from_transformers
 from policies import LayerCost, MeasuredCost
 from selfspec import SelfSpecGenerator
-from selfspec.explain import explain, explanation_lines, watching_all_layers
-from selfspec.inspection import inspect_model, inspection_lines, text_agreement
-from selfspec.replay import replay, trace_agreement
-from selfspec.trace_plot import plot_trace, trace_lines
+from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
+from selfspec.analysis.inspection import inspect_model, inspection_lines, text_agreement
+from selfspec.analysis.replay import replay, trace_agreement
+from selfspec.analysis.trace_plot import plot_trace, trace_lines
 
 PROMPT = [5, 3, 7, 1]
 OPTIONS = {"max_new_tokens": 40, "eos_token_id": []}

@@ -20,8 +20,8 @@ from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.graphs import first_rounds
 from selfspec.graphs.buffers import StaticRound
 from selfspec.graphs.capture import RecordedOperations
+from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.graphs.forward import PlacedRows, StaticForward
-from selfspec.graphs.runner import CapturedRunner
 
 PROMPT = [5, 1, 7]
 pytestmark = pytest.mark.usefixtures("small_captures")

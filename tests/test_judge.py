@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList,
 
 from layerskip_models import from_transformers
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.runner import RunnerName
+from selfspec.passes import RunnerName
 
 PROMPT = [5, 1, 7]
 POLICIES = ("ar", "ls:3-20", "ls:1-4", "dv:3,start=0.0", "svip:3,threshold=9", "del", "spide:3,tau=0.01")

@@ -12,12 +12,12 @@ from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import selfspec.runner
+import selfspec.passes
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import Policy
 from selfspec.decoding import Decoding
 from selfspec.draft import Draft
-from selfspec.graphs.runner import CapturedRunner
+from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.kv_cache import KVCache
 
 NUM_LAYERS = 3
@@ -166,14 +166,14 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
     llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
     model = from_transformers(llama, layout="plain")
     verified: list[tuple[Draft, int, Tensor]] = []
-    original = selfspec.runner.verify
+    original = selfspec.passes.verify
 
     def spy(model: LayerSkipModel, draft: Draft, length: int, *rest: object) -> Tensor:
         hidden = original(model, draft, length, *rest)  # type: ignore[arg-type]
         verified.append((draft, length, model.logits(hidden).clone()))
         return hidden
 
-    monkeypatch.setattr(selfspec.runner, "verify", spy)
+    monkeypatch.setattr(selfspec.passes, "verify", spy)
     rejected = 0
     for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
         policy = Policy(ScriptedExit([(1, 4), (3, 2), (None, 0), (2, 5)]), stopping)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from layerskip_models import from_transformers
 from policies import Policy
 from selfspec import SelfSpecGenerator
-from selfspec.runner import RunnerName
+from selfspec.passes import RunnerName
 
 NEAR_TIE = 1e-4
 """In float32, two orders of summation move a logit by up to about this; only then may the outputs part."""

@@ -33,9 +33,9 @@ from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.linear import fastest_layout, possible_layouts
 from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
+from selfspec.analysis.exactness import check_kernels
 from selfspec.graphs.capture import RecordedOperations
 from selfspec.kv_cache import KVCache
-from selfspec.selftest import check_kernels
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no native kernels here")
@@ -448,6 +448,6 @@ def test_what_ran_is_said_everywhere(variant: str, monkeypatch: pytest.MonkeyPat
 @needs_native
 def test_verify_fails_where_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = from_transformers(tiny_llama(seed=13), layout="native")
-    monkeypatch.setattr("selfspec.selftest.fault", lambda: "run computes something else")
+    monkeypatch.setattr("selfspec.analysis.exactness.fault", lambda: "run computes something else")
     verdict = check_kernels(model)
     assert not verdict.passed and verdict.detail == "run computes something else"

@@ -23,7 +23,7 @@ from selfspec.graphs.buffers import StaticRound
 from selfspec.graphs.capture import CudaGraph
 from selfspec.graphs.forward import StaticForward
 from selfspec.kv_cache import KVCache
-from selfspec.torch_mode import engine_mode
+from selfspec.runtime.torch_mode import engine_mode
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import bench.cli
-import selfspec.cli
+import selfspec.cli.main
 from layerskip_models.output_paths import output_file, output_folder
 
 WRITERS = [
@@ -22,15 +22,15 @@ WRITERS = [
     (bench.cli.app, ["busy", "-o"]),
     (bench.cli.app, ["shapes", "--output-dir"]),
     (bench.cli.app, ["report", "none.jsonl", "-o"]),
-    (selfspec.cli.app, ["generate", "text", "--trace"]),
-    (selfspec.cli.app, ["trace", "text", "-o"]),
+    (selfspec.cli.main.app, ["generate", "text", "--trace"]),
+    (selfspec.cli.main.app, ["trace", "text", "-o"]),
 ]
 
 
 def test_every_output_option_is_checked_before_the_command_starts() -> None:
     """A command that gets such an option without the check fails here."""
     found = set()
-    for app in (bench.cli.app, selfspec.cli.app):
+    for app in (bench.cli.app, selfspec.cli.main.app):
         for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
             for parameter in command.params:
                 if parameter.name in ("output", "output_dir", "trace") and name not in ("train", "train-pacer"):
@@ -46,7 +46,7 @@ def test_a_path_that_cannot_be_written_is_one_line(
     def no_work(*arguments: object, **options: object) -> None:
         raise AssertionError("work began")
 
-    for place in ("bench.cli_run.open_tokenizer", "bench.cli_run.choose_prompts", "selfspec.cli.load_generator"):
+    for place in ("bench.cli_run.open_tokenizer", "bench.cli_run.choose_prompts", "selfspec.cli.main.load_generator"):
         monkeypatch.setattr(place, no_work)
     (tmp_path / "file").write_text("", encoding="utf-8")
     target = tmp_path / "file" / "below" / "x.jsonl"

@@ -15,7 +15,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_demo
-from layerskip_models.preverifier import (
+from policies import DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, WithPreVerifier, parse_policy
+from policies.fixed import FixedExit
+from selfspec import SelfSpecGenerator
+from selfspec.exit_history import ExitHistory
+from selfspec.pacer.inference import PreVerification
+from selfspec.pacer.network import (
     PreVerifierConfig,
     count_parameters,
     describe_layer,
@@ -24,12 +29,7 @@ from layerskip_models.preverifier import (
     load_preverifier,
     save_preverifier,
 )
-from policies import DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, WithPreVerifier, parse_policy
-from policies.fixed import FixedExit
-from policies.pacer_tuning import PlayedDraft, best_settings, play
-from selfspec import SelfSpecGenerator
-from selfspec.exit_history import ExitHistory
-from selfspec.preverify import PreVerification
+from selfspec.pacer.tuning import PlayedDraft, best_settings, play
 
 
 class Scripted:

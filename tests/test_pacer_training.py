@@ -15,8 +15,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from layerskip_models import from_transformers
-from layerskip_models.preverifier import load_preverifier
-from policies.pacer_training import (
+from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
+from selfspec.pacer import fitting as train_pacer
+from selfspec.pacer.examples import DataPlan, draft_traces, make_data, read_traces
+from selfspec.pacer.fitting import trace_logits, train_preverifier
+from selfspec.pacer.labels import (
     DraftTrace,
     auc,
     behind_mismatch,
@@ -27,11 +31,8 @@ from policies.pacer_training import (
     pack,
     quality,
 )
-from selfspec import SelfSpecGenerator, train_pacer
-from selfspec.cli import app
-from selfspec.pacer_config import PreVerifierTraining
-from selfspec.pacer_data import DataPlan, draft_traces, make_data, read_traces
-from selfspec.train_pacer import trace_logits, train_preverifier
+from selfspec.pacer.network import load_preverifier
+from selfspec.pacer.settings import PreVerifierTraining
 
 PLAN = DataPlan(exit_layers=(1, 3), response_tokens=24, window=10, behind=10, positions=0, shard_responses=2)
 PROMPTS = [[1, 2, 3], [9] * 6, [4, 20], [11, 7, 5, 2], [8]]

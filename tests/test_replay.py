@@ -8,7 +8,7 @@ from tiny_llama import pool_model
 from layerskip_models import load_demo
 from policies import LayerCost, MeasuredCost, Needs, Policy, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.replay import (
+from selfspec.analysis.replay import (
     AgreementTrace,
     Replay,
     TraceEveryLayer,

@@ -15,15 +15,15 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import selfspec.judge
-import selfspec.runner
+import selfspec.passes
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.native_steps import NativeSteps
 from policies import LayerCost, parse_policy
 from policies.names import EXITS, STOPPINGS
 from selfspec.accept import accept_sampled
-from selfspec.cli import app
+from selfspec.analysis.exactness import Check, every_policy, num_steps, verify_engine
+from selfspec.cli.main import app
 from selfspec.kv_cache import KVCache
-from selfspec.selftest import Check, every_policy, num_steps, verify_engine
 from selfspec.verify import verify, verify_directly
 
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
@@ -111,8 +111,8 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen, values = verify_directly(*arguments)
         return [*chosen[-1:], *chosen[:-1]], [*values[-1:], *values[:-1]]
 
-    monkeypatch.setattr(selfspec.runner, "verify", off)
-    monkeypatch.setattr(selfspec.runner, "verify_directly", off_directly)
+    monkeypatch.setattr(selfspec.passes, "verify", off)
+    monkeypatch.setattr(selfspec.passes, "verify_directly", off_directly)
 
 
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

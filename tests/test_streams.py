@@ -17,14 +17,14 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+import selfspec.graphs.captured_runner
 import selfspec.graphs.first_rounds
-import selfspec.graphs.runner
 from layerskip_models import from_transformers
 from policies import Needs, Policy, RoundRecord
 from selfspec import SelfSpecGenerator
-from selfspec.graphs.runner import CapturedRunner
+from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.graphs.streams import HostRead
-from selfspec.runner import Turn
+from selfspec.passes import Turn
 
 pytestmark = pytest.mark.usefixtures("small_captures")
 
@@ -125,7 +125,7 @@ def lazy_engine(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, seed: int | None = None
 ) -> tuple[SelfSpecGenerator, LazyDevice]:
     device = LazyDevice(seed)
-    monkeypatch.setattr(selfspec.graphs.runner, "streams_for", lambda _: device)
+    monkeypatch.setattr(selfspec.graphs.captured_runner, "streams_for", lambda _: device)
     monkeypatch.setattr(selfspec.graphs.first_rounds, "CHECKED", 0)  # comparing waits for all that was launched
     return SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured"), device
 
@@ -187,7 +187,7 @@ def target_tokens_after_the_next_pass(patch: pytest.MonkeyPatch) -> None:
             copy, targets = copies.pop()
             copy.copy_(targets)
 
-    patch.setattr(selfspec.graphs.runner, "_kept", kept)
+    patch.setattr(selfspec.graphs.captured_runner, "_kept", kept)
     patch.setattr(CapturedRunner, "_looked_ahead", looked_ahead)
 
 

@@ -14,7 +14,7 @@ from tiny_llama import tiny_llama, tiny_tokenizer
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.runner import RunnerName
+from selfspec.passes import RunnerName
 
 PROMPT = [5, 1, 7]
 GREEDY: dict[str, Any] = {"max_new_tokens": 16}

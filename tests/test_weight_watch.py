@@ -11,8 +11,9 @@ from tiny_llama import reference_greedy, tiny_llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from selfspec import SelfSpecGenerator, weight_watch
-from selfspec.weight_watch import WeightWatch
+from selfspec import SelfSpecGenerator
+from selfspec.runtime import weight_watch
+from selfspec.runtime.weight_watch import WeightWatch
 
 PROMPT = [5, 1, 7]
 

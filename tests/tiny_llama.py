@@ -16,8 +16,8 @@ from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, packing_works
 from selfspec import SelfSpecGenerator
-from selfspec.config import GenerationHost, Request, make_request
-from selfspec.runner import RunnerName
+from selfspec.passes import RunnerName
+from selfspec.request import GenerationHost, Request, make_request
 
 VOCAB_SIZE = 24
 CONTEXT = 64

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
 from selfspec.graphs.streams import Streams
-from selfspec.runner import CaptureError
+from selfspec.passes import CaptureError
 
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""

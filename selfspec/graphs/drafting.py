@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from policies import DraftRow
 from policies.records import StopCause
 from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL
-from selfspec.runner import Turn
+from selfspec.passes import Turn
 
 if TYPE_CHECKING:
-    from selfspec.graphs.runner import CapturedRunner
+    from selfspec.graphs.captured_runner import CapturedRunner
 
 
 class Drafting:

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from policies import LayerCost, parse_policy
-from selfspec.cli_common import (
+from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
+from selfspec.analysis.inspection import inspect_model, inspection_lines
+from selfspec.analysis.trace_plot import plot_trace, trace_lines
+from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
@@ -20,12 +23,9 @@ from selfspec.cli_common import (
     one_line_errors,
     progress,
 )
-from selfspec.inspection import inspect_model, inspection_lines
-from selfspec.preverify import has_preverifier
-from selfspec.prompts import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
-from selfspec.report import write_trace
-from selfspec.selftest import every_policy, num_steps, verify_engine
-from selfspec.trace_plot import plot_trace, trace_lines
+from selfspec.cli.display import write_trace
+from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.pacer.inference import has_preverifier
 
 PICTURES = (".png", ".svg", ".pdf")
 

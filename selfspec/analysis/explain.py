@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies import CostModel, LayerCost, Needs, Policy
+from selfspec.analysis.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
 from selfspec.generator import GenerationResult
-from selfspec.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
 from selfspec.stats import ratio
 
 

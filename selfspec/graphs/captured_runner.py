@@ -27,7 +27,7 @@ from selfspec.graphs.drafting import Drafting, is_weight
 from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.judge import NO_TOKEN
 from selfspec.kv_cache import KVCache
-from selfspec.runner import Outcome, Turn, plain_outcome
+from selfspec.passes import Outcome, Turn, plain_outcome
 from selfspec.sampling import non_finite
 from selfspec.shadow import ShadowRecorder
 
@@ -50,7 +50,7 @@ def _power_of_two(least: int) -> int:
 
 
 class CapturedRunner:
-    """Runs rounds from captures on one KV cache; see `selfspec.runner.Runner`. It lasts as long as its cache.
+    """Runs rounds from captures on one KV cache; see `selfspec.passes.Runner`. It lasts as long as its cache.
 
     cache: must hold finite numbers everywhere, so it is cleared, unless `cleared` says that it does.
     """

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from layerskip_models import LayerSkipModel
-from selfspec.graphs.runner import CapturedRunner, captured_length
+from selfspec.graphs.captured_runner import CapturedRunner, captured_length
 from selfspec.kv_cache import KVCache
-from selfspec.runner import EagerRunner, Runner, RunnerName
+from selfspec.passes import EagerRunner, Runner, RunnerName
 
 
 class RunnerPool:

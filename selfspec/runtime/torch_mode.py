@@ -7,8 +7,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from selfspec.attention_backends import without_cudnn
-from selfspec.runner import on_device
+from selfspec.passes import on_device
+from selfspec.runtime.attention_backends import without_cudnn
 
 _AS_IT_IS = nullcontext()
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip_models.model import LayerCache, LayerSkipModel
-from layerskip_models.preverifier import FEATURES, draft_features
+from selfspec.pacer.network import FEATURES, draft_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.preverifier import (
+from policies import ContextStates
+from selfspec.kv_cache import KVCache
+from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,
     FOLDER,
@@ -21,9 +23,7 @@ from layerskip_models.preverifier import (
     lean,
     load_preverifier,
 )
-from policies import ContextStates
-from selfspec.kv_cache import KVCache
-from selfspec.torch_mode import engine_mode
+from selfspec.runtime.torch_mode import engine_mode
 
 _TIMED_POSITIONS, _TIMED_COMMITTED = 320, 4  # of a text while passes are timed, and how many rows each adds to it
 _CHUNK = 1024  # rows per pass over a long context

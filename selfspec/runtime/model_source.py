@@ -9,10 +9,10 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.supported import check_transformers
-from selfspec.preverify import PreVerifiers
-from selfspec.runner import RunnerChoice, resolve_runner
-from selfspec.runner_pool import RunnerPool
-from selfspec.weight_watch import WeightWatch
+from selfspec.pacer.inference import PreVerifiers
+from selfspec.passes import RunnerChoice, resolve_runner
+from selfspec.runtime.runner_pool import RunnerPool
+from selfspec.runtime.weight_watch import WeightWatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.text import Text
 
 from policies import RoundRecord
-from selfspec.compare import Comparison
+from selfspec.analysis.comparison import Comparison
 from selfspec.generator import GenerationResult
 from selfspec.stats import GenerationStats
 from selfspec.streaming import Fate

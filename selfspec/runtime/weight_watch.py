@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.torch_mode import engine_mode
+from selfspec.runtime.torch_mode import engine_mode
 
 _SAMPLES = 32  # numbers of each tensor that every call compares
 _SHARE = 0.003  # of the time that calls take, for checksums

@@ -10,11 +10,11 @@ import torch
 
 from layerskip_models import LayerSkipModel
 from policies import CostModel, LayerCost
+from selfspec.analysis.comparison import Comparison, compare, warm_up
+from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.calibrate import measured_cost
-from selfspec.compare import Comparison, compare, warm_up
 from selfspec.generator import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
-from selfspec.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.stats import mean
 
 _CHUNK = 256  # rows per pass over the sample text

@@ -20,14 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.batched_drafts import accepted_counts, draft_side_by_side
-from layerskip_models.preverifier import fingerprint, same_weights
 from layerskip_models.training.documents import DataSource, is_held_out, read_documents
 from layerskip_models.training.evaluation import read_prompts
 from layerskip_models.training.saving import write_text
-from policies.pacer_training import DraftTrace
 from selfspec.generator import SelfSpecGenerator
 from selfspec.kv_cache import KVCache
+from selfspec.pacer.batched_drafts import accepted_counts, draft_side_by_side
+from selfspec.pacer.labels import DraftTrace
+from selfspec.pacer.network import fingerprint, same_weights
 
 _CHUNK = 1024  # rows per pass over a text
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")

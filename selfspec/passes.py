@@ -1,4 +1,4 @@
-"""How a round's passes are run: one signature, eager here, captured in `selfspec.graphs.runner`.
+"""How a round's passes are run: one signature, eager here, captured in `selfspec.graphs.captured_runner`.
 
 A runner drafts, verifies and accepts; what is committed, streamed and learned from it is `selfspec.decoding`'s. Eager calls
 every operation from Python and reads every token: the fastest way on a CPU.

@@ -19,13 +19,13 @@ import selfspec.judge as rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import fault
 from policies import Policy, parse_policy
+from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
+from selfspec.analysis.inspection import kernels_in_words
 from selfspec.calibrate import measured_cost
-from selfspec.compare import NEAR_TIE_LOGIT_GAPS, first_difference
-from selfspec.config import GenerationHost, Request, make_request
 from selfspec.decoding import Decoding
-from selfspec.inspection import kernels_in_words
 from selfspec.kv_cache import KVCache
-from selfspec.preverify import PreVerifiers
+from selfspec.pacer.inference import PreVerifiers
+from selfspec.request import GenerationHost, Request, make_request
 
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 """Largest difference of a logit (of size 10, say) that sums in another order may make."""

@@ -24,7 +24,7 @@ class DraftTrace:
     context: [n, hidden], exit hidden states of the text's rows. starts: int64 [drafts], tokens committed before each draft:
     its first row, at position start - 1, sees the context's rows 0 .. start - 2. lengths: int64 [drafts], rows of each.
     accepted: int64 [drafts], tokens before the first mismatch with the response. hidden: [rows, hidden], of the rows that
-    produced the drafts. features: float32 [rows, features], see layerskip_models.preverifier.FEATURES.
+    produced the drafts. features: float32 [rows, features], see selfspec.pacer.network.FEATURES.
     """
 
     exit_layer: int

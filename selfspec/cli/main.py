@@ -18,9 +18,11 @@ from transformers import StoppingCriteriaList
 from layerskip_models.training.loop import train_command
 from layerskip_models.training.options import command_for_config
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
+from selfspec.analysis.comparison import Comparison, compare, warm_up
+from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
 from selfspec.calibrate import measured_cost
-from selfspec.cli_analysis import inspect_command, trace_command, verify_command
-from selfspec.cli_common import (
+from selfspec.cli.analysis_commands import inspect_command, trace_command, verify_command
+from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
@@ -30,14 +32,12 @@ from selfspec.cli_common import (
     notes_console,
     one_line_errors,
 )
-from selfspec.compare import Comparison, compare, warm_up
-from selfspec.explain import explain, explanation_lines, watching_all_layers
-from selfspec.interrupt import InterruptCriteria
-from selfspec.pacer_config import PreVerifierTraining
-from selfspec.prompts import read_prompt
-from selfspec.report import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
+from selfspec.cli.display import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
+from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.cli.prompt_input import read_prompt
+from selfspec.pacer.fitting import train_preverifier
+from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.streaming import DraftStreamer, TextStreamer
-from selfspec.train_pacer import train_preverifier
 
 app = typer.Typer(
     add_completion=False,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from layerskip_models.preverifier import ESTIMATES, SCOPES
 from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 from layerskip_models.training.training_config import option, require
+from selfspec.pacer.network import ESTIMATES, SCOPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

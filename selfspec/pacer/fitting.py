@@ -22,20 +22,16 @@ from rich.console import Console
 from torch import Tensor
 
 from layerskip_models import DEMO_PATH
-from layerskip_models.preverifier import (
-    PreVerifierConfig,
-    PreVerifierModule,
-    describe_layer,
-    fingerprint,
-    save_preverifier,
-)
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.loop import sum_over_processes
 from layerskip_models.training.start import claim_output_dir
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
-from policies.pacer_training import (
+from selfspec.cli.arguments import load_generator, progress
+from selfspec.generator import SelfSpecGenerator
+from selfspec.pacer.examples import DataPlan, make_data, read_traces, sample_prompts
+from selfspec.pacer.labels import (
     DraftTrace,
     behind_mismatch,
     confidence_estimates,
@@ -45,11 +41,15 @@ from policies.pacer_training import (
     quality,
     running_products,
 )
-from policies.pacer_tuning import PlayedDraft, best_settings
-from selfspec.cli_common import load_generator, progress
-from selfspec.generator import SelfSpecGenerator
-from selfspec.pacer_config import OPERATIONAL_FIELDS, PreVerifierTraining
-from selfspec.pacer_data import DataPlan, make_data, read_traces, sample_prompts
+from selfspec.pacer.network import (
+    PreVerifierConfig,
+    PreVerifierModule,
+    describe_layer,
+    fingerprint,
+    save_preverifier,
+)
+from selfspec.pacer.settings import OPERATIONAL_FIELDS, PreVerifierTraining
+from selfspec.pacer.tuning import PlayedDraft, best_settings
 
 MODEL_FOLDER = "preverifier"
 _KEPT_BACK = 8
@@ -110,7 +110,7 @@ def split_responses(traces: Sequence[DraftTrace]) -> tuple[list[DraftTrace], lis
 
 
 def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
-    """What the network says of every draft, for `policies.pacer_tuning`."""
+    """What the network says of every draft, for `selfspec.pacer.tuning`."""
     module.eval()
     played = []
     for trace in traces:

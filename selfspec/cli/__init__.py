@@ -1,0 +1,1 @@
+"""The command line `selfspec`: one file for each group of commands, and what they share."""
