@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines import Engine, Generation
+from bench.engines.own import Engine, Generation
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 

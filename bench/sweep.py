@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.braces import GridPolicy
+from bench.commands.braces import GridPolicy
 from bench.datasets import EncodedPrompt
-from bench.engines import SelfSpecEngine
+from bench.engines.own import SelfSpecEngine
 from bench.record import Line
-from bench.summary import Samples
+from bench.report.summary import Samples
 from layerskip_models.training.saving import write_text
 from policies import CostModel, RoundRecord
 from selfspec import SelfSpecGenerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,19 @@ def test_no_arrow_points_up(path: Path) -> None:
     assert own <= MAY_IMPORT[package]
 
 
+def test_no_two_files_have_one_name() -> None:
+    """`runner.py` of one folder is not taken for that of another."""
+    names = Counter(path.name for path in FILES if not path.name.startswith("__"))
+    assert not [name for name, count in names.items() if count > 1]
+
+
 def test_there_are_files_to_read() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
     assert len(FILES) > 20
 
 
 def test_an_arrow_that_points_up_is_seen() -> None:
-    source = "import torch\ndef late():\n    from selfspec.draft import Draft\n    import bench.cli as cli\n"
+    source = (
+        "import torch\ndef late():\n    from selfspec.draft import Draft\n    import bench.commands.bench_app as cli\n"
+    )
     assert imported(source) == {"torch", "selfspec", "bench"}

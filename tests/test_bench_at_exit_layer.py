@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.at_exit_layer import exit_layer_table
+from bench.report.at_exit_layer import exit_layer_table
 
 
 def sample(engine: str, task: str, layers: int, passes: int, exit_layer: int = 2) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.braces import expand, expand_all
+from bench.commands.braces import expand, expand_all
 
 
 def names(template: str) -> list[str]:

@@ -14,10 +14,10 @@ from tiny_llama import tiny_llama, tiny_tokenizer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from bench.busy import busy_processes, measure_cell
-from bench.cli import app
+from bench.commands.bench_app import app
+from bench.machine.busy import busy_processes, measure_cell
 from bench.record import read_record
-from bench.report import sections
+from bench.report.markdown import sections
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,7 +66,7 @@ def test_busy_processes_compute_and_are_gone_at_the_end() -> None:
 def test_busy_processes_do_not_outlive_one_that_is_killed_or_their_time() -> None:
     program = """
 import os
-from bench.busy import busy_processes
+from bench.machine.busy import busy_processes
 with busy_processes(1, 30) as running:
     print(running[0], flush=True)
     os.kill(os.getpid(), 9)

@@ -6,7 +6,7 @@ import pytest
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
-from bench.cli import app
+from bench.commands.bench_app import app
 from bench.record import read_record
 from selfspec.defaults import fixed_policy
 
@@ -144,7 +144,13 @@ def test_write_needs_a_folder():
 
 
 def test_the_program_runs_as_a_person_runs_it(tmp_path):
-    command = [sys.executable, "-c", "from bench.cli import main; main()", "report", str(tmp_path / "none.jsonl")]
+    command = [
+        sys.executable,
+        "-c",
+        "from bench.commands.bench_app import main; main()",
+        "report",
+        str(tmp_path / "none.jsonl"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")

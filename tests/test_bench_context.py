@@ -9,17 +9,17 @@ import pytest
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
-from bench.cli import app
-from bench.context import long_prompt, prefix_kept, usable_contexts
-from bench.context_tables import context_headline, time_beside_reading
+from bench.commands.bench_app import app
+from bench.machine.context import long_prompt, prefix_kept, usable_contexts
 from bench.record import Line, read_record
-from bench.report import sections
+from bench.report.context_tables import context_headline, time_beside_reading
+from bench.report.markdown import sections
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 
 
 def test_a_kept_prefix_gives_the_same_text_without_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.context._CHUNK", 8)
+    monkeypatch.setattr("bench.machine.context._CHUNK", 8)
     generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
     prompt = long_prompt(tiny_tokenizer(), 30).ids
     options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": []}

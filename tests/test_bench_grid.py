@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.grid import SECONDS, fixed_from_other_half, fixed_in_hindsight, mean_agreement, pooled, with_setting
 from bench.record import Line
+from bench.traces.grid import SECONDS, fixed_from_other_half, fixed_in_hindsight, mean_agreement, pooled, with_setting
 
 A, B = "ls:1-1", "ls:2-2"
 

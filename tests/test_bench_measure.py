@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bench.datasets import EncodedPrompt
-from bench.engines import Generation, SelfSpecEngine
+from bench.engines.own import Generation, SelfSpecEngine
 from bench.measure import compare_outputs, measure, num_runs
 
 PROMPTS = [EncodedPrompt(id=name, task="t", ids=torch.tensor([1, 2])) for name in ("one", "two")]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.cli import app
-from bench.compare import compare_records
-from bench.figures import figures
-from bench.page import page
+from bench.commands.bench_app import app
 from bench.record import Line, read_record
-from bench.summary import Samples
+from bench.report.compare_records import compare_records
+from bench.report.figures import figures
+from bench.report.page import page
+from bench.report.summary import Samples
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 VOID = {"meta", "br", "path", "use"}

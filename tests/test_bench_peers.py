@@ -3,8 +3,8 @@ import torch
 from tiny_llama import reference_greedy, tiny_llama
 from transformers import GenerationConfig
 
-from bench.engines import SelfSpecEngine
-from bench.peers import (
+from bench.engines.own import SelfSpecEngine
+from bench.engines.peers import (
     generation_settings,
     transformers_early_exit,
     transformers_early_exit_default,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tiny_llama import tiny_llama
 from typer.testing import CliRunner
 
-from bench.cli import app
+from bench.commands.bench_app import app
 from bench.datasets import EncodedPrompt
-from bench.figures import figures
-from bench.grid import grid_line
-from bench.reading_tables import reading_tables
-from bench.readings import (
+from bench.report.figures import figures
+from bench.report.reading_tables import reading_tables
+from bench.traces.grid import grid_line
+from bench.traces.readings import (
     Traces,
     acceptance_by_position,
     accepted_ahead,

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from bench.record import RecordWriter, read_record
-from bench.report import fill_markers, markdown, sections
-from bench.summary import Samples, Spread
+from bench.report.markdown import fill_markers, markdown, sections
+from bench.report.summary import Samples, Spread
 
 ROOT = Path(__file__).parent.parent
 LABELS = {"transformers:generate": "generate", "selfspec:ar": "plain", "selfspec:ls:1-2": "drafting"}

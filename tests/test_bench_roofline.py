@@ -9,11 +9,11 @@ from records import finished, shadow
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
-from bench.bandwidth import WeightBytes
-from bench.cli import app
+from bench.commands.bench_app import app
+from bench.machine.bandwidth import WeightBytes
+from bench.machine.roofline import calls, phase_bytes
 from bench.record import read_record
-from bench.report import sections
-from bench.roofline import calls, phase_bytes
+from bench.report.markdown import sections
 from policies import MeasuredCost
 
 WEIGHTS = WeightBytes(layer=100, head=30, kv=2, draft_head=30)

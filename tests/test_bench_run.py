@@ -14,15 +14,15 @@ from click.testing import Result
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
-import bench.cli_common
-import bench.runner
+import bench.commands.preparation
+import bench.run
 import layerskip_models.checkpoints.synthetic
-from bench.bandwidth import WeightBytes, measure_bandwidth
-from bench.cli import app
-from bench.cli_run import baseline_policies, kept_policies
-from bench.memory import peak_bytes
+from bench.commands.bench_app import app
+from bench.commands.run_command import baseline_policies, kept_policies
+from bench.machine.bandwidth import WeightBytes, measure_bandwidth
+from bench.machine.memory import peak_bytes
 from bench.record import BEST_FIXED, Line, RecordWriter, read_parts, read_record
-from bench.shape_figures import shape_figures
+from bench.report.shape_figures import shape_figures
 from layerskip_models import from_transformers
 from policies import LayerCost, MeasuredCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
@@ -214,7 +214,7 @@ def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Li
 @pytest.fixture(autouse=True)
 def _seconds_that_every_run_measures_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
-    monkeypatch.setattr(bench.runner, "measured_cost", lambda model, runner: cost)
+    monkeypatch.setattr(bench.run, "measured_cost", lambda model, runner: cost)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_ctrl_c_says_what_was_kept(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench.runner, "measure_prompt", interrupt)
+    monkeypatch.setattr(bench.run, "measure_prompt", interrupt)
     result = run(checkpoint, "--policy", "ls:1-2", "--num-samples", 1, *arguments)
     assert result.exit_code == 130
     assert message in result.stderr.splitlines()[-1]
@@ -247,7 +247,7 @@ def test_a_resumed_run_keeps_the_first_ones_costs(
         kill_after(patch, "memory", 1)  # all was measured
         run(checkpoint, *arguments)
     before = read_parts(record)
-    monkeypatch.delattr(bench.runner, "measured_cost")  # whoever measured again would fail
+    monkeypatch.delattr(bench.run, "measured_cost")  # whoever measured again would fail
     assert run(checkpoint, *arguments, "--resume").exit_code == 0
     costs = [[line for line in lines if line["kind"] == "costs"] for lines in (before, read_record(record))]
     assert len(costs[0]) == 1
@@ -403,7 +403,7 @@ def test_peak_memory_counts_what_is_alive() -> None:
 
 def test_a_profile_that_saw_nothing_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([0, 0, 7])
-    monkeypatch.setattr("bench.memory._profiled_peak", lambda call: next(peaks))
+    monkeypatch.setattr("bench.machine.memory._profiled_peak", lambda call: next(peaks))
     assert peak_bytes(torch.device("cpu"), list) == 7
 
 
@@ -425,7 +425,7 @@ def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypat
     tiny = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     tiny |= {"intermediate_size": 96, "vocab_size": 4096, "max_position_embeddings": 128}
     monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
-    monkeypatch.setattr(bench.cli_common, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(bench.commands.preparation, "SHAPES", {"tiny": tiny})
     folder = tmp_path / "out"
     arguments = [
         "--shape",
@@ -485,7 +485,7 @@ def test_shapes_with_the_captured_runner(tmp_path: Path, monkeypatch: pytest.Mon
     tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny |= {"intermediate_size": 48, "vocab_size": 4096, "max_position_embeddings": 64}
     monkeypatch.setattr(layerskip_models.checkpoints.synthetic, "SHAPES", {"tiny": tiny})
-    monkeypatch.setattr(bench.cli_common, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(bench.commands.preparation, "SHAPES", {"tiny": tiny})
     arguments = ["--shape", "tiny", "--policy", "auto:cost=layers", "--output-dir", str(tmp_path), "--repeats", "1"]
     arguments += ["--runner", "captured", "--prompt-tokens", "8", "--max-new-tokens", "8", "--warmups", "0"]
     result = CliRunner().invoke(app, ["shapes", *arguments])

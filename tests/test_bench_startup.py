@@ -10,11 +10,11 @@ import pytest
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
-from bench.cli import app
+from bench.commands.bench_app import app
+from bench.machine.startup import SECOND, STAGES, forget_files, start, start_folders
+from bench.machine.startup_child import FirstToken, Stages, start_selfspec, start_transformers
 from bench.record import read_record
-from bench.report import sections
-from bench.startup import SECOND, STAGES, forget_files, start, start_folders
-from bench.startup_child import FirstToken, Stages, start_selfspec, start_transformers
+from bench.report.markdown import sections
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,10 @@ def in_this_process(job: dict[str, Any]) -> dict[str, float]:
 
 def test_the_command_and_its_table(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[list[Path]] = []
-    monkeypatch.setattr("bench.cli_startup.forget_files", forgotten.append)  # the machine's files are others', too
-    monkeypatch.setattr("bench.cli_startup.start", in_this_process)
+    monkeypatch.setattr(
+        "bench.commands.startup_command.forget_files", forgotten.append
+    )  # the machine's files are others', too
+    monkeypatch.setattr("bench.commands.startup_command.start", in_this_process)
     record = tmp_path / "startup.jsonl"
     arguments = ["--model", str(checkpoint), "--prompt-tokens", "12", "--repeats", "1", "--device", "cpu"]
     result = CliRunner().invoke(app, ["startup", *arguments, "--output", str(record)])

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.table import Table, counted, print_tables
+from bench.report.table import Table, counted, print_tables
 
 WIDE = Table(
     name="wide",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-import bench.fuzz as fuzzing
+import bench.trials.fuzz as fuzzing
 import selfspec.judge
-from bench.fuzz import CASES_PER_MODEL, fuzz, main, summary
+from bench.trials.fuzz import CASES_PER_MODEL, fuzz, main, summary
 
 CASES = 30
 
@@ -39,7 +39,7 @@ def test_a_fault_is_found_and_can_be_repeated(
         faulty.setattr(selfspec.judge, "accept_greedy", generous)
         failed = [outcome.number for outcome in fuzz(1, CASES // 2) if outcome.failed]
         assert failed
-        assert f"python -m bench.fuzz --seed 1 --case {failed[0]}" in capsys.readouterr().out
+        assert f"python -m bench.trials.fuzz --seed 1 --case {failed[0]}" in capsys.readouterr().out
         assert main(["--seed", "1", "--case", str(failed[0])]) == 1
         assert "FAILED" in capsys.readouterr().out
     assert main(["--seed", "1", "--case", str(failed[0])]) == 0

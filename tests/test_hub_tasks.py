@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.cli_run import choose_prompts
+from bench.commands.run_command import choose_prompts
 from bench.hub_tasks import HUB_TASKS, Row, load_hub_task
 
 ROWS: dict[str, list[dict[str, Any]]] = {

@@ -41,7 +41,7 @@ def task(tmp_path: Path, generator: SelfSpecGenerator) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["ar", "ls:1-4", "auto:cost=layers"])
 def test_a_task_runs_through_the_engine(policy: str, generator: SelfSpecGenerator, task: dict[str, Any]) -> None:
-    from bench.lm_eval_adapter import SelfSpecLM
+    from bench.engines.lm_eval_adapter import SelfSpecLM
 
     model = SelfSpecLM(generator, policy=policy)
     results = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
@@ -55,7 +55,7 @@ def test_a_task_runs_through_the_engine(policy: str, generator: SelfSpecGenerato
 def test_what_it_does_not_do(generator: SelfSpecGenerator) -> None:
     from lm_eval.api.instance import Instance
 
-    from bench.lm_eval_adapter import SelfSpecLM
+    from bench.engines.lm_eval_adapter import SelfSpecLM
 
     model = SelfSpecLM(generator, max_gen_toks=4)
     with pytest.raises(NotImplementedError, match="log-likelihoods"):

@@ -8,20 +8,20 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-import bench.cli
+import bench.commands.bench_app
 import selfspec.cli.main
 from layerskip_models.output_paths import output_file, output_folder
 
 WRITERS = [
-    (bench.cli.app, ["run", "-o"]),
-    (bench.cli.app, ["sweep", "-o"]),
-    (bench.cli.app, ["peers", "-o"]),
-    (bench.cli.app, ["roofline", "-o"]),
-    (bench.cli.app, ["context", "-o"]),
-    (bench.cli.app, ["startup", "-o"]),
-    (bench.cli.app, ["busy", "-o"]),
-    (bench.cli.app, ["shapes", "--output-dir"]),
-    (bench.cli.app, ["report", "none.jsonl", "-o"]),
+    (bench.commands.bench_app.app, ["run", "-o"]),
+    (bench.commands.bench_app.app, ["sweep", "-o"]),
+    (bench.commands.bench_app.app, ["peers", "-o"]),
+    (bench.commands.bench_app.app, ["roofline", "-o"]),
+    (bench.commands.bench_app.app, ["context", "-o"]),
+    (bench.commands.bench_app.app, ["startup", "-o"]),
+    (bench.commands.bench_app.app, ["busy", "-o"]),
+    (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
+    (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["trace", "text", "-o"]),
 ]
@@ -30,7 +30,7 @@ WRITERS = [
 def test_every_output_option_is_checked_before_the_command_starts() -> None:
     """A command that gets such an option without the check fails here."""
     found = set()
-    for app in (bench.cli.app, selfspec.cli.main.app):
+    for app in (bench.commands.bench_app.app, selfspec.cli.main.app):
         for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
             for parameter in command.params:
                 if parameter.name in ("output", "output_dir", "trace") and name not in ("train", "train-pacer"):
@@ -46,7 +46,11 @@ def test_a_path_that_cannot_be_written_is_one_line(
     def no_work(*arguments: object, **options: object) -> None:
         raise AssertionError("work began")
 
-    for place in ("bench.cli_run.open_tokenizer", "bench.cli_run.choose_prompts", "selfspec.cli.main.load_generator"):
+    for place in (
+        "bench.commands.run_command.open_tokenizer",
+        "bench.commands.run_command.choose_prompts",
+        "selfspec.cli.main.load_generator",
+    ):
         monkeypatch.setattr(place, no_work)
     (tmp_path / "file").write_text("", encoding="utf-8")
     target = tmp_path / "file" / "below" / "x.jsonl"
@@ -93,7 +97,7 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
     if text is not None:
         record.write_text(text, encoding="utf-8")
     for arguments in (["report", str(record)], ["report", str(record), "-o", str(tmp_path / "page.html")]):
-        result = CliRunner().invoke(bench.cli.app, arguments)
+        result = CliRunner().invoke(bench.commands.bench_app.app, arguments)
         assert result.exit_code == 2, result.output
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
@@ -101,11 +105,13 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
 
 def test_documents_to_fill_must_exist(tmp_path: Path) -> None:
     record = Path(__file__).parent.parent / "docs" / "data" / "peers.jsonl"
-    result = CliRunner().invoke(bench.cli.app, ["report", str(record), "--into", str(tmp_path / "none.md")])
+    result = CliRunner().invoke(
+        bench.commands.bench_app.app, ["report", str(record), "--into", str(tmp_path / "none.md")]
+    )
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "there is no document at" in result.stderr
     copy = tmp_path / "peers.jsonl"
     copy.write_bytes(record.read_bytes())
-    result = CliRunner().invoke(bench.cli.app, ["report", str(record), str(copy)])
+    result = CliRunner().invoke(bench.commands.bench_app.app, ["report", str(record), str(copy)])
     assert result.exit_code == 2
     assert "the same file name" in result.stderr

@@ -15,7 +15,7 @@ import torch
 from tiny_llama import VOCAB_SIZE, tiny_llama
 from torch import Tensor
 
-from bench.busy import busy_processes
+from bench.machine.busy import busy_processes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works

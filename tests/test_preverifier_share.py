@@ -6,7 +6,7 @@ import pytest
 from tiny_llama import tiny_llama
 from transformers import LlamaConfig
 
-from bench.preverifier_share import share_of_bytes, share_of_time
+from bench.machine.preverifier_share import share_of_bytes, share_of_time
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.synthetic import SHAPES
 from selfspec import SelfSpecGenerator

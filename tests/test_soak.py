@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from tiny_llama import reference_greedy
 
-from bench import soak
-from bench.soak import MOST_TENSORS, Memory, Soak, SoakReport
+from bench.trials import soak
+from bench.trials.soak import MOST_TENSORS, Memory, Soak, SoakReport
 
 ROOT = Path(__file__).parent.parent
 
 
 _SOAK = """
 import json, sys
-from bench.soak import Soak
+from bench.trials.soak import Soak
 seconds = int(sys.argv[1])
 labels = []
 report = Soak(threads=3, seed=seconds, captured=40 if seconds > 2 else 0).run(seconds, labels.append)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench.fuzz_models import ROPES, random_llama, word_tokenizer
+from bench.trials.fuzz_models import ROPES, random_llama, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works

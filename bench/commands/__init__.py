@@ -1,0 +1,1 @@
+"""The command line `selfspec-bench`: one file for each command, and what they share."""

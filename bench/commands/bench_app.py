@@ -1,0 +1,232 @@
+"""`selfspec-bench`: run (policies and engines over tasks), sweep (best fixed setting), peers, report, compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from transformers.utils import logging
+
+from bench.commands.bench_options import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NewTokensOption,
+    NumSamplesOption,
+    OutputOption,
+    PromptsOption,
+    PromptTokensOption,
+    RepeatsOption,
+    WarmupsOption,
+)
+from bench.commands.busy_command import busy
+from bench.commands.context_command import context
+from bench.commands.preparation import (
+    configuration,
+    encoded,
+    exit_if_outputs_differ,
+    load_network,
+    num_layers_of,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+    transformers_engines,
+)
+from bench.commands.roofline_command import roofline
+from bench.commands.run_command import run
+from bench.commands.shapes_command import shapes
+from bench.commands.soak_command import soak
+from bench.commands.startup_command import startup
+from bench.commands.sweep_command import sweep
+from bench.engines.own import Engine, SelfSpecEngine
+from bench.measure import measure, num_runs
+from bench.provenance import provenance
+from bench.record import RecordWriter, read_record, showing
+from bench.report.compare_records import compare_records
+from bench.report.markdown import fill_markers, markdown
+from bench.report.reading_tables import reading_tables
+from bench.report.table import print_tables
+from bench.traces.readings import SEGMENT
+from layerskip_models import DEMO_PATH, from_transformers
+from policies import FixedExit, RoundContext, parse_policy
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import checked_output_file, one_line_errors
+from selfspec.defaults import fixed_policy
+
+app = typer.Typer(
+    help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(run)
+app.command()(shapes)
+app.command()(sweep)
+app.command()(roofline)
+app.command()(context)
+app.command()(startup)
+app.command()(soak)
+app.command()(busy)
+
+
+@app.command()
+def peers(
+    model: ModelOption = None,
+    policy: Annotated[str | None, typer.Option(help='"ls:E-G"; default: the checkpoint\'s best known.')] = None,
+    prompts: PromptsOption = None,
+    num_samples: NumSamplesOption = 4,
+    prompt_tokens: PromptTokensOption = 320,
+    max_new_tokens: NewTokensOption = 128,
+    repeats: RepeatsOption = 5,
+    warmups: WarmupsOption = 2,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    output: OutputOption = None,
+) -> None:
+    """selfspec against transformers' generate and assistant_early_exit: same weights, one alternating run, greedy.
+
+    Ends with status 1 if an output differs by more than a near-tie.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        num_layers = num_layers_of(checkpoint)
+        policy_name = policy or fixed_policy(checkpoint, num_layers)
+        exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
+        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
+        network = load_network(checkpoint, dtype, device)
+        generator = SelfSpecGenerator(from_transformers(network))
+    # The first engine is the one whose outputs are compared with.
+    first, *others = transformers_engines(network, exit_layer, num_speculations)
+    engines: list[Engine] = [
+        first,
+        SelfSpecEngine(generator, "ar"),
+        SelfSpecEngine(generator, policy_name),
+        *others,
+    ]
+    description = {
+        "kind": "run",
+        "command": "peers",
+        "configuration": {
+            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+            "policy": policy_name,
+            "runner": generator.runner,
+            "num_layers": num_layers,
+            "attention": network.config._attn_implementation,
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        },
+        "engines": {engine.name: engine.label for engine in engines},
+        "provenance": provenance(network.device, network.dtype),
+    }
+    total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
+    with recording(RecordWriter(output)) as record:
+        record.write(description)
+        with progress(total) as advance:
+            measure(
+                engines,
+                samples,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                warmups=warmups,
+                dtype=network.dtype,
+                write=record.write,
+                advance=advance,
+            )
+    show(record.lines)
+    exit_if_outputs_differ(record.lines)
+
+
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Records that run, sweep or peers wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write: .html (one record) or Markdown. Default: print Markdown.",
+            callback=checked_output_file,
+        ),
+    ] = None,
+    into: Annotated[
+        list[Path] | None,
+        typer.Option(help="Fill a document's <!-- report:NAME --> places; NAME: a record's file name, no ending."),
+    ] = None,
+) -> None:
+    """Turn records into one HTML page with pictures, or into Markdown tables."""
+    with one_line_errors():
+        loaded = {path.stem: read_record(path) for path in records}
+        if len(loaded) < len(records):
+            raise ValueError("two of the records have the same file name, by which documents refer to them: rename one")
+        for document in into or []:
+            if not document.is_file():
+                raise ValueError(f"there is no document at {document}: --into fills places in a file that exists")
+        for path, lines in zip(records, loaded.values()):
+            with showing(path):
+                markdown(lines)
+        if output is not None and output.suffix.lower() in (".html", ".htm"):
+            if len(loaded) != 1:
+                raise ValueError(f"an HTML page shows one record, got {len(loaded)}")
+            from bench.report.page import page  # matplotlib takes a second to load
+
+            with showing(records[0]):
+                output.write_text(page(next(iter(loaded.values()))), encoding="utf-8")
+        elif output is not None or not into:
+            text = "\n".join(markdown(lines) for lines in loaded.values())
+            if output is None:
+                typer.echo(text, nl=False)
+            else:
+                output.write_text(text, encoding="utf-8")
+        for document in into or []:
+            written = document.read_text(encoding="utf-8")
+            document.write_text(fill_markers(written, loaded), encoding="utf-8")
+
+
+@app.command(name="readings")
+def show_readings(
+    record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
+    segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
+) -> None:
+    """What the traces in a record say, with no decoding: how settings transfer between tasks and along a text, the best
+    length of every round in hindsight, acceptance by position in the draft.
+    """
+    with one_line_errors():
+        lines = read_record(record)
+        with showing(record):
+            found = reading_tables(lines, segment)
+        if not found:
+            raise ValueError(f"{record} holds no traces: measure again with selfspec-bench run, without --no-grid")
+    print_tables(found)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A record.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
+) -> None:
+    """Two records side by side: what changed in how they were made, speeds, and whether outputs are the same."""
+    with one_line_errors():
+        left, right = read_record(before), read_record(after)
+        with showing(before), showing(after):
+            notes, table = compare_records(left, right)
+    for note in notes:
+        typer.echo(note)
+    print_tables([table])
+
+
+def main() -> None:
+    """Entry point of `selfspec-bench`."""
+    # Its hints and loading bars would tear the progress bar apart; errors are still raised.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    app()
+
+
+def _fixed_setting(policy: str, num_layers: int) -> tuple[int, int]:
+    """(exit layer, length) of an "ls:E-G" policy. Raises ValueError for any other."""
+    exit_policy = parse_policy(policy, num_layers=num_layers).exit
+    plan = exit_policy.plan(RoundContext(round_index=0, num_committed=1, remaining_tokens=1))
+    if not isinstance(exit_policy, FixedExit) or plan.exit_layer is None:
+        raise ValueError(f'--policy must be a fixed setting such as "ls:3-6", got {policy!r}')
+    return plan.exit_layer, plan.max_speculations

@@ -1,0 +1,116 @@
+"""`selfspec-bench context`: speed, time to the first token and memory over the length of the context."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from bench.commands.bench_options import (
+    DeviceOption,
+    DtypeOption,
+    MemoryOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PeersOption,
+    RepeatsOption,
+)
+from bench.commands.preparation import (
+    configuration,
+    load_network,
+    open_model,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+)
+from bench.machine.bandwidth import BandwidthInTurn, WeightBytes
+from bench.machine.context import CONTEXTS, Context, long_prompt, measure_memory, measure_transformers, usable_contexts
+from bench.provenance import provenance
+from bench.record import RecordWriter
+from bench.sweep import parse_range
+from layerskip_models import DEMO_PATH, from_transformers
+from selfspec import SelfSpecGenerator
+from selfspec.calibrate import measured_cost
+from selfspec.cli.arguments import one_line_errors
+
+
+def context(
+    model: ModelOption = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, as in 128,1024.")] = ",".join(map(str, CONTEXTS)),
+    max_new_tokens: NewTokensOption = 64,
+    repeats: RepeatsOption = 3,
+    peers: PeersOption = True,
+    memory: MemoryOption = True,
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            "--prefill/--no-prefill",
+            help="Read the prompt; else its keys and values are random: for the speed of decoding at a length that takes"
+            " minutes to read.",
+        ),
+    ] = True,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    output: OutputOption = None,
+) -> None:
+    """tokens/s, time to the first token and peak memory at several lengths of the prompt; greedy.
+
+    Contexts beyond the model's positions are left out.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        if not prefill and (peers or memory):
+            raise ValueError("--no-prefill leaves nothing to compare or weigh: give --no-peers and --no-memory, too")
+        wanted = parse_range(contexts, "--contexts")
+        tokenizer = open_tokenizer(checkpoint)
+        network = load_network(checkpoint, dtype, device) if peers else None
+        skip = open_model(checkpoint, dtype, device) if network is None else from_transformers(network)
+        lengths = usable_contexts(wanted, max_new_tokens, skip.max_positions)
+    for left_out in sorted(set(wanted) - set(lengths)):
+        typer.echo(f"{left_out} tokens of context: beyond the model's {skip.max_positions} positions", err=True)
+    generator = SelfSpecGenerator(skip)
+    prompts = [long_prompt(tokenizer, length) for length in lengths]
+    weights = WeightBytes.of(skip)
+    heads = weights.head if weights.draft_head == weights.head else weights.head + weights.draft_head
+    embedding = 0 if skip.config.tie_word_embeddings else weights.head
+    description: dict[str, Any] = {
+        "kind": "run",
+        "command": "context",
+        "configuration": {
+            **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
+            "num_layers": skip.num_layers,
+            "prefill": prefill,
+            "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
+        },
+        "engines": {},
+        "provenance": provenance(skip.device, skip.dtype),
+    }
+    steps = len(lengths) * (peers + memory + 1 + 3 * repeats)
+    with recording(RecordWriter(output)) as record:
+        record.write(description)
+        bandwidth = BandwidthInTurn(skip.device)
+        cost = measured_cost(skip, generator.runner)
+        if network is not None:
+            measure_transformers(network, prompts[0], max_new_tokens)
+        generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy="ar")
+        with progress(steps) as advance:
+            if memory:
+                for prompt in prompts:
+                    record.write(measure_memory(skip, prompt, max_new_tokens))
+                    advance("memory")
+            behind = []
+            for prompt in prompts:
+                behind.append(Context(skip, prompt, max_new_tokens=max_new_tokens, prefill=prefill, cost=cost))
+                record.write(behind[-1].prefill)
+                advance("prefill")
+                if network is not None:
+                    record.write(measure_transformers(network, prompt, max_new_tokens))
+                    advance("transformers")
+            for repeat in range(repeats):
+                bandwidth.measure()
+                for place in behind:
+                    place.decode(repeat, record.write, advance)
+        record.write({"kind": "limits", **bandwidth.as_line(), "kv_bytes": weights.kv})
+    show(record.lines)

@@ -1,0 +1,184 @@
+"""What the commands of `selfspec-bench` share: what a record says about a run, loading, progress, interruption, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
+from bench.engines.own import Engine, Sampling
+from bench.engines.peers import (
+    transformers_early_exit,
+    transformers_early_exit_default,
+    transformers_generate,
+    transformers_static,
+)
+from bench.provenance import weights_digest
+from bench.record import Line, RecordWriter
+from bench.report.markdown import headline, tables
+from bench.report.table import counted, print_tables
+from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
+from layerskip_models.checkpoints.loading import load_config, load_transformers, resolve_device, resolve_dtype
+from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
+from selfspec.cli.arguments import one_line_errors
+
+_errors = Console(stderr=True)
+
+
+def configuration(
+    checkpoint: str,
+    prompts: Sequence[EncodedPrompt],
+    max_new_tokens: int,
+    repeats: int,
+    warmups: int,
+    sampling: Sampling | None = None,
+) -> dict[str, Any]:
+    """What a record says about any run. A local checkpoint is named by its folder alone. sampling: None if greedy."""
+    is_folder = Path(checkpoint).is_dir()
+    return {
+        "model": _described(checkpoint),
+        "weights_digest": weights_digest(Path(checkpoint)) if is_folder else None,
+        "prompts": [prompt.id for prompt in prompts],
+        "prompts_digest": digest(prompts),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "warmups": warmups,
+        "eos": "off",
+        **({"do_sample": False} if sampling is None else {**sampling.arguments(), "seed": sampling.seed}),
+    }
+
+
+def _described(checkpoint: str) -> str:
+    if is_synthetic(checkpoint):
+        return f"synthetic weights ({checkpoint.removeprefix(PREFIX)})"
+    if checkpoint == str(DEMO_PATH):
+        return "the demo model"
+    return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint
+
+
+def encoded(
+    path: Path | None, num_samples: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
+) -> list[EncodedPrompt]:
+    """Prompts of a file, or the shipped ones, the tasks taking turns."""
+    return encode_prompts(select_prompts(load_prompts(path), num_samples), tokenizer, prompt_tokens)
+
+
+def is_synthetic(checkpoint: str) -> bool:
+    """Whether a name stands for a shape with random weights."""
+    return checkpoint.startswith(PREFIX)
+
+
+def num_layers_of(checkpoint: str) -> int:
+    """How many layers a checkpoint has, without loading its weights. Raises as loading does."""
+    if is_synthetic(checkpoint):
+        return int(SHAPES[parse_synthetic(checkpoint)[0]]["num_hidden_layers"])
+    return int(load_config(checkpoint).num_hidden_layers)
+
+
+def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer; synthetic weights know no words, and take the demo's for their prompts."""
+    return load_tokenizer(str(DEMO_PATH) if is_synthetic(checkpoint) else checkpoint)
+
+
+def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
+    """The model alone: nothing of it is in memory twice."""
+    if is_synthetic(checkpoint):
+        if dtype == "int8":
+            return from_transformers(load_network(checkpoint, "float32", device), layout="int8", release=True)
+        return from_transformers(load_network(checkpoint, dtype, device), release=True)
+    return load_model(checkpoint, dtype=dtype, device=device)
+
+
+def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
+    """transformers' own model, for engines that share its weights."""
+    if is_synthetic(checkpoint):
+        shape, recipe = parse_synthetic(checkpoint)
+        target = resolve_device(device)
+        return synthetic_llama(shape, recipe, dtype=resolve_dtype(dtype, target, torch.bfloat16), device=target)
+    return load_transformers(checkpoint, dtype=dtype, device=device)
+
+
+def transformers_engines(
+    network: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
+) -> list[Engine]:
+    """`generate` in its cache modes, and `assistant_early_exit` at a fixed setting and at its defaults."""
+    static = [transformers_static(network, sampling)] if network.device.type == "cuda" else []
+    return [
+        transformers_generate(network, sampling),
+        *static,
+        transformers_early_exit(network, exit_layer, num_speculations, sampling),
+        transformers_early_exit_default(network, exit_layer, sampling),
+    ]
+
+
+@contextmanager
+def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr with the time left; yields what moves it by one. Silent where stderr is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    shown = visible and _errors.is_terminal
+    with Progress(*columns, console=_errors, disable=not shown, transient=True) as bar:
+        task = bar.add_task("measuring", total=total)
+
+        def advance(label: str) -> None:
+            bar.update(task, advance=1, description=label)
+
+        yield advance
+
+
+@contextmanager
+def recording(writer: RecordWriter, *, resume: str | None = None) -> Iterator[RecordWriter]:
+    """Write a record within it; errors end the command in one line, and Ctrl-C says what was kept, with status 130.
+
+    resume: the command line that goes on with the run, None where a run of this kind has to start again.
+    """
+    with one_line_errors():
+        try:
+            with writer:
+                yield writer
+        except KeyboardInterrupt:
+            typer.echo(_after_interrupt(writer, resume), err=True)
+            raise typer.Exit(130) from None
+
+
+def _after_interrupt(writer: RecordWriter, resume: str | None) -> str:
+    if writer.path is None:
+        return "interrupted: nothing was kept, since there was no --output"
+    done = sum(line["kind"] == "done" for line in writer.lines)
+    if resume is None:
+        return f"interrupted: what was measured so far is in {writer.path}.part; the command has to be run again"
+    return f"interrupted: {counted(done, 'prompt')} done and kept in {writer.path}.part; to go on: {resume}"
+
+
+def show(lines: Sequence[Mapping[str, Any]]) -> None:
+    """The record's tables and its headline, on standard output."""
+    records: list[Line] = [dict(line) for line in lines]
+    print_tables(tables(records))
+    typer.echo(headline(records))
+
+
+def exit_if_outputs_differ(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Name every difference that is no near-tie, and end with status 1 if there is one."""
+    faults = [line for line in lines if line["kind"] == "output" and line["near_tie"] is False]
+    for line in faults:
+        typer.echo(
+            f"{line['engine']} differs from {line['reference']} on {line['prompt']} at new token "
+            f"{line['first_difference']}, where the reference's top two logits are {line['reference_logit_gap']:.3g} apart",
+            err=True,
+        )
+    if faults:
+        raise typer.Exit(1)

@@ -1,0 +1,259 @@
+"""`selfspec-bench run`: policies and engines over tasks."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+import typer
+
+from bench.commands.bench_options import (
+    DeviceOption,
+    DoSampleOption,
+    DtypeOption,
+    KeptOption,
+    MemoryOption,
+    ModelOption,
+    NewTokensOption,
+    OutputOption,
+    PeersOption,
+    PromptTokensOption,
+    RepeatsOption,
+    RunnerOption,
+    SeedOption,
+    TaskSamplesOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    WarmupsOption,
+)
+from bench.commands.braces import expand_all
+from bench.commands.preparation import (
+    configuration,
+    exit_if_outputs_differ,
+    load_network,
+    open_model,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+    transformers_engines,
+)
+from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
+from bench.engines.own import Engine, Sampling, SelfSpecEngine
+from bench.hub_tasks import HUB_TASKS, load_hub_task
+from bench.provenance import provenance
+from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
+from bench.run import Run, RunSettings, resumable
+from bench.scoring import Scorer
+from bench.workers import Workers
+from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models.checkpoints.loading import resolve_device
+from policies import LayerCost, Policy, kept_between_texts, parse_policy
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import one_line_errors
+from selfspec.defaults import fixed_setting
+from selfspec.passes import resolve_runner
+
+DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
+
+
+def run(
+    model: ModelOption = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy to run; repeatable; several values in braces, as in spide:3,tau={0.5,0.6}, are several policies. "
+            f"Default: {', '.join(DEFAULT_POLICIES)}."
+        ),
+    ] = None,
+    kept: KeptOption = None,
+    baseline: Annotated[
+        list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="File of prompts, .jsonl[.gz]; repeatable. Default: the shipped ones.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Task to take from the prompts, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
+        ),
+    ] = None,
+    num_samples: TaskSamplesOption = 2,
+    prompt_tokens: PromptTokensOption = 320,
+    max_new_tokens: NewTokensOption = 128,
+    repeats: RepeatsOption = 2,
+    do_sample: DoSampleOption = False,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = None,
+    warmups: WarmupsOption = 1,
+    peers: PeersOption = True,
+    grid: Annotated[
+        bool | None,
+        typer.Option(
+            "--grid/--no-grid",
+            help="Replay all fixed settings, and run the best one of each task. Default: yes, unless sampling.",
+        ),
+    ] = None,
+    memory: MemoryOption = True,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    runner: RunnerOption = "auto",
+    output: OutputOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
+) -> None:
+    """Measure policies and engines over tasks: speed, rounds and memory, beside plain decoding in the same run.
+
+    Under `accelerate launch` the prompts are shared out. Ends with status 1 if an output differs by more than a near-tie.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        if resume and output is None:
+            raise ValueError("--resume needs --output, the record that was being written")
+        if resume and kept:
+            raise ValueError("--resume cannot go on with --kept: what a policy had learned is not in the record")
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        sampling = sampling_of(do_sample, options)
+        if sampling is not None and grid:
+            raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
+        grid = sampling is None if grid is None else grid
+        names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
+        workers = Workers(resolve_device(device))
+        chosen = choose_prompts(prompts or [], task or [], num_samples)
+        tokenizer = open_tokenizer(checkpoint)
+        samples = encode_prompts(chosen, tokenizer, prompt_tokens)
+        on = str(workers.device)
+        network = load_network(checkpoint, dtype, on) if peers else None
+        generator = SelfSpecGenerator(
+            open_model(checkpoint, dtype, on) if network is None else from_transformers(network),
+            runner=resolve_runner(runner, workers.device),
+        )
+        num_layers = generator.model.num_layers
+        parse = partial(
+            parse_policy,
+            num_layers=num_layers,
+            measure=lambda: LayerCost(num_layers),
+            preverifier=generator.load_preverifier,
+        )
+        for name in names:  # mistakes are told before anything is measured
+            parse(name)
+        lasting = kept_policies(kept or [], names, parse)
+        settings = RunSettings(
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            grid=grid,
+            memory=memory,
+            sampling=sampling,
+        )
+        engines: list[Engine] = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
+        engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
+        if network is not None:
+            engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
+        labels = {engine.name: engine.label for engine in engines}
+        description: dict[str, Any] = {
+            "kind": "run",
+            "command": "run",
+            "configuration": {
+                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
+                "prompt_tokens": prompt_tokens,
+                "runner": generator.runner,
+                "num_layers": num_layers,
+                "grid": grid,
+            },
+            "engines": {**labels, **({BEST_FIXED: BEST_FIXED_LABEL} if grid else {})},
+            "provenance": {**provenance(generator.model.device, generator.model.dtype), "processes": workers.count},
+        }
+        before = workers.from_main(read_parts(output) if resume and output is not None else [])
+        previous = resumable(before, description)
+    begin = (previous or [description]) if workers.is_main else []
+    writer = RecordWriter(output, worker=workers.index, previous=begin, attempt=workers.from_main(uuid4().hex))
+    if not workers.is_main:
+        workers.wait()  # until the first process has written what all parts of before held
+    with recording(writer, resume=None if kept else _resuming()) as record:
+        if workers.is_main:
+            workers.wait()
+        measuring = Run(generator, engines, samples, settings, record, workers, Scorer(tokenizer))
+        cost = measuring.costs()
+        measuring.limits()
+        total = Run.num_steps(len(workers.share(samples)), len(engines), settings)
+        with progress(total, visible=workers.is_main) as advance:
+            measuring.advance = advance
+            measuring.replay(cost)
+            measuring.measure()
+        measuring.memory()
+        lines = measuring.finish()
+    if workers.is_main:
+        show(lines)
+        exit_if_outputs_differ(lines)
+
+
+def sampling_of(do_sample: bool, options: Mapping[str, Any]) -> Sampling | None:
+    """The options of sampling, None for greedy decoding. Raises ValueError for an option that would do nothing."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not do_sample:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
+    return Sampling(**given) if do_sample else None
+
+
+def _resuming() -> str:
+    """The command line that goes on with this one."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    return shlex.join(["selfspec-bench", *arguments, "--resume"])
+
+
+def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
+    """The first `num_samples` prompts of every task, of all files or the shipped ones, task by task; a task that they lack
+    comes from the hub.
+
+    Raises ValueError for a task that is nowhere, or when two files share an id.
+    """
+    found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
+    if len({prompt.id for prompt in found}) < len(found):
+        raise ValueError("prompts of different files must have different ids")
+    by_task = group_by_task(found)
+    missing = [name for name in tasks if name not in by_task and name not in HUB_TASKS]
+    if missing:
+        raise ValueError(
+            f"no prompts of task {', '.join(missing)}; there are {', '.join(by_task)}; and on the hub {', '.join(HUB_TASKS)}"
+        )
+    chosen: list[Prompt] = []
+    for name in tasks or by_task:
+        chosen += by_task[name][:num_samples] if name in by_task else load_hub_task(name, num_samples)
+    return chosen
+
+
+def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
+    """The policies to run a second time with what they have learned: those asked for, "all" meaning all that learn.
+
+    Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
+    """
+    chosen: list[str] = []
+    for name in asked:
+        if name == "all":
+            chosen += [known for known in names if parse(kept_between_texts(known)).learns]
+        elif parse(kept_between_texts(name)).learns:
+            chosen.append(name)
+        else:
+            raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")
+    return list(dict.fromkeys(chosen))
+
+
+def baseline_policies(exit_layers: Sequence[int]) -> list[str]:
+    """The stopping policies that others have published, with a spread of their parameters, at some exit layers."""
+    names = []
+    for layer in exit_layers:
+        names += [f"fs:{layer}-4", *(f"dv:{layer},start={start}" for start in (0.2, 0.4, 0.8))]
+        names += [f"svip:{layer},threshold={bound}" for bound in (0.6, 1.0, 1.4)]
+        names += [f"adaedl:{layer},start={start}" for start in (0.2, 0.4)]
+        names += [f"spide:{layer},tau={tau}" for tau in (0.3, 0.5, 0.7)]
+    return names

@@ -1,0 +1,194 @@
+"""transformers' own decoding as engines to compare with, called the way that is fair to it.
+
+Settings of assisted generation are read from `model.generation_config` (passed as arguments they are ignored), so every
+call runs under a fresh GenerationConfig, without EOS and without what the checkpoint's own may carry (sampling), and the
+model's is put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
+from transformers.generation.streamers import BaseStreamer
+
+from bench.engines.own import Generation, Sampling
+from selfspec.calibrate import synchronize
+from selfspec.stats import ratio
+
+
+@contextmanager
+def generation_settings(model: LlamaForCausalLM, **fields: Any) -> Iterator[None]:
+    """Within it, `model.generation_config` is a fresh one with these fields and no EOS; then the old one again."""
+    saved = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=None, **fields)
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+class _FirstTokenSeen(Exception):
+    """No error: raised by the streamer to leave `generate` once the first token is there."""
+
+
+class _FirstTokenStreamer(BaseStreamer):
+    """Leaves `generate` at the first new token; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            raise _FirstTokenSeen
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class TransformersEngine:
+    """`model.generate`. arguments: more keywords for it. settings: of its GenerationConfig. sampling: None if greedy."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        name: str,
+        label: str,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self._sampling = sampling
+        self.name = name
+        self.label = label
+        self._model = model
+        self._arguments = dict(arguments or {})
+        self._settings = dict(settings or {})
+
+    def _call(
+        self, prompt: Tensor, max_new_tokens: int, repeat: int = 0, streamer: BaseStreamer | None = None
+    ) -> Tensor:
+        """Sequences [1, n + new]."""
+        ids = prompt.to(self._model.device).unsqueeze(0)
+        decoding: dict[str, Any] = {"do_sample": False}
+        if self._sampling is not None:
+            torch.manual_seed(self._sampling.seed + repeat)
+            decoding = self._sampling.arguments()
+        with torch.inference_mode(), generation_settings(self._model, **self._settings):
+            return self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+                **decoding,
+                **self._arguments,
+            )
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """See `Engine`. The first token is timed in a second call, so that no streamer slows the first one down."""
+        device = self._model.device
+        synchronize(device)
+        start = perf_counter()
+        sequences = self._call(prompt, max_new_tokens, repeat)
+        synchronize(device)
+        seconds = perf_counter() - start
+        first = None
+        start = perf_counter()
+        try:
+            self._call(prompt, max_new_tokens, repeat, _FirstTokenStreamer())
+        except _FirstTokenSeen:
+            first = perf_counter() - start
+        return Generation(
+            tokens=tuple(sequences[0, prompt.numel() :].tolist()), seconds=seconds, time_to_first_token=first
+        )
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """See `Engine`: every call of transformers allocates anew."""
+        self._call(prompt, max_new_tokens)
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
+        """Rounds, drafted and accepted tokens of assisted generation, which transformers does not return."""
+        if "assistant_early_exit" not in self._arguments:
+            return None
+        drafted: list[int] = []
+        accepted: list[int] = []
+        original = EarlyExitCandidateGenerator.update_candidate_strategy
+
+        def watched(generator: Any, input_ids: Tensor, scores: Tensor, num_matches: Any) -> None:
+            drafted.append(scores.shape[1] - 1)
+            accepted.append(int(num_matches))
+            original(generator, input_ids, scores, num_matches)
+
+        with patch.object(EarlyExitCandidateGenerator, "update_candidate_strategy", watched):
+            sequences = self._call(prompt, max_new_tokens)
+        num_new = sequences.shape[1] - prompt.numel()
+        return {
+            "rounds": len(drafted),
+            "num_drafted": sum(drafted),
+            "num_accepted": sum(accepted),
+            "acceptance_rate": ratio(sum(accepted), sum(drafted)),
+            "accepted_per_round": ratio(sum(accepted), len(drafted)),
+            "tokens_per_round": ratio(num_new, len(drafted)),
+        }
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """See `Engine`."""
+        with torch.inference_mode():
+            output = self._model(input_ids=ids.to(self._model.device).unsqueeze(0), logits_to_keep=1, use_cache=False)
+            return output.logits[0, -1].float().cpu()
+
+
+def transformers_generate(model: LlamaForCausalLM, sampling: Sampling | None = None) -> TransformersEngine:
+    """Plain `generate` with its default, dynamic cache."""
+    return TransformersEngine(model, "transformers:generate", "transformers generate", sampling=sampling)
+
+
+def transformers_static(model: LlamaForCausalLM, sampling: Sampling | None = None) -> TransformersEngine:
+    """`generate` with a static cache; on CUDA transformers compiles it by itself."""
+    return TransformersEngine(
+        model,
+        "transformers:static",
+        "transformers generate, static cache",
+        arguments={"cache_implementation": "static"},
+        sampling=sampling,
+    )
+
+
+def transformers_early_exit(
+    model: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
+) -> TransformersEngine:
+    """`assistant_early_exit` with a fixed exit layer and length: no schedule, no confidence threshold."""
+    return TransformersEngine(
+        model,
+        f"transformers:early-exit:{exit_layer}-{num_speculations}",
+        f"transformers early exit {exit_layer}-{num_speculations}",
+        arguments={"assistant_early_exit": exit_layer},
+        settings={
+            "num_assistant_tokens": num_speculations,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        },
+        sampling=sampling,
+    )
+
+
+def transformers_early_exit_default(
+    model: LlamaForCausalLM, exit_layer: int, sampling: Sampling | None = None
+) -> TransformersEngine:
+    """`assistant_early_exit` at its defaults: up to 20 drafts, until one has a probability below 0.4."""
+    return TransformersEngine(
+        model,
+        f"transformers:early-exit:{exit_layer}-default",
+        f"transformers early exit {exit_layer}, defaults",
+        arguments={"assistant_early_exit": exit_layer},
+        sampling=sampling,
+    )

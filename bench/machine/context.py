@@ -1,0 +1,207 @@
+"""Speed and memory over the length of the context: what a long text costs beside reading its keys and values.
+
+A prompt is run through the layers once per context, timed; what decoding costs there is then measured with every policy on
+the same cache, which its generator keeps between calls: all but the last rows of the prompt are not run again. Contexts take
+turns, so that slow drift of the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from bench.datasets import EncodedPrompt, load_prompts
+from bench.engines.peers import generation_settings
+from bench.machine.memory import peak_bytes
+from bench.machine.roofline import best_fixed
+from bench.record import Line
+from layerskip_models import LayerSkipModel
+from policies import CostModel
+from selfspec import SelfSpecGenerator
+from selfspec.calibrate import synchronize
+from selfspec.kv_cache import KVCache
+
+CONTEXTS = (128, 1024, 4096, 16384)
+"""Tokens of the prompt."""
+_CHUNK = 64
+
+
+def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
+    """The shipped prompts one behind the other, from the start again when they are used up, cut to so many tokens."""
+    text = "\n\n".join(prompt.prompt for prompt in load_prompts())
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+    repeated = ids.repeat(-(-num_tokens // ids.numel()))[:num_tokens]
+    return EncodedPrompt(id=f"context-{num_tokens}", task="context", ids=repeated)
+
+
+@contextmanager
+def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
+    """Within it, passes over rows below `length` do nothing: the cache must hold these rows from an earlier call.
+
+    Prefill is in small chunks meanwhile, so that only the last few rows run again.
+    """
+    original = model.run_layers
+
+    def run_layers(
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        cache: Any,
+        position: int,
+        capture: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        if position + hidden.shape[0] <= length:
+            return hidden
+        return original(hidden, start, stop, cache, position, capture)
+
+    with patch.object(model, "run_layers", run_layers), patch("selfspec.decoding._PREFILL_CHUNK", _CHUNK):
+        yield
+
+
+def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
+    """The most memory that tensors take during one call of plain decoding, weights left out, and what of it is the cache."""
+    generator = SelfSpecGenerator(model)  # without a cache, so that it is counted
+    cache_bytes = []
+
+    def afresh() -> None:
+        result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+        cache_bytes.append(result.stats.peak_cache_bytes)
+
+    peak = peak_bytes(model.device, afresh)
+    return {"kind": "memory", "context": prompt.ids.numel(), "peak_bytes": peak, "kv_bytes": cache_bytes[0]}
+
+
+class Context:
+    """One context, read into a cache of its own, and what decodes behind it.
+
+    prefill: False leaves the prompt unread; its keys and values are random. cost: ranks the fixed settings.
+    """
+
+    def __init__(
+        self, model: LayerSkipModel, prompt: EncodedPrompt, *, max_new_tokens: int, prefill: bool, cost: CostModel
+    ) -> None:
+        self._generator = SelfSpecGenerator(model)
+        self._prompt = prompt
+        self._max_new_tokens = max_new_tokens
+        self._size = prompt.ids.numel()
+        # The cache has a row for every token of the runs that follow, which therefore take it over.
+        with nullcontext() if prefill else _unread(model, self._size - 1):
+            first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+        self._tokens = first.new_tokens
+        seconds = first.stats.time_to_first_token if prefill else None
+        self.prefill: Line = {"kind": "prefill", "context": self._size, "time_to_first_token": seconds}
+        with prefix_kept(model, self._size - 1):
+            self._policies = ["ar", best_fixed(self._generator, prompt, max_new_tokens, cost), "auto"]
+            for policy in self._policies:
+                _decode(self._generator, policy, prompt, max_new_tokens)
+
+    def decode(self, repeat: int, write: Callable[[Line], None], advance: Callable[[str], None]) -> None:
+        """Plain decoding, the fixed setting that is best here by replay, and auto, each repeat from another one on.
+
+        Writes a "decode" line for each.
+        """
+        with prefix_kept(self._generator.model, self._size - 1):
+            for offset in range(len(self._policies)):
+                policy = self._policies[(repeat + offset) % len(self._policies)]
+                line = _decode(self._generator, policy, self._prompt, self._max_new_tokens)
+                equal = line.pop("new_tokens") == self._tokens
+                write({**line, "repeat": repeat, "outputs_equal": equal, "role": _role(policy)})
+                advance(policy)
+
+
+@contextmanager
+def _unread(model: LayerSkipModel, length: int) -> Iterator[None]:
+    """Within it, a new cache is full of random keys and values, and rows below `length` are not run."""
+
+    def filled(model: LayerSkipModel, max_length: int) -> KVCache:
+        cache = KVCache(model, max_length)
+        for values in (cache.keys, cache.values):
+            values.normal_()
+        return cache
+
+    with prefix_kept(model, length), patch("selfspec.runtime.runner_pool.KVCache", filled):
+        yield
+
+
+_GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": []}
+
+
+def _role(policy: str) -> str:
+    return "best fixed" if policy.startswith("ls:") else {"ar": "plain"}.get(policy, policy)
+
+
+def _decode(generator: SelfSpecGenerator, policy: str, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
+    generator.resolve_policy(policy).reset()
+    result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy=policy, **_GREEDY)
+    stats = result.stats
+    return {
+        "kind": "decode",
+        "context": prompt.ids.numel(),
+        "policy": policy,
+        "tokens": stats.num_new_tokens - 1,
+        "seconds": stats.seconds - stats.time_to_first_token,
+        "etpl": stats.etpl,
+        "new_tokens": result.new_tokens,
+    }
+
+
+class _Clock(BaseStreamer):
+    """When the first new token was there; the prompt comes before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.puts = 0
+        self.first = 0.0
+        self._device = device
+
+    def put(self, value: Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            synchronize(self._device)
+            self.first = perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def measure_transformers(network: LlamaForCausalLM, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
+    """transformers' own `generate` on the same prompt: time to the first token, and decoding after it, in one call."""
+    ids = prompt.ids.to(network.device).unsqueeze(0)
+    clock = _Clock(network.device)
+    synchronize(network.device)
+    start = perf_counter()
+    with torch.inference_mode(), generation_settings(network):
+        network.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            streamer=clock,
+        )
+    synchronize(network.device)
+    end = perf_counter()
+    return {
+        "kind": "transformers",
+        "context": prompt.ids.numel(),
+        "tokens": max_new_tokens - 1,
+        "seconds": end - clock.first,
+        "time_to_first_token": clock.first - start,
+    }
+
+
+def usable_contexts(contexts: Sequence[int], max_new_tokens: int, max_positions: int) -> list[int]:
+    """Those that leave room for the new tokens. Raises ValueError where none does."""
+    usable = sorted({context for context in contexts if context + max_new_tokens <= max_positions})
+    if not usable:
+        raise ValueError(
+            f"the model has {max_positions} positions: no context of {', '.join(map(str, contexts))} leaves room for "
+            f"{max_new_tokens} new tokens"
+        )
+    return usable

@@ -1,0 +1,142 @@
+"""How close each part of a round comes to the memory bus: seconds beside the bytes that it must read.
+
+Single calls come from the engine's own calibration (`selfspec.calibrate`), the same figures that measured costs are made of;
+phases come from whole runs, whose traces say what each round had to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.datasets import EncodedPrompt
+from bench.machine.bandwidth import WeightBytes
+from bench.record import Line
+from policies import CostModel, MeasuredCost, RoundRecord
+from selfspec import SelfSpecGenerator
+from selfspec.analysis.replay import fixed_settings, trace_agreement
+
+ROWS = (1, 2, 4, 8)
+"""Rows of a verification that the table shows."""
+PHASES = ("draft", "verify", "accept", "learn", "other")
+"""What the time after prefill is spent in, learning from the prompt included; `other` is what no phase counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One of the engine's calls. num_bytes: what it must read, whatever else it does."""
+
+    name: str
+    seconds: float
+    num_bytes: float
+
+    def as_line(self) -> dict[str, Any]:
+        """The record's line."""
+        return {"kind": "call", "name": self.name, "seconds": self.seconds, "bytes": self.num_bytes}
+
+
+def calls(
+    cost: MeasuredCost,
+    weights: WeightBytes,
+    *,
+    context: int,
+    exit_layers: Sequence[int],
+    learning: Mapping[int, float],
+) -> list[Call]:
+    """The calls that rounds consist of, at the context that the cost was timed at.
+
+    learning: seconds of one learning step by rows.
+    """
+    layers = cost.num_layers
+    layer, head = weights.layer + weights.kv * context, weights.head
+    found = [
+        Call(name="plain step", seconds=cost.autoregressive(), num_bytes=layers * layer + head),
+        Call(name="one layer, 1 row", seconds=cost.layer_seconds[0], num_bytes=layer),
+        Call(name="norm and head, 1 row", seconds=cost.head_seconds[0], num_bytes=head),
+    ]
+    for exit_layer in exit_layers:
+        seconds = exit_layer * cost.layer_seconds[0] + cost.look(exit_layer)
+        found.append(
+            Call(
+                name=f"draft step, E = {exit_layer}", seconds=seconds, num_bytes=exit_layer * layer + weights.draft_head
+            )
+        )
+    for rows in ROWS:
+        if rows <= len(cost.layer_seconds):
+            seconds = layers * cost.layer_seconds[rows - 1] + cost.head_seconds[rows - 1]
+            name = f"all layers and head, {rows} row{'s' if rows > 1 else ''}"
+            found.append(Call(name=name, seconds=seconds, num_bytes=layers * layer + head))
+    for rows, seconds in learning.items():
+        found.append(
+            Call(name=f"learning, {rows} row{'s' if rows > 1 else ''}", seconds=seconds, num_bytes=weights.draft_head)
+        )
+    return found
+
+
+def phase_bytes(
+    trace: Iterable[RoundRecord], weights: WeightBytes, num_layers: int, cost: CostModel
+) -> tuple[dict[str, float], float]:
+    """Bytes that the rounds of a run had to read in drafting, verifying and learning; and what the cost says they cost.
+
+    A layer's weights count once per pass, whatever the rows; keys and values as long as the text was when the round began.
+    """
+    read = {"draft": 0.0, "verify": 0.0, "learn": 0.0}
+    seconds = 0.0
+    for record in trace:
+        layer = weights.layer + weights.kv * record.num_committed_before
+        read["verify"] += num_layers * layer + weights.head
+        if record.exit_layer is None:
+            seconds += cost.autoregressive()
+        else:
+            # Stopped before a draw, the last row has been through E layers already; else verification does that.
+            early = record.stop_cause == "before_draw"
+            looks = record.num_drafted + early
+            read["draft"] += looks * (record.exit_layer * layer + weights.draft_head)
+            read["verify"] -= early * record.exit_layer * layer
+            seconds += cost.round(record.exit_layer, record.num_drafted) + early * cost.look(record.exit_layer)
+        if record.shadow is not None:
+            read["learn"] += weights.draft_head
+    return read, seconds
+
+
+def measure_phases(
+    generator: SelfSpecGenerator,
+    policy: str,
+    prompt: EncodedPrompt,
+    repeat: int,
+    max_new_tokens: int,
+    weights: WeightBytes,
+    cost: CostModel,
+) -> Line:
+    """One greedy run, EOS off, by a policy that has forgotten what it knew: its phases after the first token."""
+    generator.resolve_policy(policy).reset()
+    result = generator.generate(
+        prompt.ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=policy, trace=True
+    )
+    assert result.trace is not None
+    stats = result.stats
+    read, predicted = phase_bytes(result.trace, weights, generator.model.num_layers, cost)
+    seconds = {
+        "draft": stats.draft_seconds,
+        "verify": stats.verify_seconds,
+        "accept": stats.accept_seconds,
+        "learn": stats.learn_seconds,
+    }
+    decoding = stats.seconds - stats.prefill_seconds
+    return {
+        "kind": "phases",
+        "policy": policy,
+        "prompt": prompt.id,
+        "repeat": repeat,
+        "tokens": stats.num_new_tokens - 1,
+        "decode_seconds": decoding,
+        "seconds": {**seconds, "other": max(0.0, decoding - sum(seconds.values()))},
+        "bytes": read,
+        "predicted_seconds": predicted,
+    }
+
+
+def best_fixed(generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int, cost: CostModel) -> str:
+    """The fixed setting that measured costs call best on this prompt, by replay of one traced run."""
+    return fixed_settings(trace_agreement(generator, prompt.ids, max_new_tokens), cost)[0].policy

@@ -1,0 +1,73 @@
+"""The tables of a busy machine: what of its quiet speed each engine keeps, and the processor time that a token costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from bench.record import Line
+from bench.report.table import UNKNOWN, Table
+
+
+def busy_headline(lines: Sequence[Line]) -> str:
+    """What the engines keep of their quiet speed."""
+    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
+    device = where["cpu"] if where["device"] == "cpu" else where["device"]
+    most = max(_levels(lines))
+    kept = [
+        f"{label} {_share(lines, name, most)}"
+        for name, label in lines[0]["engines"].items()
+        if _share(lines, name, most)
+    ]
+    return (
+        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads. Beside {most} busy "
+        f"processes per core, each engine keeps this share of its quiet speed (a fair share is {1 / (most + 1):.2f}): "
+        f"{', '.join(kept)}."
+    )
+
+
+def busy_tables(lines: Sequence[Line]) -> list[Table]:
+    """Speeds with shares, then processor time."""
+    levels = _levels(lines)
+    columns = ("engine", *("quiet" if level == 0 else f"{level} per core" for level in levels))
+    speeds, costs = [], []
+    for name, label in lines[0]["engines"].items():
+        cells = []
+        for level in levels:
+            speed, share = _speed(lines, name, level), _share(lines, name, level)
+            cells.append(UNKNOWN if speed is None else f"{speed:.1f}" + (f" ({share})" if level and share else ""))
+        speeds.append((label, *cells))
+        costs.append((label, *(_cost(lines, name, level) for level in levels)))
+    fair = ("fair share", *("" if level == 0 else f"({1 / (level + 1):.2f})" for level in levels))
+    return [
+        Table(
+            name="speed",
+            title="tokens/s beside busy processes, and in brackets the share of the quiet speed",
+            columns=columns,
+            rows=(*speeds, fair),
+        ),
+        Table(name="cost", title="Processor time per token, ms, all threads", columns=columns, rows=tuple(costs)),
+    ]
+
+
+def _levels(lines: Sequence[Line]) -> list[int]:
+    return sorted({line["busy"] for line in lines if line["kind"] == "cell"})
+
+
+def _cells(lines: Sequence[Line], engine: str, level: int) -> list[Line]:
+    return [line for line in lines if line["kind"] == "cell" and (line["engine"], line["busy"]) == (engine, level)]
+
+
+def _speed(lines: Sequence[Line], engine: str, level: int) -> float | None:
+    found = [line["tokens"] / line["seconds"] for line in _cells(lines, engine, level)]
+    return median(found) if found else None
+
+
+def _share(lines: Sequence[Line], engine: str, level: int) -> str:
+    quiet, speed = _speed(lines, engine, 0), _speed(lines, engine, level)
+    return f"{speed / quiet:.2f}" if quiet and speed is not None else ""
+
+
+def _cost(lines: Sequence[Line], engine: str, level: int) -> str:
+    found = [1000 * line["cpu_seconds"] / line["tokens"] for line in _cells(lines, engine, level) if line["tokens"]]
+    return f"{median(found):.2f}" if found else UNKNOWN

@@ -1,0 +1,145 @@
+"""A table for people: Markdown, terminal; and how its numbers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from bench.report.summary import Spread
+
+UNKNOWN = "–"
+_GAP = 2
+"""Characters that a terminal shows between two columns."""
+_UNLIMITED = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Text cells. heat: per row and column a number in [0, 1] that colours the cell in a terminal, or None."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    heat: tuple[tuple[float | None, ...], ...] | None = None
+
+    def markdown(self) -> str:
+        """The table in Markdown, the first column left, the others right."""
+        rule = " | ".join([":--", *["--:"] * (len(self.columns) - 1)])
+        lines = [" | ".join(self.columns), rule, *(" | ".join(row) for row in self.rows)]
+        return "\n".join([f"**{self.title}**", "", *(f"| {line} |" for line in lines)])
+
+    def split(self, width: int) -> list[Table]:
+        """Tables of at most `width` characters with the same rows, each with the first column and as many others as fit."""
+        widths = [max(len(text) for text in column) + _GAP for column in zip(self.columns, *self.rows)]
+        blocks: list[list[int]] = [[]]
+        for index in range(1, len(self.columns)):
+            used = widths[0] + sum(widths[place] for place in blocks[-1])
+            if blocks[-1] and used + widths[index] > width:
+                blocks.append([])
+            blocks[-1].append(index)
+
+        def pick(row: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
+            return (row[0], *(row[place] for place in places))
+
+        return [
+            Table(
+                name=self.name,
+                title=self.title if number == 0 else f"{self.title} (continued)",
+                columns=pick(self.columns, places),
+                rows=tuple(pick(row, places) for row in self.rows),
+                heat=None if self.heat is None else tuple(pick(row, places) for row in self.heat),
+            )
+            for number, places in enumerate(blocks)
+        ]
+
+    def rich(self) -> RichTable:
+        """The table for a terminal."""
+        table = RichTable(title=escape(self.title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+        for index, column in enumerate(self.columns):
+            table.add_column(escape(column), justify="left" if index == 0 else "right", overflow="fold")
+        for number, row in enumerate(self.rows):
+            heat = self.heat[number] if self.heat is not None else (None,) * len(row)
+            table.add_row(*(_coloured(text, value) for text, value in zip(row, heat)))
+        return table
+
+
+def print_tables(tables: Iterable[Table], console: Console | None = None) -> None:
+    """Write tables to standard output: whole into a pipe or file, in blocks of columns that fit into a terminal."""
+    console = console or Console()
+    for table in tables:
+        if console.is_terminal:
+            for block in table.split(console.width):
+                console.print(block.rich())
+        else:
+            Console(file=console.file, width=_UNLIMITED).print(table.rich())
+
+
+def _coloured(text: str, heat: float | None) -> str:
+    """Text on a background from dark blue (0) over green to yellow (1)."""
+    if heat is None:
+        return escape(_unmarked(text))
+    red, green, blue = int(40 + 200 * heat**2), int(60 + 150 * heat), int(120 * (1 - heat) + 20)
+    ink = "black" if heat > 0.55 else "white"
+    bold = "bold " if text.startswith("**") else ""
+    return f"[{bold}{ink} on rgb({red},{green},{blue})]{escape(_unmarked(text))}[/]"
+
+
+def _unmarked(text: str) -> str:
+    """Without Markdown's marks for code, bold and italics, which a terminal would show as they are."""
+    return text.strip("*").replace("`", "")
+
+
+def number(value: float | None, pattern: str, factor: float = 1) -> str:
+    """value * factor in a pattern such as "{:.2f}"; a dash for None."""
+    return UNKNOWN if value is None else pattern.format(value * factor)
+
+
+def counted(count: int, what: str) -> str:
+    """A number with its noun: "1 prompt", "2 prompts"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def spread_text(spread: Spread) -> str:
+    """Value (lowest to highest repeat)."""
+    return f"{spread.value:.1f} ({spread.low:.1f}–{spread.high:.1f})"
+
+
+def times(spread: Spread) -> str:
+    """A ratio, and in brackets the lowest and highest repeat."""
+    return f"{spread.value:.2f}× ({spread.low:.2f}–{spread.high:.2f})"
+
+
+def outputs_text(mismatches: int, near_ties: int) -> str:
+    """How outputs compare with the reference's."""
+    if not mismatches:
+        return "equal"
+    faults = mismatches - near_ties
+    found = [f"near-ties: {near_ties}"] if near_ties else []
+    return ", ".join([*found, *([f"DIFFERENT: {faults}"] if faults else [])])
+
+
+def heat_table(
+    name: str,
+    title: str,
+    axes: Mapping[str, Sequence[str]],
+    texts: Mapping[tuple[str, ...], str],
+    values: Mapping[tuple[str, ...], float],
+) -> Table:
+    """A grid over two axes, rows first, coloured from its lowest to its highest value."""
+    (down, rows), (_, columns) = axes.items()
+    low, high = min(values.values()), max(values.values())
+    span = (high - low) or 1.0
+    return Table(
+        name=name,
+        title=title,
+        columns=(down, *columns),
+        rows=tuple((row, *(texts[row, column] for column in columns)) for row in rows),
+        heat=tuple((None, *((values[row, column] - low) / span for column in columns)) for row in rows),
+    )
