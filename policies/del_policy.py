@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from policies.base import NeverStop, check_layers
+from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
@@ -269,6 +270,17 @@ class DelExit:
         self._length = length
         self._first_length = 0 if no_speculation else 1
 
+    @classmethod
+    def from_args(cls, setup: Setup, *, cost: str = "layers", d_max: int = MAX_SPECULATIONS, **options: Any) -> DelExit:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
+
+    def own_stopping(self, on_stop: str = "drop") -> DelThreshold | None:
+        """The threshold that ends its drafts; None where it plans their length (length=tpl)."""
+        if self._length == "tpl":
+            return None
+        return DelThreshold(num_layers=self._cost.num_layers, on_stop=on_stop, shared=self.estimates)
+
     def begin_text(self) -> None:
         """Forget the text before, unless its rounds are kept."""
         self.estimates.begin_text()
@@ -353,6 +365,11 @@ class DelThreshold(NeverStop):
         self.estimates = shared
         self.needs = Needs(confidence=True, shadow_layers=shared.layers, prompt_rows=PROMPT_ROWS)
         self._drops = on_stop == "drop"
+
+    @classmethod
+    def from_args(cls, setup: Setup, **options: Any) -> DelThreshold:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(num_layers=setup.num_layers, layers=setup.layers_to_learn, **options)
 
     def begin_text(self) -> None:
         """Forget the text before, unless its rounds are kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop
+from policies.building import Setup
 from policies.records import DraftRow, Needs, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
@@ -104,6 +105,11 @@ class DraftVerifyThreshold(AdaptiveStopping):
     ) -> None:
         super().__init__(AdaptiveThreshold(start, target=target, step=step), max_length)
         self.needs = Needs(confidence=True)
+
+    @classmethod
+    def from_args(cls, setup: Setup, **options: Any) -> DraftVerifyThreshold:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(**options)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """When the row's confidence is below the threshold."""

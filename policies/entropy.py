@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from policies.base import NeverStop
+from policies.building import Setup
 from policies.draft_verify import AdaptiveStopping, AdaptiveThreshold
 from policies.records import DraftRow, Needs
 
@@ -29,6 +31,11 @@ class SvipThreshold(NeverStop):
         self._threshold = threshold
         self.max_length = max_length
 
+    @classmethod
+    def from_args(cls, setup: Setup, **options: Any) -> SvipThreshold:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(**options)
+
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """When the row's sqrt(H) is above the threshold."""
         assert row.entropy is not None
@@ -49,6 +56,11 @@ class AdaEdlThreshold(AdaptiveStopping):
     def __init__(self, start: float = ADAEDL_START, *, max_length: int = MAX_LENGTH) -> None:
         super().__init__(AdaptiveThreshold(start), max_length)
         self.needs = Needs(entropy=True)
+
+    @classmethod
+    def from_args(cls, setup: Setup, **options: Any) -> AdaEdlThreshold:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(**options)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """When the bound is below lambda."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop
+from policies.building import Setup
 from policies.records import DraftRow, RoundRecord
 
 MAX_LENGTH = 20  # where the growth ends; a draft of 20 tokens that is accepted as a whole has nothing left to gain
@@ -24,6 +25,11 @@ class FiniteStateLength(NeverStop):
         self._start = start
         self.max_length = max_length
         self.length = start
+
+    @classmethod
+    def from_args(cls, setup: Setup, length: int = 4) -> FiniteStateLength:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(length)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """When the current length is reached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from policies.base import Unlearning, check_exit_layer
+from policies.building import Setup
 from policies.records import Plan, RoundContext
 
 
@@ -27,6 +28,11 @@ class FixedExit(Unlearning):
                 raise ValueError("exit_layer is missing: give one in [1, num_layers - 1], or num_speculations=0")
             self._plan = Plan(exit_layer=exit_layer, max_speculations=num_speculations)
             self.exit_layers = (exit_layer,)
+
+    @classmethod
+    def from_args(cls, setup: Setup, exit_layer: int | None = None, length: int = 0) -> FixedExit:
+        """Built from its name's ARGS (`policies.names`)."""
+        return cls(exit_layer, length, num_layers=setup.num_layers)
 
     def plan(self, context: RoundContext) -> Plan:
         """The same plan each time."""

@@ -11,62 +11,34 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from policies import del_policy, draft_verify, entropy, finite_state, pacer, spide
-from policies.auto import policy as auto
+from policies.auto.policy import AutoExit
 from policies.base import ExitPolicy, Policy, StoppingPolicy, check_exit_layer
-from policies.cost import CostModel, LayerCost, WithPreVerifier
+from policies.building import Setup
+from policies.cost import CostModel
+from policies.del_policy import DelExit, DelThreshold
+from policies.draft_verify import DraftVerifyThreshold
+from policies.entropy import AdaEdlThreshold, SvipThreshold
+from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
+from policies.pacer import PacerStopping, PreVerifier
 from policies.records import Needs
+from policies.spide import SpideStopping
 
-COSTS = ("layers", "measured")
 Convert = Callable[[str], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a name is resolved for: the model's layers, and how to get its measured cost and a pre-verifier (None: neither can
-    be had). ends: Pacer, if it ends the drafts: the passes of its pre-verifier are part of the cost. exit_layers: those
-    that the exit policy may choose, for a stopping policy behind it; None for any."""
-
-    num_layers: int
-    measure: Callable[[], CostModel] | None = None
-    preverifier: Callable[[str | None], pacer.PreVerifier] | None = None
-    ends: pacer.PacerStopping | None = None
-    exit_layers: tuple[int, ...] | None = None
-
-    @property
-    def layers_to_learn(self) -> tuple[int, ...]:
-        """The exit layers that a stopping policy may be asked about."""
-        return tuple(range(1, self.num_layers)) if self.exit_layers is None else self.exit_layers
-
-    def cost(self, kind: str) -> CostModel:
-        """The cost model of a `cost=` option."""
-        cost = self._cost(kind)
-        if self.ends is None:
-            return cost
-        block = self.ends.b
-        return WithPreVerifier(cost, block, self.ends.preverifier.pass_seconds(block) if kind == "measured" else None)
-
-    def _cost(self, kind: str) -> CostModel:
-        if kind == "layers":
-            return LayerCost(self.num_layers)
-        if kind != "measured":
-            raise ValueError(f"cost must be one of {', '.join(COSTS)}, got {kind!r}")
-        if self.measure is None:
-            raise ValueError("cost=measured needs measured seconds: pass `measure`, or use cost=layers")
-        return self.measure()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
     """One name: what its ARGS may be, and what it builds.
 
+    build: given a Setup and ARGS as keywords. own_stopping: makes the stopping policy that an exit policy comes with, if any.
     position: what comes first in ARGS, "" for nothing, "E", "E-G" or "G" (exit layer, length). options: name -> converter.
     """
 
     about: str
     example: str
     build: Callable[..., Any]
+    own_stopping: Callable[..., StoppingPolicy | None] | None = None
     position: str = ""
     position_optional: bool = False
     options: Mapping[str, Convert] = field(default_factory=dict)
@@ -88,67 +60,14 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
-def _plain(setup: Setup) -> ExitPolicy:
-    return FixedExit(None, 0, num_layers=setup.num_layers)
-
-
-def _fixed(setup: Setup, exit_layer: int, length: int) -> ExitPolicy:
-    return FixedExit(exit_layer, length, num_layers=setup.num_layers)
-
-
-def _del(setup: Setup, *, cost: str = "layers", d_max: int = del_policy.MAX_SPECULATIONS, **options: Any) -> ExitPolicy:
-    return del_policy.DelExit(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
-
-
-def _auto(setup: Setup, *, cost: str = "measured", d_max: int = auto.MAX_SPECULATIONS, **options: Any) -> ExitPolicy:
-    found = setup.cost(cost)
-    # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
-    repair = cost == "measured" and setup.ends is None and not getattr(found, "fixed", False)
-    return auto.AutoExit(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
-
-
-def _finite_state(setup: Setup, length: int = 4) -> StoppingPolicy:
-    return finite_state.FiniteStateLength(length)
-
-
-def _draft_verify(setup: Setup, **options: Any) -> StoppingPolicy:
-    return draft_verify.DraftVerifyThreshold(**options)
-
-
-def _svip(setup: Setup, **options: Any) -> StoppingPolicy:
-    return entropy.SvipThreshold(**options)
-
-
-def _adaedl(setup: Setup, **options: Any) -> StoppingPolicy:
-    return entropy.AdaEdlThreshold(**options)
-
-
-def _spide(setup: Setup, **options: Any) -> StoppingPolicy:
-    built = spide.SpideStopping(setup.layers_to_learn, num_layers=setup.num_layers, **options)
-    if "learn_every" in options and not built.learns_from_shadow_tokens:
-        raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
-    return built
-
-
-def _pacer(setup: Setup, path: str | None = None, exit_layer: int | None = None, **options: Any) -> StoppingPolicy:
-    if setup.preverifier is None:
-        raise ValueError("'pacer' needs a pre-verifier: pass `preverifier`, which loads one for the model")
-    loaded = setup.preverifier(path)
-    own = {name: value for name, value in loaded.defaults.items() if name in ("b", "t", "rho")}
-    return pacer.PacerStopping(loaded, **{**own, **options})
-
-
-def _del_threshold(setup: Setup, **options: Any) -> StoppingPolicy:
-    return del_policy.DelThreshold(num_layers=setup.num_layers, layers=setup.layers_to_learn, **options)
-
-
 EXITS: dict[str, Named] = {
-    "ar": Named(about="plain decoding", example="ar", build=_plain),
-    "ls": Named(about="fixed exit layer and length", example="ls:3-6", build=_fixed, position="E-G"),
+    "ar": Named(about="plain decoding", example="ar", build=FixedExit.from_args),
+    "ls": Named(about="fixed exit layer and length", example="ls:3-6", build=FixedExit.from_args, position="E-G"),
     "del": Named(
         about="DEL: exit layer by tokens per layer, dynamic threshold",
         example="del:on_stop=keep",
-        build=_del,
+        build=DelExit.from_args,
+        own_stopping=DelExit.own_stopping,
         options={
             "cost": str,
             "layers": _layers,
@@ -164,7 +83,8 @@ EXITS: dict[str, Named] = {
     "auto": Named(
         about="exit layer and length by tokens per cost",
         example="auto:cost=layers",
-        build=_auto,
+        build=AutoExit.from_args,
+        own_stopping=AutoExit.own_stopping,
         options={
             "cost": str,
             "layers": _layers,
@@ -180,30 +100,34 @@ EXITS: dict[str, Named] = {
 
 STOPPINGS: dict[str, Named] = {
     "fs": Named(
-        about="finite-state length", example="fs:3-6", build=_finite_state, position="G", position_optional=True
+        about="finite-state length",
+        example="fs:3-6",
+        build=FiniteStateLength.from_args,
+        position="G",
+        position_optional=True,
     ),
     "dv": Named(
         about="Draft&Verify's threshold",
         example="dv:3",
-        build=_draft_verify,
+        build=DraftVerifyThreshold.from_args,
         options={"start": float, "target": float, "step": float, "max_length": _integer},
     ),
     "svip": Named(
         about="SVIP's entropy bound",
         example="svip:3,threshold=0.6",
-        build=_svip,
+        build=SvipThreshold.from_args,
         options={"threshold": float, "max_length": _integer},
     ),
     "adaedl": Named(
         about="AdaEDL's entropy bound",
         example="adaedl:3",
-        build=_adaedl,
+        build=AdaEdlThreshold.from_args,
         options={"start": float, "max_length": _integer},
     ),
     "spide": Named(
         about="SPIDE's reliability",
         example="spide:3,tau=0.7",
-        build=_spide,
+        build=SpideStopping.from_args,
         options={
             "tau": float,
             "max_length": _integer,
@@ -216,7 +140,7 @@ STOPPINGS: dict[str, Named] = {
     "pacer": Named(
         about="Pacer's pre-verifier",
         example="pacer:FOLDER,t=0.7",
-        build=_pacer,
+        build=PacerStopping.from_args,
         position="PATH",
         position_optional=True,
         options={
@@ -232,7 +156,7 @@ STOPPINGS: dict[str, Named] = {
     "del": Named(
         about="DEL's dynamic threshold",
         example="ls:3-18+del",
-        build=_del_threshold,
+        build=DelThreshold.from_args,
         options={"on_stop": str, "omega": float, "state": str, "prompt": str},
     ),
 }
@@ -244,7 +168,7 @@ def parse_policy(
     *,
     num_layers: int,
     measure: Callable[[], CostModel] | None = None,
-    preverifier: Callable[[str | None], pacer.PreVerifier] | None = None,
+    preverifier: Callable[[str | None], PreVerifier] | None = None,
 ) -> Policy:
     """Build a policy from its name.
 
@@ -292,14 +216,11 @@ def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPol
     values = _values(name, EXITS[name], arguments)
     if "on_stop" in values and values.get("length") == "tpl":
         raise ValueError("on_stop= changes nothing with length=tpl, which drafts without a threshold")
-    on_stop = values.pop("on_stop", "drop")
+    own = {"on_stop": values.pop("on_stop")} if "on_stop" in values else {}
     built = EXITS[name].build(setup, **values)
     _check_schedule(values, built.needs, Needs(), "")
-    if isinstance(built, del_policy.DelExit) and values.get("length", "max") == "max":
-        return built, del_policy.DelThreshold(num_layers=setup.num_layers, on_stop=on_stop, shared=built.estimates)
-    if isinstance(built, auto.AutoExit):
-        return built, auto.AutoStopping(built.learner)
-    return built, None
+    stopping = EXITS[name].own_stopping
+    return built, None if stopping is None else stopping(built, **own)
 
 
 def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> tuple[ExitPolicy, StoppingPolicy]:
@@ -316,7 +237,7 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
         if "exit_layer" in other_values:
             raise ValueError(f"exit_layer= changes nothing behind {name!r}, which chooses the exit layer")
         stopping = STOPPINGS[other].build(setup, **other_values)
-        assert isinstance(stopping, pacer.PacerStopping)
+        assert isinstance(stopping, PacerStopping)
         setup = replace(setup, ends=stopping)
         _keep_to_layers(values, stopping.exit_layers, "layers" in EXITS[name].options)
     built = EXITS[name].build(setup, **values)
@@ -353,8 +274,8 @@ def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolic
     """A stopping policy behind a fixed exit layer, which comes first: "dv:3", "fs:3-6"; "pacer" knows its own."""
     if name == "pacer":
         values = _values(name, STOPPINGS[name], arguments)
-        stopped = _pacer(setup, **values)
-        assert isinstance(stopped, pacer.PacerStopping)
+        stopped = PacerStopping.from_args(setup, **values)
+        assert isinstance(stopped, PacerStopping)
         known = int(stopped.preverifier.defaults.get("exit_layer", stopped.exit_layers[0]))
         chosen = {"exit_layer": values.get("exit_layer", known)}
         _keep_to_layers(chosen, stopped.exit_layers, chooses=False)

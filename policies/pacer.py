@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from policies.base import NeverStop
+from policies.building import Setup
 from policies.records import ContextStates, DraftRow, Needs, Plan, Spent
 
 BLOCK = 4
@@ -97,6 +98,17 @@ class PacerStopping(NeverStop):
         self._cap = max_length
         self._block: list[DraftRow] = []
         self._spent = Spent()
+
+    @classmethod
+    def from_args(
+        cls, setup: Setup, path: str | None = None, exit_layer: int | None = None, **options: Any
+    ) -> PacerStopping:
+        """Built from its name's ARGS (`policies.names`), with what was found best when its pre-verifier was trained."""
+        if setup.preverifier is None:
+            raise ValueError("'pacer' needs a pre-verifier: pass `preverifier`, which loads one for the model")
+        loaded = setup.preverifier(path)
+        own = {name: value for name, value in loaded.defaults.items() if name in ("b", "t", "rho")}
+        return cls(loaded, **{**own, **options})
 
     def start_round(self, plan: Plan) -> None:
         """No block yet; t at its start. Raises ValueError for an exit layer that it was not trained on."""

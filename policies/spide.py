@@ -8,6 +8,7 @@ from typing import Any
 
 from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop, check_layers
+from policies.building import Setup
 from policies.records import DraftRow, Needs, Plan, RoundRecord, Shadow
 
 TAU = 0.7
@@ -63,6 +64,14 @@ class SpideStopping(NeverStop):
         self.tau = tau
         self.reliability = 1.0
         self.max_length = max_length
+
+    @classmethod
+    def from_args(cls, setup: Setup, **options: Any) -> SpideStopping:
+        """Built from its name's ARGS (`policies.names`)."""
+        built = cls(setup.layers_to_learn, num_layers=setup.num_layers, **options)
+        if "learn_every" in options and not built.learns_from_shadow_tokens:
+            raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
+        return built
 
     @property
     def learns_from_shadow_tokens(self) -> bool:

@@ -28,6 +28,7 @@ from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.draft_values import DraftValues
 from policies.auto.drift import CostDrift
 from policies.base import NeverStop, check_layers
+from policies.building import Setup
 from policies.cost import CostModel, LayerCost
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
@@ -248,6 +249,20 @@ class AutoExit:
             learn_first=learn_first,
         )
         self._needs_taught = replace(self._needs, prompt_rows=min(PROMPT_ROWS_TAUGHT, prompt_rows))
+
+    @classmethod
+    def from_args(
+        cls, setup: Setup, *, cost: str = "measured", d_max: int = MAX_SPECULATIONS, **options: Any
+    ) -> AutoExit:
+        """Built from its name's ARGS (`policies.names`)."""
+        found = setup.cost(cost)
+        # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
+        repair = cost == "measured" and setup.ends is None and not getattr(found, "fixed", False)
+        return cls(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
+
+    def own_stopping(self) -> AutoStopping:
+        """The half that ends its drafts."""
+        return AutoStopping(self.learner)
 
     @property
     def needs(self) -> Needs:
