@@ -13,8 +13,9 @@ from records import finished, row, shadow
 
 from policies import AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_policy
 from policies.acceptance_table import DOUBT_BINS
+from policies.auto.constants import TUNING
 from policies.auto.draft_values import DraftValues
-from policies.auto.policy import MEMORY, PROMPT_ROWS_TAUGHT, TAUGHT, AutoExit, AutoLearner
+from policies.auto.policy import AutoExit, AutoLearner
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
 
@@ -176,11 +177,11 @@ def taught(policy: AutoExit, rows: int) -> AutoExit:
 def test_earlier_calls_save_learning_and_are_outweighed() -> None:
     policy = AutoExit(num_layers=8)
     fresh = policy.needs.prompt_rows
-    assert taught(policy, TAUGHT // 2).needs.prompt_rows == fresh
-    assert taught(policy, TAUGHT // 2).needs.prompt_rows == PROMPT_ROWS_TAUGHT < fresh
+    assert taught(policy, TUNING.taught // 2).needs.prompt_rows == fresh
+    assert taught(policy, TUNING.taught // 2).needs.prompt_rows == TUNING.prompt_rows_taught < fresh
     for _ in range(3):
-        taught(policy, MEMORY)
-        assert policy.learner.known <= 2 * MEMORY  # as much as MEMORY from before, and this prompt
+        taught(policy, TUNING.memory)
+        assert policy.learner.known <= 2 * TUNING.memory  # as much as TUNING.memory from before, and this prompt
     other = AutoExit(num_layers=8)
     other.restore(policy.state())
     assert other.needs == policy.needs and other.plan(CONTEXT) == policy.plan(CONTEXT)
@@ -193,7 +194,7 @@ def test_prompt_rows_are_as_many_as_said() -> None:
         policy = parse_policy(f"auto:cost=layers,prompt_rows={rows}", num_layers=8)
         assert policy.needs.prompt_rows == rows
         assert isinstance(policy.exit, AutoExit)
-        assert taught(policy.exit, 2 * TAUGHT).needs.prompt_rows == min(rows, PROMPT_ROWS_TAUGHT)
+        assert taught(policy.exit, 2 * TUNING.taught).needs.prompt_rows == min(rows, TUNING.prompt_rows_taught)
 
 
 def test_another_kind_of_text_is_soon_believed() -> None:

@@ -17,17 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.acceptance_table import DOUBT_BINS
+from policies.auto.constants import TUNING
 
 Array = NDArray[np.float64]
 
-_HEIGHT, _SLOPE = 1.0, 1.0  # an exit is right more often than it is sure
-_HEIGHT_SPREAD = 1.0  # standard deviations: of all heights together,
-_STEP_SPREAD = 0.3  # of the way from a layer to one twice as deep (in a model of 24 layers),
-_OWN_SPREAD = 0.3  # of a layer from that line,
-_SLOPE_SPREAD = 0.3  # and of the slope
-_FIT_COUNT = 8.0  # how many observations the fit is worth in a bin
-_ITERATIONS = 3  # of Newton's method at most, each time from where the last fit ended
-_NEAR = 0.01  # a step shorter than this, in log odds, is the last
 _CONFIDENCE: Array = np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)
 _LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
 
@@ -42,12 +35,14 @@ class AcceptanceModel:
         self._size = len(layers)
         depth = np.log2(1 + 24 * np.asarray(layers) / num_layers)
         spread = (
-            _HEIGHT_SPREAD**2 + _STEP_SPREAD**2 * np.minimum.outer(depth, depth) + _OWN_SPREAD**2 * np.eye(self._size)
+            TUNING.height_spread**2
+            + TUNING.step_spread**2 * np.minimum.outer(depth, depth)
+            + TUNING.own_spread**2 * np.eye(self._size)
         )
         self._precision = np.zeros((self._size + 1, self._size + 1))
         self._precision[:-1, :-1] = np.linalg.inv(spread)
-        self._precision[-1, -1] = 1 / _SLOPE_SPREAD**2
-        self._prior = np.array([_HEIGHT] * self._size + [_SLOPE])
+        self._precision[-1, -1] = 1 / TUNING.slope_spread**2
+        self._prior = np.array([TUNING.height] * self._size + [TUNING.slope])
         self.reset()
 
     def reset(self) -> None:
@@ -57,7 +52,7 @@ class AcceptanceModel:
     def fit(self, accepted: Array, seen: Array) -> None:
         """Heights and slope from counts, [layers, bins], fractions allowed: a logistic regression with a Gaussian prior."""
         reached = self._log_probability(self._parameters, accepted, seen)
-        for _ in range(_ITERATIONS):
+        for _ in range(TUNING.iterations):
             expected = self._line()
             missing = accepted - seen * expected
             weight = seen * expected * (1 - expected)
@@ -76,12 +71,12 @@ class AcceptanceModel:
                 step *= 0.25  # far from the optimum Newton's steps overshoot
                 reached = self._log_probability(self._parameters + step, accepted, seen)
             self._parameters += step
-            if np.abs(step).max() < _NEAR:
+            if np.abs(step).max() < TUNING.near:
                 return
 
     def acceptance(self, accepted: Array, seen: Array) -> Array:
         """The estimate for every layer and bin, in (0, 1): the mean of what the fit says and what was seen there."""
-        result: Array = (accepted + _FIT_COUNT * self._line()) / (seen + _FIT_COUNT)
+        result: Array = (accepted + TUNING.fit_count * self._line()) / (seen + TUNING.fit_count)
         return result
 
     def _line(self) -> Array:

@@ -4,7 +4,7 @@ A calibration takes a fraction of a second. Was the machine busy just then, its 
 draft step may look dear and a plain step cheap. Then a policy drafts nothing, or far too much, for the rest of the process.
 Rounds are timed anyway, so their seconds are compared with what the cost predicts: of plain rounds, of draft steps and of
 verifications. A common factor does not matter, since only ratios of costs decide; where the three disagree by more than
-`_TOLERANCE`, drafting and verifying are scaled to agree with plain rounds.
+`TUNING.tolerance`, drafting and verifying are scaled to agree with plain rounds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from policies.auto.constants import TUNING
 from policies.cost import CostModel
 from policies.records import RoundRecord
-
-_WINDOW = 64  # rounds that are compared with each other: of one load of the machine, more or less
-_FEWEST = 8  # of each kind; a median, so that a round in which the thread lost its core counts for nothing
-_TOLERANCE = 1.3  # a calibration in quiet is right within a tenth; acting on less would make decisions follow noise
-_PROBE_EVERY = 4  # while kinds are compared, one round in so many is of a kind that there are too few of
-_COMPARE_EVERY = 1024  # rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,7 @@ class CostDrift:
             self._add("draft", record.draft_seconds, drafting)
             self._add("verify", record.verify_seconds, verifying)
         for ratios in self._ratios.values():
-            while ratios and ratios[0][0] <= self._round - _WINDOW:
+            while ratios and ratios[0][0] <= self._round - TUNING.window:
                 ratios.popleft()
         return self._compare()
 
@@ -116,26 +111,26 @@ class CostDrift:
     @property
     def due(self) -> str | None:
         """ "plain" or "draft" if the next round should be one, so that kinds can be compared; else None."""
-        if self._compared is not None and self._round - self._compared < _COMPARE_EVERY:
+        if self._compared is not None and self._round - self._compared < TUNING.compare_every:
             return None
         for kind in ("plain", "draft"):
             ratios = self._ratios[kind]
             last = ratios[-1][0] if ratios else 0
-            if len(ratios) < _FEWEST and self._round - last >= _PROBE_EVERY:
+            if len(ratios) < TUNING.fewest and self._round - last >= TUNING.probe_every:
                 return kind
         return None
 
     def _compare(self) -> bool:
         # Once per window: with another cost a policy solves its equations anew, which takes as long as some rounds.
         waits = (
-            self._compared is not None and self._round - self._compared < _WINDOW
+            self._compared is not None and self._round - self._compared < TUNING.window
         )  # solving anew costs a policy some rounds
-        if waits or min(map(len, self._ratios.values())) < _FEWEST:
+        if waits or min(map(len, self._ratios.values())) < TUNING.fewest:
             return False
         self._compared = self._round
         plain, drafting, verifying = (median(ratio for _, ratio in ratios) for ratios in self._ratios.values())
         wanted = (drafting / plain, verifying / plain)
-        if all(abs(math.log(new / old)) < math.log(_TOLERANCE) for new, old in zip(wanted, self._factors)):
+        if all(abs(math.log(new / old)) < math.log(TUNING.tolerance) for new, old in zip(wanted, self._factors)):
             return False
         self._factors = wanted
         self.cost = ScaledCost(cost=self._measured, drafting=wanted[0], verifying=wanted[1])

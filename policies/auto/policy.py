@@ -25,23 +25,13 @@ from numpy.typing import NDArray
 
 from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.auto.acceptance_model import AcceptanceModel
+from policies.auto.constants import TUNING
 from policies.auto.draft_values import DraftValues
 from policies.auto.drift import CostDrift
 from policies.base import NeverStop, check_layers
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
-
-MAX_SPECULATIONS = 10  # a longer draft of a layer that good gains a few percent at most
-PROMPT_ROWS = 8
-PROMPT_ROWS_TAUGHT = 4  # once earlier calls taught more than
-TAUGHT = 24  # observations per layer
-MEMORY = 128  # observations per layer, as many of which earlier calls' at most count for when a call begins
-PROMPT_EVERY = 8
-LEARN_EVERY = 32
-_NEWS = 4.0  # values are solved anew at so many times as many rows: a solution costs one or two milliseconds
-_SETTLED = 0.1  # relative change of the rate below which it is not worth another
-_PASSES = 5  # and most of them at a time
 
 
 class AutoLearner:
@@ -87,8 +77,8 @@ class AutoLearner:
 
     def begin_text(self) -> None:
         """What earlier texts taught counts less from now on, if it was much."""
-        if self.known > MEMORY:
-            kept = MEMORY / self.known
+        if self.known > TUNING.memory:
+            kept = TUNING.memory / self.known
             self.table.scale(kept)
             self.frequency *= kept
             self._rows, self._solved_at = int(self._rows * kept), int(self._solved_at * kept)
@@ -106,7 +96,7 @@ class AutoLearner:
             self._count(record.shadow)
         elif record.exit_layer is not None:
             self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
-        if self._rows > _NEWS * self._solved_at:
+        if self._rows > TUNING.news * self._solved_at:
             self.learn()
 
     def _count(self, shadow: Shadow) -> None:
@@ -140,7 +130,7 @@ class AutoLearner:
         self._chances: list[list[float]] = self.acceptance.tolist()
         self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
         plain = self.cost.autoregressive()
-        for _ in range(_PASSES):
+        for _ in range(TUNING.passes):
             self.rate = self._next_rate
             self.values = DraftValues(frequency, self.acceptance, self.rate * self._steps, self.rate * self._look)
             start = self.values.start()
@@ -150,7 +140,7 @@ class AutoLearner:
             tokens = 1 + float(self.values.accepted()[best])
             cost = (tokens - float(rounds[best])) / self.rate
             self._next_rate = max(tokens / cost, 1 / plain)
-            if abs(self._next_rate / self.rate - 1) < _SETTLED:
+            if abs(self._next_rate / self.rate - 1) < TUNING.settled:
                 break
         pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain
         self.likeliest_layer = self.layers[best]
@@ -223,10 +213,10 @@ class AutoExit:
         num_layers: int,
         layers: Iterable[int] | None = None,
         cost: CostModel | None = None,
-        max_speculations: int = MAX_SPECULATIONS,
+        max_speculations: int = TUNING.max_speculations,
         decay: float = 1.0,
-        prompt_rows: int = PROMPT_ROWS,
-        learn_every: int = LEARN_EVERY,
+        prompt_rows: int = TUNING.prompt_rows,
+        learn_every: int = TUNING.learn_every,
         learn_first: int = 0,
         repair: bool = False,
     ) -> None:
@@ -244,15 +234,15 @@ class AutoExit:
             confidence=True,
             shadow_layers=candidates,
             prompt_rows=prompt_rows,
-            prompt_every=PROMPT_EVERY,
+            prompt_every=TUNING.prompt_every,
             learn_every=learn_every,
             learn_first=learn_first,
         )
-        self._needs_taught = replace(self._needs, prompt_rows=min(PROMPT_ROWS_TAUGHT, prompt_rows))
+        self._needs_taught = replace(self._needs, prompt_rows=min(TUNING.prompt_rows_taught, prompt_rows))
 
     @classmethod
     def from_args(
-        cls, setup: Setup, *, cost: str = "measured", d_max: int = MAX_SPECULATIONS, **options: Any
+        cls, setup: Setup, *, cost: str = "measured", d_max: int = TUNING.max_speculations, **options: Any
     ) -> AutoExit:
         """Built from its name's ARGS (`policies.names`)."""
         found = setup.cost(cost)
@@ -267,7 +257,7 @@ class AutoExit:
     @property
     def needs(self) -> Needs:
         """Fewer of the next prompt's rows when earlier calls have taught enough."""
-        return self._needs if self.learner.known < TAUGHT else self._needs_taught
+        return self._needs if self.learner.known < TUNING.taught else self._needs_taught
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
