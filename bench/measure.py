@@ -116,7 +116,7 @@ def measure_prompt(
                 "kind": "output",
                 "engine": engine.name,
                 "prompt": prompt.id,
-                "tokens": outputs[engine.name],
+                "output": _digest(outputs[engine.name]),
                 "repeats_that_differ": None if sampled else changed[engine.name],
                 "reference": None if sampled else reference.name,
                 "first_difference": None if difference is None else difference.position,
@@ -164,6 +164,11 @@ def _sample(
         "time_to_first_token": generation.time_to_first_token,
         "decode_seconds": generation.decode_seconds,
         "scores": None if scores is None else dict(scores),
-        "output": hashlib.sha256(json.dumps(list(generation.tokens)).encode()).hexdigest()[:12],
+        "output": _digest(generation.tokens),
         "stats": None if generation.stats is None else dict(generation.stats),
     }
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    """What tells one output from another in a record."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:12]

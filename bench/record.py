@@ -6,7 +6,9 @@ tokens and how they compare, "grid" and "cell" lines replays of fixed settings.
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,13 +136,18 @@ def _whole_lines(part: Path) -> list[Line]:
 
 
 def read_record(path: Path) -> list[Line]:
-    """The lines of a record. Raises ValueError that names the remedy for a file that is none or cannot be read."""
+    """The lines of a record, which may be packed (`gzip record.jsonl`).
+
+    Raises ValueError that names the remedy for a file that is none or cannot be read.
+    """
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    except (EOFError, zlib.error):
+        raise ValueError(f"cannot read the record {path}: it is cut off or damaged") from None
     except OSError as error:
-        raise ValueError(f"cannot read the record {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read the record {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a record of selfspec-bench: it is not text") from None
     lines = []
@@ -160,6 +167,11 @@ def read_record(path: Path) -> list[Line]:
     if not lines or lines[0]["kind"] != "run":
         raise ValueError(f'{path} is not a record of selfspec-bench: its first line is not of kind "run"')
     return lines
+
+
+def record_name(path: Path) -> str:
+    """What a record is called: its file without `.jsonl` or `.jsonl.gz`."""
+    return path.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
 @contextmanager

@@ -1,9 +1,10 @@
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.record import RecordWriter, read_record
+from bench.record import RecordWriter, read_record, record_name
 from bench.report.markdown import fill_markers, markdown, sections
 from bench.report.summary import Samples, Spread
 
@@ -74,7 +75,7 @@ def record():
                     "kind": "output",
                     "engine": engine,
                     "prompt": prompt,
-                    "tokens": [],
+                    "output": "",
                     "reference": "transformers:generate",
                     "first_difference": None,
                     "reference_logit_gap": None,
@@ -184,9 +185,23 @@ def test_other_files_are_no_records(tmp_path, text):
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
 def test_published_tables_are_those_of_the_records(page):
     """A number typed by hand, or a record changed without `selfspec-bench report --into`, fails here."""
-    records = {path.stem: read_record(path) for path in sorted((ROOT / "docs" / "data").glob("*.jsonl"))}
+    records = {record_name(path): read_record(path) for path in sorted((ROOT / "docs" / "data").glob("*.jsonl.gz"))}
     text = (ROOT / page).read_text(encoding="utf-8")
     assert "<!-- report:" in text
     for name, lines in records.items():
         if f"<!-- report:{name}" in text or (name == "peers" and "<!-- report:headline" in text):
             assert fill_markers(text, {name: lines}) == text
+
+
+def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"kind": "run"}\n' + b'{"kind": "sample"}\n' * 50)
+    path = tmp_path / "record.jsonl.gz"
+    path.write_bytes(whole)
+    assert len(read_record(path)) == 51
+    assert record_name(path) == record_name(tmp_path / "record.jsonl") == "record"
+    path.write_bytes(whole[:-12])
+    with pytest.raises(ValueError, match=r"cannot read the record .*cut off"):
+        read_record(path)
+    path.write_bytes(b"no archive at all")
+    with pytest.raises(ValueError, match=r"cannot read the record .*: "):
+        read_record(path)

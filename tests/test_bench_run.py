@@ -52,7 +52,7 @@ def counts(lines: list[Line]) -> list[Any]:
             stats = {name: value for name, value in line["stats"].items() if name not in clock}
             found.append((line["engine"], line["prompt"], line["repeat"], line["output"], stats))
         elif line["kind"] == "output":
-            found.append((line["engine"], *(line[name] for name in ("prompt", "tokens", "first_difference"))))
+            found.append((line["engine"], *(line[name] for name in ("prompt", "output", "first_difference"))))
         elif line["kind"] == "grid":
             cells = {name: cell[:2] for name, cell in line["cells"].items()}
             found.append((line["prompt"], cells, line["agreement"]))

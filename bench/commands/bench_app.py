@@ -43,7 +43,7 @@ from bench.commands.sweep_command import sweep
 from bench.engines.own import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
 from bench.provenance import provenance
-from bench.record import RecordWriter, read_record, showing
+from bench.record import RecordWriter, read_record, record_name, showing
 from bench.report.compare_records import compare_records
 from bench.report.markdown import fill_markers, markdown
 from bench.report.reading_tables import reading_tables
@@ -156,7 +156,7 @@ def report(
 ) -> None:
     """Turn records into one HTML page with pictures, or into Markdown tables."""
     with one_line_errors():
-        loaded = {path.stem: read_record(path) for path in records}
+        loaded = {record_name(path): read_record(path) for path in records}
         if len(loaded) < len(records):
             raise ValueError("two of the records have the same file name, by which documents refer to them: rename one")
         for document in into or []:

@@ -1,6 +1,6 @@
 """Policies at one exit layer beside the fixed lengths there, task by task, from a record of `selfspec-bench run`.
 
-    python -m bench.report.at_exit_layer docs/data/pacer.jsonl --exit-layer 2
+    python -m bench.report.at_exit_layer docs/data/pacer.jsonl.gz --exit-layer 2
 
 Tokens per loaded layer, relative to plain decoding; a pre-verifier's passes count as loaded layers. Fixed lengths (1 to 8)
 are replayed from the record's grid. The oracle per task is the length that was best on the very prompts it is scored on.

@@ -53,7 +53,7 @@ def _pair(old: float | None, new: float | None, pattern: str) -> str:
 def _outputs(left: Samples, right: Samples, engine: str) -> str:
     """Whether an engine wrote the same tokens for the prompts of both."""
     old, new = (
-        {line["prompt"]: line["tokens"] for line in samples.outputs if line["engine"] == engine}
+        {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
         for samples in (left, right)
     )
     shared = old.keys() & new.keys()
