@@ -74,28 +74,31 @@ INLINE void put(const float *block, const float *residual, int64_t count, float 
 #define WIDE_ROWS 32          /* from which on converting a group's weights first is worth it */
 #define WIDE_BYTES (24 << 10) /* of converted weights, that rows and they stay in the nearest cache */
 
+/* Whether weights are converted once for all rows; that rounds nothing. */
+INLINE int widens(const Matrix *m, int64_t rows) { return m->kind != FLOAT32 && rows >= WIDE_ROWS; }
+
 /* How many outputs all rows are multiplied by before the next: as many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
-  if (m->kind == FLOAT32 || rows < WIDE_ROWS) return GROUP;
+  if (!widens(m, rows)) return GROUP;
   return most(BLOCK, least(GROUP, WIDE_BYTES / 4 / m->in / BLOCK * BLOCK));
 }
 
-/* Numbers of room that a group's weights take as float32. For many rows they are converted once for all; that rounds nothing. */
+/* Numbers of room that a group's converted weights take. */
 INLINE int64_t wide_room(const Matrix *m, int64_t rows) {
-  return m->kind == FLOAT32 || rows < WIDE_ROWS ? 0 : group_of(m, rows) * m->in;
+  return widens(m, rows) ? group_of(m, rows) * m->in : 0;
 }
 
 /* A group of outputs, ready to be multiplied by that many rows. */
 INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t rows, float *room) {
   Matrix group = some_of(m, first, count);
-  return rows < WIDE_ROWS ? group : widened(&group, room);
+  return widens(m, rows) ? widened(&group, room) : group;
 }
 
 /* Outputs first .. end - 1 of residual + x W^T. residual: [rows, out], may be NULL. y: its rows are `stride` apart, and begin with
  * output `first`. Weights are fetched ahead beyond `end`, too: what comes there is mostly this member's next piece. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *room) {
-  int64_t ahead = outputs_ahead(m), step = group_of(m, rows);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m), step = group_of(m, rows);
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix group = group_at(m, at, size, rows, room);
@@ -103,7 +106,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
       int64_t count = together(r, rows);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float block[ROWS * BLOCK];
-        int64_t fetch = r == 0 && rows < WIDE_ROWS && at + o + ahead + BLOCK <= m->out ? ahead : 0;
+        int64_t fetch = r == 0 && at + o + ahead + BLOCK <= m->out ? ahead : 0;
         outputs(&group, o, x + r * m->in, count, fetch, block);
         for (int64_t i = 0; i < count; i++)
           put(block + i * BLOCK, residual ? residual + (r + i) * m->out + at + o : NULL, least(BLOCK, size - o),
@@ -116,7 +119,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 /* The same of silu(gate) * up; the matrix holds gate above up, and has half as many outputs. */
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *room) {
-  int64_t half = m->out / 2, ahead = outputs_ahead(m), step = group_of(m, rows);
+  int64_t half = m->out / 2, ahead = widens(m, rows) ? 0 : outputs_ahead(m), step = group_of(m, rows);
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix gate = group_at(m, at, size, rows, room), up = group_at(m, half + at, size, rows, room + wide_room(m, rows));
@@ -124,7 +127,7 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
       int64_t count = together(r, rows);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        int64_t fetch = r == 0 && rows < WIDE_ROWS && at + o + ahead + BLOCK <= half ? ahead : 0;
+        int64_t fetch = r == 0 && at + o + ahead + BLOCK <= half ? ahead : 0;
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
         outputs(&up, o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {

@@ -137,12 +137,11 @@ WIDEN(uint16_t, bfloat16)
 WIDEN(uint16_t, float16)
 WIDEN(int8_t, int8)
 
-/* The same matrix with its weights as float32, in `room`. */
+/* The same matrix of 16- or 8-bit weights with these as float32, in `room`. */
 static Matrix widened(const Matrix *m, float *room) {
   Matrix wide = *m;
   int64_t count = m->out * m->in;
   switch (m->kind) {
-  case FLOAT32: return wide;
   case BFLOAT16: widen_bfloat16(m->weight, count, room); break;
   case FLOAT16: widen_float16(m->weight, count, room); break;
   default: widen_int8(m->weight, count, room);
