@@ -1,63 +1,35 @@
 """One lean Llama decoder over loaded weights: embed, run a range of layers, norm + head on chosen rows.
 
 The only forward pass that decoding uses. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times
-as much at batch 1; the tests hold it to transformers' logits. Batch 1 throughout, so the batch dimension is left out:
-a hidden state is [rows, hidden], its rows consecutive positions.
+as much at batch 1; the tests hold it to transformers' logits. There is no batch dimension: a hidden state is [rows, hidden],
+and its rows belong to one text or to several, each with a KV cache of its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig
 
+from layerskip_models.attention import Attention, OperatorAttention
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
 
 _AS_IT_IS = nullcontext()
 _growing = threading.Lock()  # of any model's rotary table
-_FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
-
-
-class NewRows(Protocol):
-    """Where a layer's new keys or values go: a view of the cache, or something that finds their places by itself."""
-
-    def copy_(self, rows: Tensor, /) -> object:
-        """Write them, [rows, num_kv_heads, head_dim]."""
-        ...
-
-
-LayerWindow = tuple[NewRows, NewRows, Tensor, Tensor]
-"""Where a layer's new keys and values are written; and with them all its keys, [num_kv_heads, head_dim, end], and
-values, [num_kv_heads, end, head_dim]."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""attend(query [rows, heads, head_dim], keys, values, mask) -> [rows, heads * head_dim]; keys and values of a window."""
-
-
-class LayerCache(Protocol):
-    """What `run_layers` needs of a KV cache. Both are in memory as [layers, num_kv_heads, positions, head_dim], unless the
-    model wants `transposed_keys`."""
-
-    keys: Tensor  # [layers, num_kv_heads, head_dim, positions]
-    values: Tensor  # [layers, num_kv_heads, positions, head_dim]
-
-    def window(self, start: int, stop: int, position: int, end: int) -> Iterator[LayerWindow]:
-        """For layers [start, stop): where rows position .. end-1 are written, and all positions before `end`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,8 +105,7 @@ class LayerSkipModel:
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
-        # On CUDA no fused kernel takes both a mask and grouped heads, and complex numbers are slow and cannot be compiled.
-        self._groups_rows = self._real_rotary = self.device.type != "cpu"
+        self._real_rotary = self.device.type != "cpu"  # on CUDA complex numbers are slow and cannot be compiled
         self._native: NativeLayers | None = None
         if NativeLayers.possible(layers):
             self._native = NativeLayers(
@@ -145,8 +116,6 @@ class LayerSkipModel:
                 head_dim=self.head_dim,
                 eps=config.rms_norm_eps,
             )
-        # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
-        self._scale = torch.tensor(self.head_dim**-0.5, dtype=self.dtype, device=self.device)
 
     @property
     def kernels(self) -> str | None:
@@ -166,17 +135,17 @@ class LayerSkipModel:
             for layer in self._layers
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
-        return linears // self.num_layers + 2 * self.hidden_size * self._scale.element_size()
+        return linears // self.num_layers + 2 * self.hidden_size * self.dtype.itemsize
 
     @property
     def head_bytes(self) -> int:
         """Bytes of norm and head as they are stored."""
-        return self._head.num_bytes + self.hidden_size * self._scale.element_size()
+        return self._head.num_bytes + self.hidden_size * self.dtype.itemsize
 
     @property
     def draft_head_bytes(self) -> int:
         """The same of the head that drafts are chosen with."""
-        return self._draft_head.num_bytes + self.hidden_size * self._scale.element_size()
+        return self._draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -214,39 +183,33 @@ class LayerSkipModel:
         hidden: Tensor,
         start: int,
         stop: int,
-        cache: LayerCache,
-        position: int,
+        cache: KVCache | CacheRows,
         capture: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Run layers [start, stop) over consecutive rows, writing their keys and values into the cache.
+        """Run layers [start, stop) over the next rows of one text or of several, which their caches then hold.
 
         hidden: [rows, hidden], the output after `start` layers (the embedding for 0); left unchanged.
-        position: of the first row; row i attends to positions 0 .. position + i, which every one of these layers must
-            hold in the cache already.
+        cache: of the text that all rows belong to; or for each text its cache and how many of the rows are its. Rows stand
+            behind those that these layers hold already, and attend to them and to each other up to themselves.
         capture: called after each layer as capture(layers_done, hidden).
-        Returns the hidden state after `stop` layers, [rows, hidden].
+        Returns the hidden state after `stop` layers, [rows, hidden]. Raises ValueError for rows that do not fit.
         """
-        rows = hidden.shape[0]
-        end = position + rows
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        rows = cache_rows(cache, hidden.shape[0])
         if self._native is not None:
-            return self._native.run(hidden, start, stop, cache, position, self._rotary, capture)
-        rotary = self._rotary[position:end]
-        # Scores of a few rows are small beside the layer's keys; of many they would not be.
-        few = self._unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
-        attend = self._attend_few if few else self._attend
-        mask = None
-        if rows > 1 and few:
-            mask = torch.full((rows, rows), -torch.inf, dtype=self.dtype, device=self.device).triu_(1).unsqueeze(1)
-        elif rows > 1 and position > 0:
-            mask = torch.full((rows, end), -torch.inf, dtype=self.dtype, device=self.device).triu_(position + 1)
-            if self._groups_rows and heads != kv_heads:
-                attend, mask = self.attend_grouped, mask.repeat_interleave(heads // kv_heads, dim=0)
-        windows = cache.window(start, stop, position, end)
-        return self.run_windows(hidden, start, windows, rotary, attend, mask, capture)
+            return self._native.run(hidden, start, stop, rows, self._rotary, capture)
+        if start == stop:
+            return hidden
+        attention = OperatorAttention(
+            rows, start, stop, rotary=self._rotary, heads=self.num_heads, transposed_keys=self.transposed_keys,
+            unfused=self._unfused,
+        )  # fmt: skip
+        hidden = self.walk(hidden, start, stop, attention, capture)
+        for one, number in rows:
+            one.extend(start, stop, number)
+        return hidden
 
-    def steps(self, cache: LayerCache) -> NativeSteps | None:
-        """Whole steps on this cache in single calls of our own kernels; None where they don't run all of the model."""
+    def steps(self) -> NativeSteps | None:
+        """Whole passes in single calls of our own kernels; None where they don't run all of the model."""
         embedding, native = self._embedding, self._native
         heads = (self._head, self._draft_head)
         if native is None or self._final_norm.factors is None or self.dtype != torch.float32:
@@ -262,31 +225,22 @@ class LayerSkipModel:
             norm=self._final_norm,
             head=head,
             draft_head=draft_head,
-            keys=cache.keys,
-            values=cache.values,
             rotary=lambda: self._rotary,
         )
 
-    def run_windows(
+    def walk(
         self,
         hidden: Tensor,
         start: int,
-        windows: Iterable[LayerWindow],
-        rotary: Tensor,
-        attend: Attend,
-        mask: Tensor | None,
+        stop: int,
+        attention: Attention,
         capture: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Run a layer for each window, from layer `start` on. What `run_layers` does once it knows where the rows are.
-
-        rotary: rows of the table `rotary`, of these rows' positions. mask: handed to `attend`.
-        """
-        for index, (new_keys, new_values, keys, values) in enumerate(windows, start=start):
+        """Layers [start, stop) by PyTorch's operators, with any attention: `run_layers` without kernels."""
+        for index in range(start, stop):
             layer = self._layers[index]
-            query, key, value = self._project(layer, hidden, rotary)
-            new_keys.copy_(key)
-            new_values.copy_(value)
-            hidden = self._finish(layer, hidden, attend(query, keys, values, mask))
+            attended = attention(index, *self._project(layer, hidden, attention.rotary))
+            hidden = self._finish(layer, hidden, attended)
             if capture is not None:
                 capture(index + 1, hidden)
         return hidden
@@ -303,67 +257,6 @@ class LayerSkipModel:
         hidden = layer.output.add_to(hidden, attended)
         gate, up = layer.gate_up(layer.post_attention_norm(hidden)).view(hidden.shape[0], 2, -1).unbind(1)
         return layer.down.add_to(hidden, F.silu(gate).mul_(up))
-
-    def project(self, layer: int, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
-        """Query, key and value of one layer for rows that need not be neighbours: what comes before its attention."""
-        return self._project(self._layers[layer], hidden, rotary)
-
-    def finish_layer(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What comes behind a layer's attention: its input [rows, hidden] and the attended values -> its output."""
-        return self._finish(self._layers[layer], hidden, attended)
-
-    def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of a few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.
-
-        query: [rows, heads, head_dim], is overwritten. keys: [kv_heads, head_dim, end]. values: [kv_heads, end, head_dim].
-        mask: added to the last `rows` positions, [rows, 1, rows]; None for one row. Returns [rows, heads * head_dim].
-        """
-        rows, heads, dim = query.shape
-        kv_heads, end = keys.shape[0], keys.shape[2]
-        group = heads // kv_heads
-        if rows == 1 or kv_heads == 1:  # the query heads of a group see the same keys: they are rows of one product
-            queries = query.reshape(kv_heads, rows * group, dim)
-        else:
-            queries = query.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, rows * group, dim)
-        scores = torch.bmm(queries.mul_(self._scale), keys)  # [kv_heads, rows * group, end]
-        if mask is not None:
-            scores.view(kv_heads, rows, group, end)[..., end - rows :].add_(mask)
-        attended = torch.bmm(scores.softmax(dim=-1), values)  # [kv_heads, rows * group, head_dim]
-        if rows == 1 or kv_heads == 1:
-            return attended.view(rows, heads * dim)
-        return attended.view(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads * dim)
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of any number of rows, fused. mask: [rows, end], None for one row or rows from position 0 on."""
-        rows, heads, dim = query.shape
-        kv_heads = keys.shape[0]
-        if rows == 1:
-            return self.attend_grouped(query, keys, values, None)
-        keys, values = keys.mT.unsqueeze(0), values.unsqueeze(0)
-        if self.transposed_keys:
-            keys = keys.contiguous()  # the fused kernel takes no others, and what it does instead is slow
-        attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=heads != kv_heads,
-        )
-        return attended.squeeze(0).transpose(0, 1).reshape(rows, heads * dim)
-
-    def attend_grouped(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Fused attention in which the query heads of a group are rows of one product, since they see the same keys.
-
-        query: [rows, heads, head_dim]. mask: [rows * group, positions]; None for one row. Returns [rows, heads * head_dim].
-        """
-        rows, heads, dim = query.shape
-        kv_heads = keys.shape[0]
-        group = heads // kv_heads
-        grouped = query.reshape(rows, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, rows * group, dim)
-        attended = F.scaled_dot_product_attention(grouped, keys.mT.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)
-        # Reshaped, not viewed: on CUDA the result lies in memory as [rows * group, kv_heads, head_dim].
-        return attended.reshape(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads * dim)
 
     @property
     def rotary(self) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -164,6 +164,22 @@ class Policy:
     def learns(self) -> bool:
         """Whether anything that it learns lasts from one text to the next."""
         return bool(self.exit.state()) or (self.stopping is not None and bool(self.stopping.state()))
+
+    @property
+    def learns_together(self) -> bool:
+        """Whether texts that are decoded together shall learn in one state (`beside`)."""
+        return bool(getattr(self.exit, "learns_together", False))
+
+    def beside(self) -> Policy:
+        """For one more text of the same company: the same exit policy, and a stopping policy with a round of its own."""
+        make = getattr(self.exit, "own_stopping", None)
+        return self if make is None else replace(self, stopping=make())
+
+    def expect_company(self, texts: int) -> None:
+        """Tell an exit policy that wants to know how many texts will share the passes, the new one among them."""
+        expect = getattr(self.exit, "expect_company", None)
+        if expect is not None:
+            expect(texts)
 
     def begin_text(self) -> None:
         """Tell both that a new text begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
@@ -33,6 +33,10 @@ class CostModel(Protocol):
         """A round that drafts `num_drafts` >= 0 tokens, looking at as many rows, and verifies num_drafts + 1 rows."""
         ...
 
+    def in_company(self, texts: int) -> CostModel:
+        """What each of so many texts pays that share their passes and do alike."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
@@ -54,6 +58,10 @@ class LayerCost:
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """num_drafts * exit_layer + L."""
         return float(num_drafts * exit_layer + self.num_layers)
+
+    def in_company(self, texts: int) -> LayerCost:
+        """The same: rows are free, so company divides all costs alike."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +107,10 @@ class MeasuredCost:
         verifying = (self.num_layers - exit_layer) * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
         return drafting + verifying + self.round_seconds
 
+    def in_company(self, texts: int) -> CostModel:
+        """A draft step then runs a row of each text, and a verification all their rows."""
+        return self if texts == 1 else CompanyCost(self, texts)
+
     def as_dict(self) -> dict[str, Any]:
         """For a JSON record; `MeasuredCost.from_dict` reads it."""
         return asdict(self)
@@ -108,6 +120,42 @@ class MeasuredCost:
         """The cost that `as_dict` described."""
         lists = {name: tuple(values[name]) for name in ("layer_seconds", "head_seconds")}
         return cls(**{**values, **lists})
+
+
+@dataclass(frozen=True, slots=True)
+class CompanyCost:
+    """What each of `texts` texts pays for its part of passes that they share, where all do alike.
+
+    Few rows cost little more than one, since the weights are read once; many cost what their arithmetic costs. So plain steps
+    become cheap in company, and drafts gain less, down to nothing.
+    """
+
+    alone: MeasuredCost
+    texts: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.alone.num_layers
+
+    def autoregressive(self) -> float:
+        return self._pass(self.num_layers, self.texts) + _at(self.alone.head_seconds, self.texts) / self.texts
+
+    def look(self, exit_layer: int) -> float:
+        head = _at(self.alone.head_seconds, self.texts)
+        return max(head + self.alone.draft_seconds, 0.1 * head) / self.texts
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        rows = (num_drafts + 1) * self.texts
+        drafting = (num_drafts + 1) * self._pass(exit_layer, self.texts) + num_drafts * self.look(exit_layer)
+        verifying = self._pass(self.num_layers - exit_layer, rows) + _at(self.alone.head_seconds, rows) / self.texts
+        return drafting + verifying + self.alone.round_seconds / self.texts
+
+    def in_company(self, texts: int) -> CostModel:
+        return self.alone.in_company(texts)
+
+    def _pass(self, layers: int, rows: int) -> float:
+        """A text's share of so many layers over so many rows."""
+        return layers * _at(self.alone.layer_seconds, rows) / self.texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +186,10 @@ class WithPreVerifier:
         """With num_drafts // block passes: a block cut short is not judged."""
         each = self.cost.autoregressive() / self.cost.num_layers if self.pass_cost is None else self.pass_cost
         return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * each
+
+    def in_company(self, texts: int) -> WithPreVerifier:
+        """Each text's pre-verifier runs by itself."""
+        return replace(self, cost=self.cost.in_company(texts), pass_cost=self.pass_cost)
 
 
 def _at(seconds: Sequence[float], rows: int) -> float:

@@ -287,16 +287,17 @@ class DelExit:
 
     def plan(self, context: RoundContext) -> Plan:
         """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
-        known = self._contenders()
+        cost = self._cost.in_company(context.company)
+        known = self._contenders(cost)
         if not known:
             return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
-        exit_layer, length, _ = best_setting(known, self._max_speculations, self._cost, first=self._first_length)
+        exit_layer, length, _ = best_setting(known, self._max_speculations, cost, first=self._first_length)
         if length == 0:
             return Plan(exit_layer=None, max_speculations=0, acceptance=known)
         cap = self._max_speculations if self._length == "max" else length
         return Plan(exit_layer=exit_layer, max_speculations=cap, acceptance=known)
 
-    def _contenders(self) -> dict[int, float]:
+    def _contenders(self, cost: CostModel) -> dict[int, float]:
         """Acceptance of the layer that is best, and of others that were looked at on the way to it.
 
         A layer whose TPL could not be the highest even if all its unseen rows matched is not looked at: the choice is the
@@ -308,7 +309,7 @@ class DelExit:
         if not bounds:
             return {}
         while True:
-            layer, _, _ = best_setting(bounds, self._max_speculations, self._cost, first=self._first_length)
+            layer, _, _ = best_setting(bounds, self._max_speculations, cost, first=self._first_length)
             if estimates.knows(layer):
                 return {layer: value for layer, value in bounds.items() if estimates.knows(layer)}
             exact = estimates.acceptance(layer)

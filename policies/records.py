@@ -78,20 +78,27 @@ class Plan:
     exit_layer: in [1, L-1], or None for "no speculation": the round is one autoregressive step.
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
     acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
+    learn: False if there is nothing to be gained from learning in this round, whatever `Needs` say.
     """
 
     exit_layer: int | None
     max_speculations: int
     acceptance: Mapping[int, float] | None = None
+    learn: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundContext:
-    """What is known before a round: its number, counted from 0, and how long the text is (tokens)."""
+    """What is known before a round: its number, counted from 0, and how long the text is (tokens).
+
+    company: how many texts share the round's passes, this one among them. A row costs less in company, and so does a draft
+    gain less.
+    """
 
     round_index: int
     num_committed: int
     remaining_tokens: int
+    company: int = 1
 
 
 class ContextStates(Protocol):
@@ -151,17 +158,17 @@ class Shadow(Protocol):
     """
 
     @property
-    def layers(self) -> tuple[int, ...]: ...  # noqa: D102
+    def layers(self) -> tuple[int, ...]: ...
     @property
-    def tokens(self) -> Tensor: ...  # noqa: D102
+    def tokens(self) -> Tensor: ...
     @property
-    def confidences(self) -> Tensor: ...  # noqa: D102
+    def confidences(self) -> Tensor: ...
     @property
-    def target_tokens(self) -> Tensor: ...  # noqa: D102
+    def target_tokens(self) -> Tensor: ...
     @property
-    def target_probabilities(self) -> Tensor | None: ...  # noqa: D102
+    def target_probabilities(self) -> Tensor | None: ...
     @property
-    def num_rows(self) -> int: ...  # noqa: D102
+    def num_rows(self) -> int: ...
 
     def rows_of(self, layer: int) -> list[tuple[bool, float]]:
         """Of one layer, row by row: whether its token is the full model's choice, and its confidence."""
@@ -218,6 +225,7 @@ class RoundRecord:
         round's start; None where a policy has no such thing.
     preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
         loaded_layers), and their time (not in draft_seconds).
+    company: how many texts shared the round's passes; draft_seconds and verify_seconds are this text's share of the time.
     """
 
     index: int
@@ -239,6 +247,7 @@ class RoundRecord:
     verify_seconds: float = 0.0
     preverifier_layers: int = 0
     preverify_seconds: float = 0.0
+    company: int = 1
 
     @property
     def num_drafted(self) -> int:

@@ -1,15 +1,20 @@
 """LayerSkip self-speculative decoding: one model drafts with its first layers and verifies with the rest."""
 
-from selfspec.generator import GenerationResult, SelfSpecGenerator, Streamer
+from selfspec.batch import BatchError
+from selfspec.engine import Engine, GenerationResult, Progress
+from selfspec.generator import SelfSpecGenerator, Streamer
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchError",
+    "Engine",
     "GenerationResult",
     "GenerationStats",
     "NonFiniteLogitsError",
+    "Progress",
     "SelfSpecGenerator",
     "Streamer",
     "__version__",

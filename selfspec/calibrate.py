@@ -14,14 +14,14 @@ from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import num_threads
+from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
-from selfspec.draft import Drafter
+from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner
-from selfspec.kv_cache import KVCache
+from selfspec.hidden_states import HiddenStates
 from selfspec.passes import RunnerName, Turn
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.sampling import Sampler
-from selfspec.shadow import ShadowRecorder
 
 _CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
@@ -69,7 +69,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         # what of the weights fits there.
         *passes, draft = _timed(make(model, cache, rows_timed[::-1]), model.device)
     layers, heads = passes[-2::-2], passes[::-2]
-    if runner == "eager" and model.steps(cache) is not None:  # the first of each two calls has the second one in it
+    if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
         layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
     # Captured layers are timed without the first, which only ever runs for one row.
     timed_layers = model.num_layers - 1 if runner == "captured" else model.num_layers
@@ -89,24 +89,28 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
 def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
     """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
     context = cache.max_length
-    drafter, steps = Drafter(model), model.steps(cache)
-    turn = _turn(model, context)
+    passes, steps = EagerPasses(model), model.steps()
+    turn = _turn(model, cache)
 
     def layers(rows: int) -> Callable[[], object]:
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
-        if steps is not None:
-            return lambda: steps.rows(hidden, 0, model.num_layers, context - rows)
-        return lambda: model.run_layers(hidden, 0, model.num_layers, cache, context - rows)
+        last = model.num_layers
+
+        def run() -> object:
+            cache.declare(context - rows)
+            if steps is not None:
+                return steps.rows(hidden, ((cache, rows),), 0, last)
+            return model.run_layers(hidden, 0, last, cache)
+
+        return run
 
     def head(rows: int) -> Callable[[], object]:
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
         return lambda: model.choices(hidden).tokens.tolist()
 
-    def draft() -> object:
-        return drafter.draft(
-            turn.tokens, turn.length, 0, exit_layer=1, max_speculations=_DRAFTS, cache=cache, sampler=turn.sampler,
-            policy=turn.policy, needs=turn.needs, eos=frozenset(), steps=steps,
-        )  # fmt: skip
+    def draft() -> None:
+        cache.declare(turn.length - 1)
+        passes.draft([turn])
 
     # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
     return [*(call(rows) for rows in rows_timed for call in (layers, head)), draft]
@@ -117,17 +121,19 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
     runner = CapturedRunner(model, cache, cleared=True)  # it is full
     runner.reserve(max(rows_timed))
     context = cache.max_length
-    turn = _turn(model, context)
+    turn = _turn(model, cache)
     calls: list[Callable[[], object]] = []
     for rows in rows_timed:
         calls += [partial(runner.layers, rows, context - rows), partial(runner.head, rows)]
-    return [*calls, partial(runner.draft, turn)]
+    return [*calls, partial(runner.draft, [turn])]
 
 
-def _turn(model: LayerSkipModel, context: int) -> Turn:
+def _turn(model: LayerSkipModel, cache: KVCache) -> Turn:
     """A round of `_DRAFTS` drafts at the first layer, looked at one by one, at the end of a text."""
     policy = Policy(FixedExit(1, _DRAFTS, num_layers=model.num_layers), NeverStop())
+    context = cache.max_length
     return Turn(
+        cache=cache,
         tokens=torch.zeros(1, context + 1, dtype=torch.long, device=model.device),
         length=context - _DRAFTS - 1,
         pending=0,
@@ -138,8 +144,8 @@ def _turn(model: LayerSkipModel, context: int) -> Turn:
         policy=policy,
         needs=Needs(confidence=True),
         eos=frozenset(),
-        recorder=None,
-        history=None,
+        states=None,
+        learns=False,
         learns_next=False,
     )
 
@@ -154,14 +160,14 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
 
     layers: the candidates. Timed as `calibrate` times.
     """
-    recorder = ShadowRecorder(model, layers, max(rows))
+    states = HiddenStates(model, layers, max_rows=max(rows))
     row = model.embed(torch.zeros(max(rows), dtype=torch.long, device=model.device))
     for layer in layers:
-        recorder.capture(0, layer, row)
+        states.capture(0, layer, row)
     target = torch.zeros(max(rows), dtype=torch.long, device=model.device)
 
     def learn(count: int) -> Callable[[], object]:
-        return lambda: recorder.shadow_tokens(count, target[:count])
+        return lambda: states.shadow_tokens(count, target[:count])
 
     with engine_mode(model.device), model.on_one_team():
         return dict(zip(rows, _timed([learn(count) for count in rows], model.device)))

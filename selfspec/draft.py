@@ -1,210 +1,152 @@
-"""Step 2 of a round: the first layers draft tokens, one row at a time, until the cap or the policy says stop."""
+"""Step 2 of a round, for one text: a draft grows row by row, until the cap or the policy says stop.
+
+`next_draft` is the order of questions to a policy, for eager and captured passes alike. `selfspec.eager` runs the rows.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerskip_models import LayerSkipModel
-from layerskip_models.choices import Detail, Look, choices_of
-from layerskip_models.kernels.native_steps import NativeSteps
-from policies import ContextStates, DraftRow, Needs, Policy
+from layerskip_models.choices import Detail, Look
+from policies import DraftRow, Needs
 from policies.records import StopCause
-from selfspec.kv_cache import KVCache
-from selfspec.sampling import NonFiniteLogitsError, Sampler
+from selfspec.passes import Turn
+from selfspec.sampling import NonFiniteLogitsError
 
 NOTHING = Look(-1, math.nan)
-Capture = Callable[[int, int, Tensor], None]
-"""capture(first_row, layers_done, hidden [rows, hidden]): sees every hidden state of a round as it is computed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
-    """What drafting hands to verification.
+class NextDraft(NamedTuple):
+    """What comes of a draft row. token: None if the row gives none. stop: why drafting ends with it, None if it goes on.
 
-    tokens: the kept drafts d_1..d_k.
-    exit_hidden: [k+1, hidden], output of layer E for the rows pending, d_1..d_k.
-    num_rows: how many of these rows were run: k+1 if drafting stopped before a draw, else k (the last is then unset).
-    q: float32 [k, vocab], the distributions the drafts were drawn from; None when greedy.
-    confidences: of every row looked at that has one, if the policy asked for them.
-    dropped_token: what a greedy draft would have taken from the row that a policy stopped before.
+    dropped: what a greedy draft would have taken from a row that the policy stopped before.
     """
 
-    tokens: list[int]
-    exit_hidden: Tensor
-    num_rows: int
-    q: Tensor | None
-    confidences: tuple[float, ...] | None
-    stop_cause: StopCause
-    dropped_token: int | None = None
+    token: int | None
+    stop: StopCause | None
+    dropped: int | None = None
 
 
-class Drafter:
-    """Runs draft steps; owns the buffers that steps write their rows to, so that the loop allocates no large tensor."""
+def next_draft(turn: Turn, row: DraftRow, pick: Callable[[], int | None]) -> NextDraft:
+    """Ask the policy about a row, take its token, and ask about that.
 
-    def __init__(self, model: LayerSkipModel) -> None:
-        self._model = model
-        self._hidden = torch.empty(0, dtype=model.dtype, device=model.device)  # [rows, hidden]
-        self._rows: Sequence[Tensor] = ()
-        self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [rows, vocab]
+    pick: the token, None if the row gives none. It is asked for only once it is known that it is wanted, so a token that the
+    policy stops before is never drawn here.
+    """
+    stopping = turn.policy.stopping
+    if _unusable(row):
+        return NextDraft(None, "before_draw")
+    if stopping is not None and stopping.stop_before_draw(row):
+        return NextDraft(None, "before_draw", None if turn.sampler.do_sample else pick())
+    token = pick()
+    if token is None:
+        return NextDraft(None, "before_draw")
+    if token in turn.eos:
+        return NextDraft(token, "eos")
+    if stopping is not None and stopping.stop_after_draw(row, token):
+        return NextDraft(token, "after_draw")
+    return NextDraft(token, "cap" if row.num_drafted + 1 == turn.max_speculations else None)
 
-    def _reserve(self, rows: int, do_sample: bool) -> None:
-        model = self._model
-        if self._hidden.shape[0] < rows:
-            self._hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
-            self._rows = self._hidden.unbind(0)
-        if do_sample and self._q.shape[0] < rows:
-            self._q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
 
-    def draft(
-        self,
-        tokens: Tensor,
-        length: int,
-        pending: int,
-        *,
-        exit_layer: int,
-        max_speculations: int,
-        cache: KVCache,
-        sampler: Sampler,
-        policy: Policy,
-        needs: Needs,
-        eos: frozenset[int],
-        capture: Capture | None = None,
-        context: ContextStates | None = None,
-        steps: NativeSteps | None = None,
-        memory: Tensor | None = None,
-    ) -> Draft:
-        """Draft up to `max_speculations` >= 1 tokens after the text.
+class Draft:
+    """A text's draft while it grows, and then what verification is handed.
 
-        tokens: int64 [1, capacity]; the first `length` are committed, the last of them is `pending`; drafts are written
-            behind them. length - 1 rows of the cache are valid.
-        capture: called as capture(first_row, layers_done, hidden) for every layer and row run here.
-        context: what rows are shown of the text, if the policy asked for it.
-        steps: single calls for whole steps on this cache; greedy, without processors, and `capture` is not used.
-        memory: [layers, rows, hidden], gets every layer's output for every row run in steps.
+    exit_hidden: [max_speculations + 1 or more, hidden], output of layer E for the rows pending, d_1, d_2, ..
+    q: float32 [max_speculations or more, vocab], the distributions that drafts are drawn from; unused when greedy.
+    tokens: the kept drafts d_1..d_k. num_rows: how many rows were run: k + 1 if drafting stopped before a draw, else k.
+    confidences: of every row looked at that has one, if the policy asked for them.
+    """
+
+    def __init__(self, turn: Turn, exit_hidden: Tensor, q: Tensor) -> None:
+        self.turn, self.exit_hidden, self.q = turn, exit_hidden, q
+        self.exit_layer = turn.exit_layer or 0
+        self.tokens: list[int] = []
+        self.num_rows = 0
+        self.stop_cause: StopCause = "none" if turn.exit_layer is None else "cap"
+        self.dropped_token: int | None = None
+        self.error: Exception | None = None  # raised by the policy
+        self._seen: list[float] = []
+        self.detail = detail_of(turn.needs)
+        self.one_row = ((turn.cache, 1),)  # of a pass over the next token
+
+    @property
+    def next_token(self) -> int:
+        """The token of the row to run next: the last draft, or the pending token."""
+        return self.tokens[-1] if self.tokens else self.turn.pending
+
+    @property
+    def lacks_last(self) -> bool:
+        """Whether the last token's row was not run yet."""
+        return self.num_rows == len(self.tokens)
+
+    @property
+    def confidences(self) -> tuple[float, ...] | None:
+        """As in `RoundRecord`."""
+        return tuple(self._seen) if self.turn.needs.confidence and self.turn.exit_layer is not None else None
+
+    def grow(self, look: Look, logits: Tensor | None) -> bool:
+        """Take what the head says of the row that was run, and return whether drafting goes on.
+
+        logits: float32 [1, vocab]; None if there is nothing to process and the argmax will do.
         """
-        model, stopping = self._model, policy.stopping
-        self._reserve(max_speculations + 1, sampler.do_sample)
-        unprocessed = not sampler.do_sample and not sampler.processors
-        detail = _detail(needs)
-        drafts: list[int] = []
-        seen: list[float] = []
-        num_rows = 0
-        stop_cause: StopCause = "cap"
-        dropped: int | None = None
-        token = pending
-        while True:
-            position = length - 1 + num_rows
-            own = self._rows[num_rows]
-            logits: Tensor | None = None
-            if steps is not None:
-                place = None if memory is None else (memory, num_rows)
-                look = steps.token(token, position, exit_layer, own, head="draft", detail=detail, record=place)
-                assert look is not None
-            else:
-                watch = None if capture is None else partial(capture, num_rows)
-                hidden = model.run_layers(model.embed_one(token), 0, exit_layer, cache, position, watch)
-                own.copy_(hidden[0])
-                if unprocessed:
-                    look = Look.first(model.draft_choices(hidden, detail))
-                else:
-                    logits = model.draft_logits(hidden)
-                    look = NOTHING if detail == "token" else Look.first(choices_of(logits, detail))
-            num_rows += 1
-            row = _row(len(drafts), exit_layer, position, look, own, needs, context)
-            if _unusable(row):
-                stop_cause = "before_draw"
-                break
-            if row.confidence is not None:
-                seen.append(row.confidence)
-            if stopping is not None and stopping.stop_before_draw(row):
-                stop_cause = "before_draw"
-                if not sampler.do_sample:
-                    dropped = self._pick(look, logits, tokens, length, len(drafts), sampler)
-                break
-            picked = self._pick(look, logits, tokens, length, len(drafts), sampler)
-            if picked is None:
-                stop_cause = "before_draw"
-                break
-            token = picked
-            tokens[0, length + len(drafts)] = token
-            drafts.append(token)
-            if token in eos:
-                stop_cause = "eos"
-                break
-            if stopping is not None and stopping.stop_after_draw(row, token):
-                stop_cause = "after_draw"
-                break
-            if len(drafts) == max_speculations:
-                break
-        return Draft(
-            tokens=drafts,
-            exit_hidden=self._hidden[: len(drafts) + 1],
-            num_rows=num_rows,
-            q=self._q[: len(drafts)] if sampler.do_sample else None,
-            confidences=tuple(seen) if needs.confidence else None,
-            stop_cause=stop_cause,
-            dropped_token=dropped,
+        turn, needs = self.turn, self.turn.needs
+        assert turn.exit_layer is not None
+        hidden = self.exit_hidden[self.num_rows]
+        self.num_rows += 1
+        row = DraftRow(
+            num_drafted=len(self.tokens),
+            exit_layer=turn.exit_layer,
+            position=turn.length - 2 + self.num_rows,
+            confidence=look.confidence if needs.confidence else None,
+            entropy=look.entropy if needs.entropy else None,
+            exit_hidden=hidden if needs.exit_hidden else None,
+            features=_features(look, hidden.device) if needs.features else None,
+            context=turn.states if needs.context_layers else None,
         )
+        if row.confidence is not None and row.confidence == row.confidence:
+            self._seen.append(row.confidence)
+        token, stop, self.dropped_token = next_draft(turn, row, lambda: self._pick(look, logits))
+        if token is not None:
+            turn.tokens[0, turn.length + len(self.tokens)] = token
+            self.tokens.append(token)
+        if stop is not None:
+            self.stop_cause = stop
+        return stop is None
 
-    def _pick(
-        self, look: Look, logits: Tensor | None, tokens: Tensor, length: int, index: int, sampler: Sampler
-    ) -> int | None:
+    def _pick(self, look: Look, logits: Tensor | None) -> int | None:
         """Token d_{index+1}: the argmax after processors, or a draw from q, which is kept.
 
-        logits: None if there is nothing to process and the argmax will do.
         None where the row gives none: nothing can be drawn from it, or a processor refuses the text. That text holds drafts,
         so plain decoding may never come to it. The draft then ends, which depends on nothing that is drawn later, and
         verification looks at the same row if it is ever committed.
         """
         if logits is None:
             return look.token
+        turn, index = self.turn, len(self.tokens)
         try:
-            processed = sampler.process(logits, tokens, length + index)
+            processed = turn.sampler.process(logits, turn.tokens, turn.length + index)
         except Exception:
             return None
-        if not sampler.do_sample:
+        if not turn.sampler.do_sample:
             return int(processed.argmax())  # of NaN, too: a greedy draft is a guess, which verification judges
-        q = self._q[index]
+        q = self.q[index]
         torch.softmax(processed[0], dim=-1, out=q)
         try:
-            return sampler.draw(q, f"draft position {length + index}")
+            return turn.sampler.draw(q, f"draft position {turn.length + index}")
         except NonFiniteLogitsError:
             return None
 
 
-def _detail(needs: Needs) -> Detail:
+def detail_of(needs: Needs) -> Detail:
     """What to compute of every row for a policy that needs this."""
     if needs.entropy or needs.features:
         return "all"
     return "confidence" if needs.confidence else "token"
-
-
-def _row(
-    num_drafted: int,
-    exit_layer: int,
-    position: int,
-    look: Look,
-    hidden: Tensor,
-    needs: Needs,
-    context: ContextStates | None,
-) -> DraftRow:
-    """The row with what the policy asked to see. hidden: [hidden], the row's own place in the buffer."""
-    return DraftRow(
-        num_drafted=num_drafted,
-        exit_layer=exit_layer,
-        position=position,
-        confidence=look.confidence if needs.confidence else None,
-        entropy=look.entropy if needs.entropy else None,
-        exit_hidden=hidden if needs.exit_hidden else None,
-        features=_features(look, hidden.device) if needs.features else None,
-        context=context,
-    )
 
 
 def _features(look: Look, device: torch.device) -> Tensor:

@@ -1,9 +1,9 @@
-"""`SelfSpecGenerator`: what `generate` takes and returns. The rounds themselves are in `selfspec.decoding`."""
+"""`SelfSpecGenerator`: what `generate` takes and returns. A round is `selfspec.round`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from inspect import signature
@@ -24,10 +24,11 @@ from transformers import (
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
+from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
 from selfspec.calibrate import measured_cost
-from selfspec.call import Call, GenerationResult
+from selfspec.call import Call
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
-from selfspec.graphs.captured_runner import CapturedRunner
+from selfspec.engine import Checked, Engine, GenerationResult
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
 from selfspec.request import GenerationHost, make_request, refuse_unknown
@@ -143,30 +144,32 @@ class SelfSpecGenerator:
         """
         if unknown:
             refuse_unknown(unknown, signature(self.generate).parameters)
-        call = self._call(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            eos_token_id=eos_token_id,
-            stop_strings=stop_strings,
-            seed=seed,
-            generator=generator,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            policy=policy,
-            exit_layer=exit_layer,
-            num_speculations=num_speculations,
-            generation_config=generation_config,
-            trace=trace,
+        call = Call(
+            self.check(
+                prompt,
+                max_new_tokens=max_new_tokens,
+                do_sample=do_sample,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                eos_token_id=eos_token_id,
+                stop_strings=stop_strings,
+                seed=seed,
+                generator=generator,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                policy=policy,
+                exit_layer=exit_layer,
+                num_speculations=num_speculations,
+                generation_config=generation_config,
+                trace=trace,
+            )
         )
         try:
             if streamer is not None:
-                streamer.put(call.request.prompt.clone())
+                streamer.put(call.checked.request.prompt.clone())
             with closing(call.rounds()) as rounds:
                 for block, record in rounds:
                     if streamer is not None:
@@ -189,7 +192,53 @@ class SelfSpecGenerator:
             raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
         known = signature(self.generate).parameters
         refuse_unknown(options.keys() - known.keys(), known)
-        return GenerationStream(self._call(prompt, **options))
+        return GenerationStream(Call(self.check(prompt, **options)))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | list[int] | Tensor],
+        *,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+        on_result: Callable[[int, GenerationResult], None] | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Continue many prompts, `batch_size` at a time in shared passes; the next joins when a text is complete.
+
+        options: those of `generate`, without `streamer`: one value for all, or a list with one for each prompt (seeds,
+            lengths, policies; of arguments that are lists themselves, such as stop_strings, a list of lists). A generator
+            given for all is used by all, in the order in which they draw; seeds are each text's own.
+        on_result: called with (index, result) as soon as a text is complete.
+        Returns the results in the order of the prompts. All calls are checked before any runs, with the errors of `generate`.
+        Raises BatchError, when all others are complete, if a text could not be completed (NaN logits, say).
+        """
+        if isinstance(prompts, (str, Tensor)):
+            raise TypeError("generate_batch takes a list of prompts; for a single one call generate")
+        known = [*signature(self.generate).parameters]
+        refuse_unknown(options.keys() - (set(known) - {"streamer"}), known)
+        results: list[GenerationResult | None] = [None] * len(prompts)
+        errors: dict[int, Exception] = {}
+        with closing(completed(check_all(self.check, prompts, options), batch_size)) as ended:
+            for index, result in ended:
+                if isinstance(result, Exception):
+                    errors[index] = result
+                    continue
+                results[index] = result
+                if on_result is not None:
+                    on_result(index, result)
+        if errors:
+            raise BatchError(results, errors)
+        return [result for result in results if result is not None]
+
+    def engine(self) -> Engine:
+        """An engine that texts join and leave between rounds (`selfspec.engine`): for servers, and loops of one's own.
+
+        with generator.engine() as engine:
+            ticket = engine.add("Once upon a time", max_new_tokens=100)
+            while len(engine):
+                for progress in engine.step():
+                    print(progress.ticket, progress.tokens)
+        """
+        return Engine(self.check)
 
     def __repr__(self) -> str:
         model = self.model
@@ -199,7 +248,7 @@ class SelfSpecGenerator:
             f"{model.device}, policy={policy!r}, runner={self.runner!r})"
         )
 
-    def _call(
+    def check(
         self,
         prompt: str | list[int] | Tensor,
         *,
@@ -213,7 +262,7 @@ class SelfSpecGenerator:
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
         **options: Any,
-    ) -> Call:
+    ) -> Checked:
         """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet.
 
         options: the arguments of `generate` that are fields of a GenerationConfig.
@@ -234,15 +283,15 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
-        return Call(
-            self._models,
-            bound,
-            request,
-            chosen,
-            self.tokenizer,
+        return Checked(
+            bound=bound,
+            request=request,
+            policy=chosen,
+            tokenizer=self.tokenizer,
             started=started,
             calibration_seconds=calibrating,
             keep_trace=trace,
+            ended=self._models.called,
         )
 
     def warm_up(
@@ -266,15 +315,17 @@ class SelfSpecGenerator:
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
-        with bound.runners.lend(min(max_length, bound.model.max_positions)) as runner:
-            before = runner.num_captures, runner.capture_seconds
-            if isinstance(runner, CapturedRunner):
-                try:
-                    with engine_mode(bound.model.device):
-                        runner.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
-                except CaptureError as error:
-                    bound.runners.give_up_graphs(error)
-            return runner.num_captures - before[0], runner.capture_seconds - before[1]
+        with bound.runners.lend(min(max_length, bound.model.max_positions)) as place:
+            captured = place.captured
+            if captured is None:
+                return 0, 0.0
+            before = captured.num_captures, captured.capture_seconds
+            try:
+                with engine_mode(bound.model.device):
+                    captured.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+            except CaptureError as error:
+                bound.runners.give_up_graphs(error)
+            return captured.num_captures - before[0], captured.capture_seconds - before[1]
 
     def refresh(self) -> None:
         """Copy the transformers model's weights again now, whether or not they seem to have changed.

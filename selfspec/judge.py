@@ -22,7 +22,7 @@ NO_TOKEN = 0
 """Stands where a row gave no token; it is never committed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Verdict:
     """What verification says of a round.
 

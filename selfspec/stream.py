@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import TracebackType
 
-from selfspec.call import Call, Committed, GenerationResult
+from selfspec.call import Call, TextTokens
+from selfspec.engine import GenerationResult
 from selfspec.streaming import IncrementalDecoder
 
 
@@ -22,7 +23,7 @@ class GenerationStream(Iterator[str | list[int]]):
         self.result: GenerationResult | None = None
         self._call = call
         self._rounds = call.rounds()
-        self._pieces = self._texts(call) if call.tokenizer is not None else self._ids()
+        self._pieces = self._texts(call) if call.checked.tokenizer is not None else self._ids()
 
     def __iter__(self) -> GenerationStream:
         return self
@@ -55,14 +56,14 @@ class GenerationStream(Iterator[str | list[int]]):
         return (block for block, _ in self._rounds)
 
     def _texts(self, call: Call) -> Iterator[str | list[int]]:
-        assert call.tokenizer is not None
-        return _pieces(self._rounds, IncrementalDecoder(call.tokenizer))
+        assert call.checked.tokenizer is not None
+        return _pieces(self._rounds, IncrementalDecoder(call.checked.tokenizer))
 
     def __repr__(self) -> str:
         return f"GenerationStream({'open' if self.result is None else repr(self.result)})"
 
 
-def _pieces(rounds: Iterator[Committed], decoder: IncrementalDecoder) -> Iterator[str]:
+def _pieces(rounds: Iterator[TextTokens], decoder: IncrementalDecoder) -> Iterator[str]:
     for block, _ in rounds:
         text = decoder.push(block)
         if text:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
+from bench.commands.batch_command import batch
 from bench.commands.bench_options import (
     DeviceOption,
     DtypeOption,
@@ -69,6 +70,7 @@ app.command()(context)
 app.command()(startup)
 app.command()(soak)
 app.command()(busy)
+app.command()(batch)
 
 
 @app.command()

@@ -8,7 +8,7 @@ Scores are the model's own, since its output is; what can be read off is that, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from tqdm import tqdm
 
-from selfspec import GenerationStats, SelfSpecGenerator
+from selfspec import GenerationResult, GenerationStats, SelfSpecGenerator
+from selfspec.batch import DEFAULT_BATCH_SIZE
 
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"}
 
 
 class SelfSpecLM(LM):
-    """An `LM` of the harness that generates with one policy, one text at a time.
+    """An `LM` of the harness that generates with one policy.
 
     checkpoint: hub name, folder, or a SelfSpecGenerator with a tokenizer. max_gen_toks: new tokens where a task says nothing.
+    batch_size: texts that are decoded together.
     Log-likelihoods are not what this engine speeds up, and are refused: use the harness's own `hf` model for such tasks.
     """
 
@@ -35,6 +37,7 @@ class SelfSpecLM(LM):
         *,
         policy: str | None = None,
         max_gen_toks: int = 256,
+        batch_size: int = DEFAULT_BATCH_SIZE,
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
     ) -> None:
@@ -48,6 +51,7 @@ class SelfSpecLM(LM):
             raise ValueError("the generator needs a tokenizer")
         self._policy = policy
         self._max_gen_toks = max_gen_toks
+        self._batch_size = batch_size
         self.stats: list[GenerationStats] = []
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -55,33 +59,44 @@ class SelfSpecLM(LM):
 
         Raises ValueError for an option of generation that the engine does not take.
         """
-        texts = []
-        for request in tqdm(requests, desc="selfspec", disable=disable_tqdm):
+        asked: dict[str, Any] = {}  # arguments of `generate_batch`, one value for each request
+        for request in requests:
             context, options = request.args
-            unknown = sorted(set(options) - _GENERATION)
-            if unknown:
-                raise ValueError(
-                    f"selfspec takes {', '.join(sorted(_GENERATION))} of generation options, not {unknown}"
-                )
-            until = options.get("until") or []
-            stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
-            length = options.get("max_gen_toks") or options.get("max_new_tokens") or self._max_gen_toks
-            do_sample = bool(options.get("do_sample", False)) and options.get("temperature", 1.0) != 0
-            sampling = {name: options[name] for name in ("temperature", "top_p", "top_k") if name in options}
-            result = self._generator.generate(
-                self._tokens(context, length),
-                max_new_tokens=length,
-                do_sample=do_sample,
-                stop_strings=stops or None,
-                policy=self._policy,
-                **(sampling if do_sample else {}),
-            )
-            self.stats.append(result.stats)
-            text = result.text or ""
-            ends = [text.index(stop) for stop in stops if stop in text]
-            texts.append(text[: min(ends)] if ends else text)
-            self.cache_hook.add_partial("generate_until", (context, options), texts[-1])
+            for name, value in self._arguments(context, options).items():
+                asked.setdefault(name, []).append(value)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="selfspec", disable=disable_tqdm) as bar:
+
+            def on_result(index: int, result: GenerationResult) -> None:
+                context, options = requests[index].args
+                text, stops = result.text or "", _stops(options)
+                ends = [text.index(stop) for stop in stops if stop in text]
+                texts[index] = text[: min(ends)] if ends else text
+                self.stats.append(result.stats)
+                self.cache_hook.add_partial("generate_until", (context, options), texts[index])
+                bar.update()
+
+            if requests:
+                prompts = asked.pop("prompt")
+                options = {"policy": self._policy, "batch_size": self._batch_size, "on_result": on_result}
+                self._generator.generate_batch(prompts, **asked, **options)
         return texts
+
+    def _arguments(self, context: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Of one request, for `generate`."""
+        unknown = sorted(set(options) - _GENERATION)
+        if unknown:
+            raise ValueError(f"selfspec takes {', '.join(sorted(_GENERATION))} of generation options, not {unknown}")
+        length = options.get("max_gen_toks") or options.get("max_new_tokens") or self._max_gen_toks
+        do_sample = bool(options.get("do_sample", False)) and options.get("temperature", 1.0) != 0
+        sampling = {name: options.get(name) if do_sample else None for name in ("temperature", "top_p", "top_k")}
+        return {
+            "prompt": self._tokens(context, length),
+            "max_new_tokens": length,
+            "do_sample": do_sample,
+            "stop_strings": _stops(options) or None,
+            **sampling,
+        }
 
     def loglikelihood(self, requests: Sequence[Instance]) -> Any:
         """Refused."""
@@ -99,3 +114,9 @@ class SelfSpecLM(LM):
         assert self._generator.tokenizer is not None
         ids: list[int] = self._generator.tokenizer(context)["input_ids"]
         return ids[-max(self._generator.model.max_positions - length, 1) :]
+
+
+def _stops(options: Mapping[str, Any]) -> list[str]:
+    """The stop strings of a request."""
+    until = options.get("until") or []
+    return [until] if isinstance(until, str) else [stop for stop in until if stop]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from bench.record import KEPT
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.prefill import prefill
 from policies import kept_between_texts
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
-from selfspec.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,5 +171,5 @@ class SelfSpecEngine:
         model = self._generator.model
         with torch.inference_mode():
             cache = KVCache(model, ids.numel())
-            hidden = model.run_layers(model.embed(ids.to(model.device)), 0, model.num_layers, cache, 0)
+            hidden = prefill(model, ids.to(model.device), cache)
             return model.logits(hidden[-1:])[0].cpu()

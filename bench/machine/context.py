@@ -24,14 +24,13 @@ from bench.machine.memory import peak_bytes
 from bench.machine.roofline import best_fixed
 from bench.record import Line
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
 from policies import CostModel
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
-from selfspec.kv_cache import KVCache
 
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""
-_CHUNK = 64
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
@@ -44,25 +43,25 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
 
 @contextmanager
 def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
-    """Within it, passes over rows below `length` do nothing: the cache must hold these rows from an earlier call.
-
-    Prefill is in small chunks meanwhile, so that only the last few rows run again.
-    """
+    """Within it, rows below `length` are not run: the cache must hold these rows from an earlier call."""
     original = model.run_layers
 
     def run_layers(
         hidden: Tensor,
         start: int,
         stop: int,
-        cache: Any,
-        position: int,
+        cache: KVCache,
         capture: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        if position + hidden.shape[0] <= length:
-            return hidden
-        return original(hidden, start, stop, cache, position, capture)
+        if isinstance(cache, KVCache) and cache.position(start, stop) < length:
+            kept = min(hidden.shape[0], length - cache.position(start, stop))
+            cache.extend(start, stop, kept)
+            if kept == hidden.shape[0]:
+                return hidden
+            return torch.cat([hidden[:kept], original(hidden[kept:], start, stop, cache, capture)])
+        return original(hidden, start, stop, cache, capture)
 
-    with patch.object(model, "run_layers", run_layers), patch("selfspec.decoding._PREFILL_CHUNK", _CHUNK):
+    with patch.object(model, "run_layers", run_layers):
         yield
 
 

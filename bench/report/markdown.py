@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bench.machine.startup import startup_headline, startup_tables
 from bench.record import KEPT, Line
+from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
 from bench.report.reading_tables import reading_tables
@@ -33,12 +34,14 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "context": context_tables,
     "startup": startup_tables,
     "busy": busy_tables,
+    "batch": batch_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
     "context": context_headline,
     "startup": startup_headline,
     "busy": busy_headline,
+    "batch": batch_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 

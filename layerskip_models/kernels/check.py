@@ -7,7 +7,7 @@ computes in float64. Takes about two milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -18,6 +18,7 @@ from layerskip_models.kernels import library
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
@@ -35,10 +36,26 @@ class _Layer:
     down: NativeLinear
 
 
-class _Cache:
-    def __init__(self) -> None:
-        self.values = torch.zeros(1, KV_HEADS, ROWS, HEAD_DIM, dtype=torch.float32, device="cpu")
-        self.keys = torch.zeros_like(self.values).mT
+@dataclass(frozen=True)
+class _OneLayer:
+    """What a KV cache must know of a model of this one layer."""
+
+    num_layers: int = 1
+    num_kv_heads: int = KV_HEADS
+    head_dim: int = HEAD_DIM
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    transposed_keys: bool = False
+
+    def prepare(self, max_length: int) -> None:
+        pass  # the rotary table is drawn
+
+
+def _cache() -> KVCache:
+    cache = KVCache(_OneLayer(), ROWS)
+    cache.keys.zero_()
+    cache.values.zero_()
+    return cache
 
 
 class _Drawn:
@@ -95,19 +112,20 @@ def _fault_of_linears(layer: _Layer, x: Tensor) -> str | None:
 def _fault_of_layers(layer: _Layer, x: Tensor, angles: Tensor) -> str | None:
     layers = NativeLayers([layer], hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
     rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    one = _Cache()
+    one = _cache()
     with on_threads(1):
-        rows = [layers.run(row, 0, 1, one, i, rotary, None) for i, row in enumerate(x.split(1))]
+        rows = [layers.run(row, 0, 1, ((one, 1),), rotary, None) for row in x.split(1)]
     alone = torch.cat(rows)
     for threads in _teams():
-        many = _Cache()
+        many, other = _cache(), _cache()
         with on_threads(threads):
-            first = layers.run(x[:2], 0, 1, many, 0, rotary, None)
-            together = torch.cat([first, layers.run(x[2:], 0, 1, many, 2, rotary, None)])
-        same = torch.equal(together, alone) and torch.equal(many.keys, one.keys)
-        if not same or not torch.equal(many.values, one.values):
-            return f"run computes a row otherwise in company, on {threads} threads"
-    return None if _near(alone, _reference(layer, x.double(), rotary)) else "run computes something else"
+            first = layers.run(x[:2], 0, 1, ((many, 2),), rotary, None)
+            mixed = layers.run(torch.cat([x[2:], x[:2]]), 0, 1, ((many, ROWS - 2), (other, 2)), rotary, None)
+            together = torch.cat([first, mixed[:-2]])
+        same = torch.equal(together, alone) and torch.equal(mixed[-2:], alone[:2])
+        if not same or not torch.equal(many.keys, one.keys) or not torch.equal(many.values, one.values):
+            return f"step computes a row otherwise in company, on {threads} threads"
+    return None if _near(alone, _reference(layer, x.double(), rotary)) else "step computes something else"
 
 
 def _reference(layer: _Layer, x: Tensor, rotary: Tensor) -> Tensor:

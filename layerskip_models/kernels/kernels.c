@@ -15,7 +15,7 @@
 
 #define JOINED(name, variant) name##_##variant
 #define JOIN(name, variant) JOINED(name, variant)
-#define EXPORT(name) JOIN(name, VARIANT) /* run_avx2 */
+#define EXPORT(name) JOIN(name, VARIANT) /* step_avx2 */
 #define PUBLIC __attribute__((visibility("default")))
 
 /* ---- Matrices on a team of threads ---------------------------------------------------------------------------------- */
@@ -182,10 +182,11 @@ typedef struct {
   float eps, scale;
 } Shape;
 
+/* Rows of one text: `rows` neighbours, the first of which is at `position`, and the text's own KV cache. */
 typedef struct {
-  float *keys, *values; /* of the first layer to run, [kv_heads, positions, head_dim] */
-  int64_t layer_stride, head_stride;
-} Cache;
+  float *keys, *values; /* of layer 0, [kv_heads, positions, head_dim] */
+  int64_t layer_stride, head_stride, position, rows;
+} Span;
 
 /* ---- What Python calls ---------------------------------------------------------------------------------------------- */
 
@@ -219,34 +220,43 @@ PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, flo
   return pool_run(product, &a, sizeof a, threads, bytes_read(m));
 }
 
-/* Numbers of scratch that `run` wants for so many rows. */
+/* Numbers of scratch that a pass wants for so many rows. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {
   return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 2 * s->hidden);
 }
 
+/* Matrices see all rows of a pass at once; attention sees each span's own cache. */
 typedef struct {
   Shape shape;
-  const Layer *layers;
-  Cache cache;
-  const float *x, *rotary;
+  const Layer *layers; /* of the whole model */
+  Span only;           /* used where `spans` is NULL: then nothing has to outlive the call */
+  const Span *spans;
+  const float *x, *rotary; /* of all positions */
   float *outputs, *scratch;
-  int64_t count, rows, position, stride;
+  int64_t first, count, rows, stride; /* layers first .. first + count - 1 */
+  int64_t furthest;                   /* positions that the longest text will have */
 } Pass;
 
-/* Rotated keys, and values, of the rows go into the cache. So little work that it is done where the result belongs. */
-static void write_cache(Member *member, const Pass *a, const float *qkv, float *keys, float *values) {
+INLINE const Span *spans_of(const Pass *a) { return a->spans ? a->spans : &a->only; }
+
+/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs. */
+static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv) {
   const Shape *s = &a->shape;
-  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, units = a->rows * s->kv_heads;
-  int64_t pieces = least(units, pool_team(member));
+  const Span *span = spans_of(a);
+  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows of earlier spans */
+  int64_t units = a->rows * s->kv_heads, pieces = least(units, pool_team(member));
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;
     for (int64_t unit = units * piece / pieces; unit < units * (piece + 1) / pieces; unit++) {
       int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
+      if (r < before) span = spans_of(a), before = 0; /* pieces may come in any order */
+      while (r >= before + span->rows) before += span++->rows;
       const float *key = qkv + r * width + (s->heads + head) * dim, *value = key + s->kv_heads * dim;
-      int64_t place = head * a->cache.head_stride + (a->position + r) * dim;
-      rotate(key, a->rotary + r * dim, 1.0f, dim, keys + place);
-      memcpy(values + place, value, dim * sizeof(float));
+      int64_t position = span->position + r - before;
+      int64_t place = layer * span->layer_stride + head * span->head_stride + position * dim;
+      rotate(key, a->rotary + position * dim, 1.0f, dim, span->keys + place);
+      memcpy(span->values + place, value, dim * sizeof(float));
     }
     pool_done(&phase, piece);
   }
@@ -257,43 +267,55 @@ static int64_t query_pieces(int64_t team, int64_t queries) {
   return least(queries, most(team, least(team * POOL_PIECES, queries / QUERIES)));
 }
 
-/* room: for QUERIES * (dim + end + 2 * LANES) numbers, and as many times dim as a piece has queries. */
-static void attend_all(Member *member, const Pass *a, const float *qkv, const float *keys, const float *values,
-                       float *attended, float *room) {
+/* Queries are counted span by span, in a span head by head, and for a head row by row.
+ * room: for QUERIES * (dim + furthest + 2 * LANES) numbers, and as many times dim as a piece has queries. */
+static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended, float *room) {
   const Shape *s = &a->shape;
+  const Span *span = spans_of(a);
   int64_t dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
-  int64_t per_head = a->rows * group, all = a->rows * s->heads, longest = a->position + a->rows + 2 * LANES;
+  int64_t all = a->rows * s->heads, longest = a->furthest + 2 * LANES, before = 0;
   int64_t pieces = query_pieces(pool_team(member), all);
   float *queries = room, *scores = queries + QUERIES * dim, *own = scores + QUERIES * longest;
   int alone = pool_alone(member);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t start = all * piece / pieces, stop = all * (piece + 1) / pieces;
-#define PLACE(unit) (attended + ((unit) % per_head / group * s->heads + (unit) / per_head * group + (unit) % group) * dim)
+    if (start < before * s->heads) span = spans_of(a), before = 0;
+    /* Where a query's result belongs: `in` is its number within the span. */
+#define PER_HEAD (span->rows * group)
+#define ROW(in) (before + (in) % PER_HEAD / group)
+#define PLACE(in) (attended + (ROW(in) * s->heads + (in) / PER_HEAD * group + (in) % group) * dim)
     for (int64_t unit = start; unit < stop;) {
-      int64_t head = unit / per_head, chosen = least(least(QUERIES, stop - unit), (head + 1) * per_head - unit);
-      int64_t ends[QUERIES], offset = head * a->cache.head_stride;
+      while (unit >= (before + span->rows) * s->heads) before += span++->rows;
+      int64_t in = unit - before * s->heads, head = in / PER_HEAD;
+      int64_t chosen = least(least(QUERIES, stop - unit), (head + 1) * PER_HEAD - in);
+      int64_t ends[QUERIES], offset = layer * span->layer_stride + head * span->head_stride;
       float *places[QUERIES];
-      for (int64_t q = 0; q < chosen; q++, unit++) {
-        int64_t r = unit % per_head / group, at = head * group + unit % group;
-        rotate(qkv + r * width + at * dim, a->rotary + r * dim, s->scale, dim, queries + q * dim);
-        ends[q] = a->position + r + 1;
-        places[q] = alone ? PLACE(unit) : own + (unit - start) * dim;
+      for (int64_t q = 0; q < chosen; q++, unit++, in++) {
+        int64_t at = head * group + in % group, position = span->position + ROW(in) - before;
+        rotate(qkv + ROW(in) * width + at * dim, a->rotary + position * dim, s->scale, dim, queries + q * dim);
+        ends[q] = position + 1;
+        places[q] = alone ? PLACE(in) : own + (unit - start) * dim;
       }
-      attend(queries, chosen, ends, keys + offset, values + offset, dim, longest, scores, places);
+      attend(queries, chosen, ends, span->keys + offset, span->values + offset, dim, longest, scores, places);
     }
     if (alone || !pool_win(&phase, piece)) continue;
-    for (int64_t unit = start; unit < stop; unit++)
-      memcpy(PLACE(unit), own + (unit - start) * dim, dim * sizeof(float));
+    if (start < before * s->heads) span = spans_of(a), before = 0;
+    for (int64_t unit = start; unit < stop; unit++) {
+      while (unit >= (before + span->rows) * s->heads) before += span++->rows;
+      memcpy(PLACE(unit - before * s->heads), own + (unit - start) * dim, dim * sizeof(float));
+    }
     pool_done(&phase, piece);
 #undef PLACE
+#undef ROW
+#undef PER_HEAD
   }
 }
 
 /* Numbers of `room` that `walk_layers` needs. */
 static int64_t room_of_pass(int64_t team, const Pass *a) {
   int64_t rows = a->rows, dim = a->shape.head_dim, all = rows * a->shape.heads;
-  int64_t need = QUERIES * (dim + a->position + rows + 2 * LANES) + (all / query_pieces(team, all) + 1) * dim;
+  int64_t need = QUERIES * (dim + a->furthest + 2 * LANES) + (all / query_pieces(team, all) + 1) * dim;
   const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
   for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
   return need;
@@ -307,12 +329,11 @@ static void walk_layers(Member *member, const Pass *a, float *room) {
   float *between = middle + rows * size;
   const float *input = a->x;
   for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
-    const Layer *layer = a->layers + l;
-    float *keys = a->cache.keys + l * a->cache.layer_stride, *values = a->cache.values + l * a->cache.layer_stride;
+    const Layer *layer = a->layers + a->first + l;
     float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? between : a->outputs;
     multiply(member, &layer->qkv, &(Input){input, layer->input_norm, s->eps, rows}, 0, NULL, qkv, room);
-    write_cache(member, a, qkv, keys, values);
-    attend_all(member, a, qkv, keys, values, attended, room);
+    write_caches(member, a, a->first + l, qkv);
+    attend_all(member, a, a->first + l, qkv, attended, room);
     multiply(member, &layer->output, &(Input){attended, NULL, 0, rows}, 0, input, middle, room);
     multiply(member, &layer->gate_up, &(Input){middle, layer->post_attention_norm, s->eps, rows}, 1, NULL, gated, room);
     multiply(member, &layer->down, &(Input){gated, NULL, 0, rows}, 0, middle, result, room);
@@ -320,25 +341,8 @@ static void walk_layers(Member *member, const Pass *a, float *room) {
   }
 }
 
-static int pass(const void *arguments, Member *member) {
-  const Pass *a = arguments;
-  float *room = pool_memory(member, room_of_pass(pool_team(member), a) * sizeof(float));
-  if (!room) return -1;
-  walk_layers(member, a, room);
-  return 0;
-}
-
 static int64_t layer_bytes(const Layer *l) {
   return bytes_read(&l->qkv) + bytes_read(&l->output) + bytes_read(&l->gate_up) + bytes_read(&l->down);
-}
-
-/* Layers over consecutive rows, the first of which is at `position`. Layer i writes its output to outputs + i * stride,
- * [rows, hidden]; a stride of 0 keeps the last one's only. x: [rows, hidden]. rotary: [rows, head_dim]. Returns as `pool_run`. */
-PUBLIC int64_t EXPORT(run)(const Shape *s, const Layer *layers, int64_t count, const Cache *cache, const float *x,
-                           int64_t rows, int64_t position, const float *rotary, float *outputs, int64_t stride,
-                           float *scratch, int threads) {
-  Pass a = {*s, layers, *cache, x, rotary, outputs, scratch, count, rows, position, stride};
-  return pool_run(pass, &a, sizeof a, threads, count * layer_bytes(layers));
 }
 
 /* Numbers of bytes of scratch that `pick` wants. */
@@ -425,18 +429,20 @@ PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const
   return job;
 }
 
-/* What a step of decoding does, in one call: embed a token, or take rows as they are; run layers; look at the head.
- * `Step` of native_steps.py. */
+/* A pass in one call: embed tokens, or take rows as they are; run layers; look at the head. `Step` of library.py. */
 typedef struct {
   const Shape *shape;
-  const Layer *layers; /* the first one to run */
-  Cache cache;         /* of that layer */
-  const void *embedding; /* [vocab, hidden] of `kind`, of which row `token` is the one row; or NULL */
-  int64_t kind, token;
+  const Layer *layers;
+  const Span *spans; /* as many as have `rows` rows together; of more than one, the memory must outlive the call (`pool_oldest`) */
+  int64_t num_spans;
+  const void *embedding; /* [vocab, hidden] of `kind`, of which the rows `embedded` are taken; or NULL */
+  int64_t kind;
+  const int64_t *embedded;
   float *x; /* [rows, hidden]; with an embedding, room for it */
   const float *rotary;
-  float *outputs, *last; /* as for `run`; with a stride, the last layer's output is also copied to `last` if that is not NULL */
-  int64_t count, rows, position, stride;
+  float *outputs, *last; /* layer i writes [rows, hidden] to outputs + i * stride, and the last one is copied to `last` if that
+                            is not NULL; a stride of 0 keeps the last one's only */
+  int64_t first, count, rows, stride;
   float *scratch;
   const Matrix *head; /* or NULL */
   const float *norm;
@@ -467,16 +473,18 @@ static int stepping(const void *arguments, Member *member) {
 _Static_assert(sizeof(Stepping) <= POOL_ARGUMENTS, "the arguments of a step are too large for the team");
 
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
-  int64_t hidden = s->shape->hidden;
+  int64_t hidden = s->shape->hidden, furthest = 0;
   if (s->embedding)
-    for (int64_t i = 0; i < hidden; i++) {
-      int64_t at = s->token * hidden + i;
+    for (int64_t i = 0; i < s->rows * hidden; i++) {
+      int64_t at = s->embedded[i / hidden] * hidden + i % hidden;
       s->x[i] = s->kind == FLOAT32    ? one_float32((const float *)s->embedding + at)
                 : s->kind == BFLOAT16 ? one_bfloat16((const uint16_t *)s->embedding + at)
                                       : one_float16((const uint16_t *)s->embedding + at);
     }
+  for (int64_t i = 0; i < s->num_spans; i++) furthest = most(furthest, s->spans[i].position + s->spans[i].rows);
   Stepping a = {
-    .pass = {*s->shape, s->layers, s->cache, s->x, s->rotary, s->outputs, s->scratch, s->count, s->rows, s->position, s->stride},
+    .pass = {*s->shape, s->layers, *s->spans, s->num_spans > 1 ? s->spans : NULL, s->x, s->rotary, s->outputs, s->scratch,
+             s->first, s->count, s->rows, s->stride, furthest},
   };
   const float *result = s->stride ? s->outputs + (s->count - 1) * s->stride : s->outputs;
   int64_t bytes = s->count * layer_bytes(s->layers);

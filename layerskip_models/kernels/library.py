@@ -74,10 +74,17 @@ class Shape(Structure):
     )
 
 
-class Cache(Structure):
-    """`Cache` of kernels.c."""
+class Span(Structure):
+    """`Span` of kernels.c: neighbouring rows of one text, and its KV cache."""
 
-    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("layer_stride", c_int64), ("head_stride", c_int64))
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("layer_stride", c_int64),
+        ("head_stride", c_int64),
+        ("position", c_int64),
+        ("rows", c_int64),
+    )
 
 
 class Step(Structure):
@@ -86,17 +93,18 @@ class Step(Structure):
     _fields_ = (
         ("shape", c_void_p),
         ("layers", c_void_p),
-        ("cache", Cache),
+        ("spans", c_void_p),
+        ("num_spans", c_int64),
         ("embedding", c_void_p),
         ("kind", c_int64),
-        ("token", c_int64),
+        ("embedded", c_void_p),
         ("x", c_void_p),
         ("rotary", c_void_p),
         ("outputs", c_void_p),
         ("last", c_void_p),
+        ("first", c_int64),
         ("count", c_int64),
         ("rows", c_int64),
-        ("position", c_int64),
         ("stride", c_int64),
         ("scratch", c_void_p),
         ("head", c_void_p),
@@ -116,7 +124,6 @@ class Kernels:
     variant: str
     linear: Callable[..., int]
     normalised_linear: Callable[..., int]
-    run: Callable[..., int]
     scratch_size: Callable[..., int]
     pick: Callable[..., int]
     pick_scratch: Callable[..., int]
@@ -126,13 +133,6 @@ class Kernels:
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "linear": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "normalised_linear": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int]),
-    "run": (
-        c_int64,
-        [
-            POINTER(Shape), c_void_p, c_int64, POINTER(Cache), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,
-            c_void_p, c_int,
-        ],
-    ),
     "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64]),
     "pick": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
     "pick_scratch": (c_int64, [c_void_p, c_int64]),
@@ -189,7 +189,7 @@ def runnable_variants() -> tuple[str, ...]:
     """The variants that were built and that this processor can run, best first. Raises KernelsUnavailableError."""
     library = _library()
     return tuple(
-        name for name in VARIANTS if hasattr(library, f"run_{name}") and getattr(library, f"runs_{name}", int)()
+        name for name in VARIANTS if hasattr(library, f"step_{name}") and getattr(library, f"runs_{name}", int)()
     )
 
 

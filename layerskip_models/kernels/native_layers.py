@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Sequence
-from ctypes import addressof, sizeof
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import Cache, Layer, Shape
-from layerskip_models.kernels.native_linear import NativeLinear, check_rows, pieces
+from layerskip_models.kernels.library import Layer, Shape, Span, Step
+from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows
 from layerskip_models.kernels.threads import keep, num_threads
+from layerskip_models.kv_cache import CacheRows, KVCache
 from layerskip_models.norm import RMSNorm
 
 
@@ -24,42 +23,31 @@ class LayerWeights(Protocol):
     """One decoder layer; `DecoderLayer` says what each field is."""
 
     @property
-    def input_norm(self) -> RMSNorm: ...  # noqa: D102
+    def input_norm(self) -> RMSNorm: ...
     @property
-    def qkv(self) -> object: ...  # noqa: D102
+    def qkv(self) -> object: ...
     @property
-    def output(self) -> object: ...  # noqa: D102
+    def output(self) -> object: ...
     @property
-    def post_attention_norm(self) -> RMSNorm: ...  # noqa: D102
+    def post_attention_norm(self) -> RMSNorm: ...
     @property
-    def gate_up(self) -> object: ...  # noqa: D102
+    def gate_up(self) -> object: ...
     @property
-    def down(self) -> object: ...  # noqa: D102
+    def down(self) -> object: ...
 
 
-class KeysAndValues(Protocol):
-    """A KV cache; both are in memory as [layers, kv_heads, positions, head_dim]."""
-
-    keys: Tensor  # [layers, kv_heads, head_dim, positions]
-    values: Tensor  # [layers, kv_heads, positions, head_dim]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What C must know of a KV cache and a rotary table. It was checked, which takes longer than a small pass may."""
+    """What C must know of a KV cache's memory. It was checked once, which takes longer than a small pass may."""
 
-    keys: ReferenceType[Tensor]
-    values: ReferenceType[Tensor]
-    rotary: ReferenceType[Tensor]
+    keys: Tensor
+    values: Tensor
+    span: Span
     layers: int
-    positions: int
-    layer_stride: int
-    head_stride: int
-    rotary_positions: int
 
     @classmethod
-    def checked(cls, keys: Tensor, values: Tensor, rotary: Tensor, kv_heads: int, dim: int) -> Memory:
-        """Raises ValueError unless they are in memory as the kernels read and write them."""
+    def checked(cls, keys: Tensor, values: Tensor, kv_heads: int, dim: int) -> Memory:
+        """Raises ValueError unless both are in memory as the kernels read and write them."""
         if not (values.dtype is keys.dtype is torch.float32 and values.is_cpu and keys.is_cpu):
             raise ValueError("keys and values must be float32 on the CPU")
         strides = values.stride()
@@ -73,18 +61,49 @@ class Memory:
                 f"keys {list(keys.shape)}, strides {keys.stride()}, and values {list(values.shape)}, strides {strides}, must "
                 f"both be in memory as [layers, {kv_heads}, positions, {dim}], the last two without gaps"
             )
-        if (
-            rotary.dtype is not torch.complex64
-            or rotary.shape[1:] != (1, dim // 2)
-            or not (rotary.is_cpu and rotary.is_contiguous())
-            or rotary.is_conj()
-        ):
-            raise ValueError(
-                f"rotary must be contiguous complex64 [positions, 1, {dim // 2}] on the CPU, "
-                f"got {rotary.dtype} {list(rotary.shape)} on {rotary.device}"
-            )
-        references = weakref.ref(keys), weakref.ref(values), weakref.ref(rotary)
-        return cls(*references, values.shape[0], values.shape[2], strides[0], strides[1], rotary.shape[0])
+        return cls(keys, values, Span(keys.data_ptr(), values.data_ptr(), strides[0], strides[1]), values.shape[0])
+
+
+class Workspace:
+    """What one caller of the kernels needs beside the weights: scratch, and the description of a call."""
+
+    def __init__(self, layers: NativeLayers) -> None:
+        self.step = Step(shape=layers.shape_address, layers=layers.first)
+        self.only = Span()
+        self._layers = layers
+        self._scratch = torch.empty(0)
+
+    def reserve(self, rows: int) -> None:
+        """Scratch for so many rows; it grows with their number."""
+        size = self._layers.scratch_size(rows)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.float32, device="cpu")
+            self.step.scratch = self._scratch.data_ptr()
+
+    def run(
+        self, rows: CacheRows, positions: Sequence[int], start: int, stop: int, rotary: Tensor, *needed: object
+    ) -> None:
+        """Run what `step` describes over these rows, layers [start, stop), and count them in their caches.
+
+        positions: of each text's first row (`NativeLayers.check`). needed: what the description points to.
+        """
+        step, count = self.step, 0
+        # Threads that come late may still read what describes several texts: it is made anew for each call.
+        spans = self.only if len(rows) == 1 else (Span * len(rows))()
+        for span, (cache, number), position in zip((spans,) if isinstance(spans, Span) else spans, rows, positions):
+            memory = cache.described
+            assert isinstance(memory, Memory)
+            span.keys, span.values = memory.span.keys, memory.span.values
+            span.layer_stride, span.head_stride = memory.span.layer_stride, memory.span.head_stride
+            span.position, span.rows = position, number
+            count += number
+        step.spans, step.num_spans, step.rows = addressof(spans), len(rows), count
+        step.first, step.count, step.rotary = start, stop - start, rotary.data_ptr()
+        job = self._layers.run_step(addressof(step), num_threads())
+        if job:
+            keep(job, self, spans, rotary, self._scratch, *needed, *(cache for cache, _ in rows))
+        for cache, number in rows:
+            cache.extend(start, stop, number)
 
 
 class NativeLayers:
@@ -131,8 +150,9 @@ class NativeLayers:
                 setattr(described, name, factors.data_ptr())
                 self._alive.append(factors)
         self.shape_address = addressof(self._shape)
-        self._scratch = threading.local()
-        self._memory: Memory | None = None
+        self.run_step = chosen.step
+        self._own = threading.local()
+        self._rotary: Tensor | None = None  # the table that was checked last
 
     @staticmethod
     def possible(layers: Sequence[LayerWeights]) -> bool:
@@ -150,8 +170,7 @@ class NativeLayers:
         hidden: Tensor,
         start: int,
         stop: int,
-        cache: KeysAndValues,
-        position: int,
+        rows: CacheRows,
         rotary: Tensor,
         capture: Callable[[int, Tensor], None] | None,
     ) -> Tensor:
@@ -159,74 +178,90 @@ class NativeLayers:
 
         Raises ValueError, before anything is computed, if an argument does not fit the others: C would read and write beyond.
         """
-        keys, values = cache.keys, cache.values
         check_rows("hidden", hidden, self._hidden_size)
-        memory = self.check(hidden.shape[0], start, stop, keys, values, rotary, position)
+        self.check(hidden.shape[0], start, stop, rows, rotary)
         if start == stop:
             return hidden
-        first = 4 * start * memory.layer_stride
-        where = Cache(keys.data_ptr() + first, values.data_ptr() + first, memory.layer_stride, memory.head_stride)
         hidden = hidden.contiguous()
-        rows, size = hidden.shape
-        count = stop - start
-        outputs = hidden.new_empty(1 if capture is None else count, rows, size)
-        threads = num_threads()
-        for done, piece in pieces(rows):
-            scratch = self._scratch_for(piece)
-            job = self._library.run(
-                self._shape,
-                self.first + start * sizeof(Layer),
-                count,
-                where,
-                hidden.data_ptr() + 4 * done * size,
-                piece,
-                position + done,
-                rotary.data_ptr() + 4 * (position + done) * self._head_dim,
-                outputs.data_ptr() + 4 * done * size,
-                0 if capture is None else rows * size,
-                scratch.data_ptr(),
-                threads,
-            )
-            if job:
-                keep(job, self, hidden, keys, values, rotary, scratch)
+        total, size = hidden.shape
+        outputs = hidden.new_empty(1 if capture is None else stop - start, total, size)
+        space = self._workspace()
+        step, done = space.step, 0
+        step.stride = 0 if capture is None else total * size
+        for part in _parts(rows):
+            count = sum(number for _, number in part)
+            space.reserve(count)
+            step.x, step.outputs = hidden.data_ptr() + 4 * done * size, outputs.data_ptr() + 4 * done * size
+            positions = [cache.position(start, stop) for cache, _ in part]
+            space.run(part, positions, start, stop, rotary, hidden, outputs)
+            done += count
         if capture is not None:
-            for index in range(count):
+            for index in range(stop - start):
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
 
-    def check(
-        self, rows: int, start: int, stop: int, keys: Tensor, values: Tensor, rotary: Tensor, position: int
-    ) -> Memory:
-        """What is known of this memory. Raises ValueError if the arguments of a pass do not fit each other."""
-        memory = self._memory_of(keys, values, rotary)
-        if not 0 <= start <= stop <= min(len(self._layers), memory.layers):
-            raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}, cached {memory.layers}")
-        if position < 0 or position + rows > memory.positions:
-            raise ValueError(
-                f"{rows} rows from position {position} on do not fit into a cache of {memory.positions} positions"
-            )
-        if position + rows > memory.rotary_positions:
-            raise ValueError(
-                f"{rows} rows from position {position} on are behind the rotary table's {memory.rotary_positions} positions"
-            )
-        return memory
+    def check(self, count: int, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> list[int]:
+        """Where each text's rows begin. Raises ValueError if a pass over `count` rows does not fit the other arguments."""
+        positions: list[int] = []
+        if not 0 <= start <= stop <= len(self._layers):
+            raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}")
+        if count != (rows[0][1] if len(rows) == 1 else sum(number for _, number in rows)):
+            raise ValueError(f"{count} rows were given for caches that expect {[number for _, number in rows]}")
+        if rotary is not self._rotary:
+            self._rotary = self._checked_rotary(rotary)
+        for cache, number in rows:
+            known = cache.described
+            if not isinstance(known, Memory) or known.keys is not cache.keys or known.values is not cache.values:
+                known = cache.described = Memory.checked(cache.keys, cache.values, self._kv_heads, self._head_dim)
+            if start == stop:
+                continue
+            if stop > known.layers:
+                raise ValueError(f"layers [{start}, {stop}) are not among the cache's {known.layers}")
+            positions.append(cache.room(start, stop, number))
+            end = positions[-1] + number
+            if end > known.values.shape[2]:
+                raise ValueError(f"{end} rows do not fit into a cache of {known.values.shape[2]} positions")
+            if end > rotary.shape[0]:
+                raise ValueError(f"{end} rows are more than the rotary table's {rotary.shape[0]} positions")
+        return positions
 
-    def _memory_of(self, keys: Tensor, values: Tensor, rotary: Tensor) -> Memory:
-        """What is known of a cache and a rotary table, checked if they are not the ones of the last call."""
-        known = self._memory
-        if known is None or known.keys() is not keys or known.values() is not values or known.rotary() is not rotary:
-            known = self._memory = Memory.checked(keys, values, rotary, self._kv_heads, self._head_dim)
-        return known
+    def _checked_rotary(self, rotary: Tensor) -> Tensor:
+        dim = self._head_dim
+        if (
+            rotary.dtype is not torch.complex64
+            or rotary.shape[1:] != (1, dim // 2)
+            or not (rotary.is_cpu and rotary.is_contiguous())
+            or rotary.is_conj()
+        ):
+            raise ValueError(
+                f"rotary must be contiguous complex64 [positions, 1, {dim // 2}] on the CPU, "
+                f"got {rotary.dtype} {list(rotary.shape)} on {rotary.device}"
+            )
+        return rotary
 
-    def _scratch_for(self, rows: int) -> Tensor:
-        """Memory for one call, this thread's own; it grows with the number of rows."""
-        size = self._library.scratch_size(self._shape, self.first, rows)
-        held: Tensor | None = getattr(self._scratch, "memory", None)
-        if held is None or held.numel() < size:
-            held = self._scratch.memory = torch.empty(size, dtype=torch.float32)
+    def _workspace(self) -> Workspace:
+        """This thread's own."""
+        held: Workspace | None = getattr(self._own, "workspace", None)
+        if held is None:
+            held = self._own.workspace = Workspace(self)
         return held
 
-    def new_scratch(self, rows: int) -> Tensor:
-        """Memory for calls of so many rows at most."""
-        size = self._library.scratch_size(self._shape, self.first, rows)
-        return torch.empty(size, dtype=torch.float32, device="cpu")
+    def scratch_size(self, rows: int) -> int:
+        """Numbers of scratch that a call over so many rows takes."""
+        return self._library.scratch_size(self._shape, self.first, rows)
+
+
+def _parts(rows: CacheRows) -> Iterator[CacheRows]:
+    """The same rows in portions of `MOST_ROWS` at most."""
+    part: list[tuple[KVCache, int]] = []
+    left = MOST_ROWS
+    for cache, number in rows:
+        while number:
+            taken = min(number, left)
+            part.append((cache, taken))
+            number, left = number - taken, left - taken
+            if not left:
+                yield part
+                part, left = [], MOST_ROWS
+    if part:
+        yield part

@@ -1,34 +1,33 @@
-"""A step of decoding in one call of our own kernels: embed a token, run some layers, look at the head.
+"""A pass of decoding in one call of our own kernels: embed tokens, run some layers, look at the head.
 
-Between two passes of a small model Python's operators took as long as a layer or two: what is set up here once per KV cache
-is not set up again at every step. Results are those of the single calls, bit for bit.
+Between two passes of a small model Python's operators took as long as a layer or two: what is set up here once is not set up
+again at every step. Results are those of the single calls, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import addressof, c_float, c_int64, sizeof
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_float, c_int64
 
 import torch
 from torch import Tensor
 
 from layerskip_models.choices import Detail, Look
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import KINDS, Cache, Layer, Step
-from layerskip_models.kernels.native_layers import NativeLayers
-from layerskip_models.kernels.native_linear import NativeLinear, check_rows
-from layerskip_models.kernels.threads import keep, num_threads
+from layerskip_models.kernels.library import KINDS
+from layerskip_models.kernels.native_layers import NativeLayers, Workspace
+from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows
+from layerskip_models.kv_cache import CacheRows
 from layerskip_models.norm import RMSNorm
 
-STEP_ROWS = 40
-"""Most rows of a step: its scratch is kept as long as the cache."""
+STEP_ROWS = 64
+"""Most rows of a step: its scratch lasts as long as whoever takes the steps."""
 
 
 class NativeSteps:
-    """Steps on one KV cache, for one call of `generate` at a time. float32, one CPU.
+    """Steps for one caller at a time, over the texts of any KV caches. float32, one CPU.
 
-    embedding: [vocab, hidden], contiguous. keys, values: the cache's, [layers, kv_heads, .., ..] with a position's numbers
-    side by side. rotary: gives the model's table, which may have grown.
+    embedding: [vocab, hidden], contiguous. rotary: gives the model's table, which may have grown.
     """
 
     def __init__(
@@ -39,119 +38,106 @@ class NativeSteps:
         norm: RMSNorm,
         head: NativeLinear,
         draft_head: NativeLinear,
-        keys: Tensor,
-        values: Tensor,
         rotary: Callable[[], Tensor],
     ) -> None:
         chosen, factors = library.kernels(), norm.factors
         if chosen is None or factors is None or embedding.dtype not in KINDS or not embedding.is_contiguous():
             raise RuntimeError("no native steps here")
-        self._run = chosen.step
+        assert STEP_ROWS <= MOST_ROWS
         self._layers, self._heads = layers, {"full": head, "draft": draft_head}
-        self._keys, self._values, self._rotary = keys, values, rotary
-        self._embedding, self._factors = embedding, factors
-        self._hidden = embedding.shape[1]
+        self._rotary, self._embedding, self._factors = rotary, embedding, factors
+        self._vocab, self._hidden = embedding.shape
         self._pointers = {name: addressof(linear.matrix) for name, linear in self._heads.items()}
         most = max(chosen.pick_scratch(pointer, STEP_ROWS) for pointer in self._pointers.values())
         self._summaries = torch.empty(-(-most // 8), dtype=torch.int64, device="cpu")
-        self._scratch = layers.new_scratch(STEP_ROWS)  # not a thread's: whoever calls next may be another one
-        self._x = torch.empty(self._hidden, dtype=torch.float32, device="cpu")
-        self._tokens, self._numbers = (c_int64 * STEP_ROWS)(), (c_float * (4 * STEP_ROWS))()
-        self._step = Step(
-            shape=layers.shape_address,
-            kind=KINDS[embedding.dtype],
-            scratch=self._scratch.data_ptr(),
-            norm=factors.data_ptr(),
-            eps=norm.eps,
-            summaries=self._summaries.data_ptr(),
-            tokens=addressof(self._tokens),
-            numbers=addressof(self._numbers),
-        )
-        self._address = addressof(self._step)
+        self._x = torch.empty(STEP_ROWS, self._hidden, dtype=torch.float32, device="cpu")
+        self._embedded, self._tokens = (c_int64 * STEP_ROWS)(), (c_int64 * STEP_ROWS)()
+        self._numbers = (c_float * (4 * STEP_ROWS))()
+        self._space = Workspace(layers)  # not a thread's: whoever calls next may be another one
+        self._space.reserve(STEP_ROWS)
+        step = self._step = self._space.step
+        step.kind, step.embedded = KINDS[embedding.dtype], addressof(self._embedded)
+        step.norm, step.eps, step.summaries = factors.data_ptr(), norm.eps, self._summaries.data_ptr()
+        step.tokens, step.numbers = addressof(self._tokens), addressof(self._numbers)
 
-    def token(
+    def tokens(
         self,
-        token: int,
-        position: int,
+        tokens: Sequence[int],
+        rows: CacheRows,
         stop: int,
         last: Tensor,
         *,
         head: str | None = None,
         detail: Detail = "token",
         record: tuple[Tensor, int] | None = None,
-    ) -> Look | None:
-        """One token through layers [0, stop).
+    ) -> list[Look]:
+        """Tokens through layers [0, stop), at most `STEP_ROWS` of them.
 
-        last: float32 [hidden], gets its hidden state. head: "full" or "draft", to look at; None returns None.
-        record: float32 [layers, rows, hidden] and a row: gets the hidden states after every layer.
+        last: float32 [tokens, hidden], contiguous, gets their hidden states. head: "full" or "draft", to look at; None
+        returns nothing. record: float32 [layers, rows, hidden] and a row: gets the hidden states after every layer.
         """
-        if not 0 <= token < self._embedding.shape[0]:
-            raise ValueError(f"there is no token {token}")
-        if last.dtype is not torch.float32 or last.numel() != self._hidden or not last.is_contiguous():
-            raise ValueError(f"last must be contiguous float32 [{self._hidden}], got {last.dtype} {list(last.shape)}")
+        count = len(tokens)
+        if count > STEP_ROWS or not 0 <= min(tokens) <= max(tokens) < self._vocab:
+            raise ValueError(f"{count} tokens do not fit a step, or there are no such tokens: {tokens}")
+        if last.dtype is not torch.float32 or last.shape[-1] != self._hidden or last.numel() != count * self._hidden:
+            raise ValueError(f"last must be float32 [{count}, {self._hidden}], got {last.dtype} {list(last.shape)}")
+        if not last.is_contiguous():
+            raise ValueError("last must be contiguous")
         step = self._step
-        step.embedding, step.token, step.x = self._embedding.data_ptr(), token, self._x.data_ptr()
-        self._walk(0, stop, position, 1, last, head, detail, record)
+        step.embedding, step.x = self._embedding.data_ptr(), self._x.data_ptr()
+        self._embedded[:count] = [*tokens]
+        self._walk(rows, 0, stop, count, last, last if record else None, head, detail, record)
         if head is None:
-            return None
+            return []
         if detail == "token":
-            return Look(self._tokens[0], self._numbers[0])
-        return Look(self._tokens[0], *self._numbers[:4])
+            return [Look(token, logit) for token, logit in zip(self._tokens[:count], self._numbers)]
+        numbers = self._numbers
+        return [
+            Look(self._tokens[i], numbers[i], numbers[count + i], numbers[2 * count + i], numbers[3 * count + i])
+            for i in range(count)
+        ]
 
     def rows(
-        self,
-        x: Tensor,
-        start: int,
-        stop: int,
-        position: int,
-        *,
-        record: tuple[Tensor, int] | None = None,
+        self, x: Tensor, rows: CacheRows, start: int, stop: int, *, record: tuple[Tensor, int] | None = None
     ) -> tuple[list[int], list[float]]:
         """Rows through layers [start, stop) and the full head: the tokens that win and their logits, as in `Choices`.
 
         x: float32 [rows, hidden], contiguous, at most `STEP_ROWS`; the output after `start` layers.
         """
         check_rows("x", x, self._hidden)
-        rows, step = x.shape[0], self._step
-        if rows > STEP_ROWS or not x.is_contiguous():
+        count, step = x.shape[0], self._step
+        if count > STEP_ROWS or not x.is_contiguous():
             raise ValueError(f"x must be contiguous, of at most {STEP_ROWS} rows, got {list(x.shape)}")
         step.embedding, step.x = None, x.data_ptr()
-        last = torch.empty_like(x) if record is None else x
-        self._walk(start, stop, position, rows, last, "full", "token", record, x)
-        return self._tokens[:rows], self._numbers[:rows]
+        self._walk(
+            rows, start, stop, count, torch.empty_like(x) if record is None else x, None, "full", "token", record
+        )
+        return self._tokens[:count], self._numbers[:count]
 
     def _walk(
         self,
+        rows: CacheRows,
         start: int,
         stop: int,
-        position: int,
-        rows: int,
-        last: Tensor,
+        count: int,
+        outputs: Tensor,
+        last: Tensor | None,
         head: str | None,
         detail: Detail,
         record: tuple[Tensor, int] | None,
-        x: Tensor | None = None,
     ) -> None:
         step, rotary = self._step, self._rotary()
-        memory = self._layers.check(rows, start, stop, self._keys, self._values, rotary, position)
-        offset = 4 * start * memory.layer_stride
-        keys, values = self._keys.data_ptr() + offset, self._values.data_ptr() + offset
-        step.cache = Cache(keys, values, memory.layer_stride, memory.head_stride)
-        step.layers = self._layers.first + start * sizeof(Layer)
-        step.rotary = rotary.data_ptr() + 8 * position * rotary.shape[-1]
-        step.count, step.rows, step.position = stop - start, rows, position
+        positions = self._layers.check(count, start, stop, rows, rotary)
         if record is None:
-            step.outputs, step.last, step.stride = last.data_ptr(), None, 0
+            step.outputs, step.last, step.stride = outputs.data_ptr(), None, 0
         else:
-            outputs, first = record
-            most = outputs.shape[1]
-            if first + rows > most or stop > outputs.shape[0]:
-                raise ValueError(f"{rows} rows from {first} on do not fit a record of {list(outputs.shape)}")
-            step.outputs = outputs.data_ptr() + 4 * (start * most + first) * self._hidden
+            kept, first = record
+            most = kept.shape[1]
+            if first + count > most or stop > kept.shape[0]:
+                raise ValueError(f"{count} rows from {first} on do not fit a record of {list(kept.shape)}")
+            step.outputs = kept.data_ptr() + 4 * (start * most + first) * self._hidden
             step.stride = most * self._hidden
-            step.last = None if x is not None else last.data_ptr()
+            step.last = None if last is None else last.data_ptr()
         step.head = None if head is None else self._pointers[head]
         step.spread = detail != "token"
-        job = self._run(self._address, num_threads())
-        if job:
-            keep(job, self, rotary, x, last, record)
+        self._space.run(rows, positions, start, stop, rotary, self, outputs, record)

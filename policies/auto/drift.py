@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from policies.auto.constants import TUNING
@@ -45,6 +45,9 @@ class ScaledCost:
         """Its draft steps by the one factor, all else by the other."""
         drafting = num_drafts * step_cost(self.cost, exit_layer)
         return self.drafting * drafting + self.verifying * (self.cost.round(exit_layer, num_drafts) - drafting)
+
+    def in_company(self, texts: int) -> ScaledCost:
+        return replace(self, cost=self.cost.in_company(texts))
 
 
 def step_cost(cost: CostModel, exit_layer: int) -> float:
@@ -85,7 +88,9 @@ class CostDrift:
 
     def observe(self, record: RoundRecord) -> bool:
         """Take a round into account. Returns whether the cost has changed."""
-        if record.draft_seconds + record.verify_seconds <= 0:
+        if (
+            record.company > 1 or record.draft_seconds + record.verify_seconds <= 0
+        ):  # company is not measured, but derived
             return False
         self._round += 1
         exit_layer = record.exit_layer

@@ -30,7 +30,7 @@ from policies.auto.draft_values import DraftValues
 from policies.auto.drift import CostDrift
 from policies.base import NeverStop, check_layers
 from policies.building import Setup
-from policies.cost import CostModel, LayerCost
+from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
 
@@ -56,10 +56,17 @@ class AutoLearner:
         self.cost = cost
         counts = range(self.max_speculations + 1)
         rounds = np.array([[cost.round(layer, count) for count in counts] for layer in self.layers])
+        self._rounds = rounds
         self._look = np.array([cost.look(layer) for layer in self.layers])
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
         self._step_list: list[list[float]] = self._steps.tolist()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no draft would pay even if all were accepted: then there is nothing to learn for."""
+        best = ((np.arange(self.max_speculations + 1) + 1) / self._rounds).max()
+        return bool(best <= 1 / self.cost.autoregressive())
 
     def reset(self) -> None:
         """Back to the prior."""
@@ -229,7 +236,8 @@ class AutoExit:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
-        self._drift = CostDrift(self.learner.cost) if repair else None
+        self._cost = self.learner.cost
+        self._drift = CostDrift(self._cost) if repair else None
         self._needs = Needs(
             confidence=True,
             shadow_layers=candidates,
@@ -239,6 +247,9 @@ class AutoExit:
             learn_first=learn_first,
         )
         self._needs_taught = replace(self._needs, prompt_rows=min(TUNING.prompt_rows_taught, prompt_rows))
+        self._texts, self._hopeless = 1, False
+        # Decided by time already, so texts that learn together may decide by each other's experience as well.
+        self.learns_together = isinstance(cost, (MeasuredCost, WithPreVerifier)) and not getattr(cost, "fixed", False)
 
     @classmethod
     def from_args(
@@ -256,7 +267,9 @@ class AutoExit:
 
     @property
     def needs(self) -> Needs:
-        """Fewer of the next prompt's rows when earlier calls have taught enough."""
+        """Fewer of the next prompt's rows when earlier calls have taught enough, none where no draft can pay."""
+        if self._hopeless:
+            return replace(self._needs, prompt_rows=0)
         return self._needs if self.learner.known < TUNING.taught else self._needs_taught
 
     @property
@@ -268,10 +281,29 @@ class AutoExit:
         """Make room for what the new text teaches."""
         self.learner.begin_text()
 
+    def expect_company(self, texts: int) -> None:
+        """So many texts share the passes from now on: with others a row costs less, and a draft gains less."""
+        if texts != self._texts:
+            self._texts = texts
+            self._decide_by_cost()
+
+    def _decide_by_cost(self) -> None:
+        """Solve for the present cost in the present company."""
+        cost = (self._cost if self._drift is None else self._drift.cost).in_company(self._texts)
+        if cost == self.learner.cost:  # company changes nothing, so nothing may change by company
+            return
+        self.learner.use_cost(cost)
+        self._hopeless = self._texts > 1 and self.learner.hopeless
+        if not self._hopeless:
+            self.learner.learn()
+
     def plan(self, context: RoundContext) -> Plan:
         """The best layer and the cap, or a plain step."""
+        self.expect_company(context.company)
+        if self._hopeless:
+            return Plan(exit_layer=None, max_speculations=0, learn=False)
         layer = self.learner.best_layer
-        due = None if self._drift is None else self._drift.due
+        due = None if self._drift is None or self._texts > 1 else self._drift.due
         if due is not None:
             layer = self.learner.likeliest_layer if due == "draft" else None
         return Plan(
@@ -288,14 +320,14 @@ class AutoExit:
         """Learn from a round."""
         self.learner.observe(record)
         if self._drift is not None and self._drift.observe(record):
-            self.learner.use_cost(self._drift.cost)
-            self.learner.learn()
+            self._decide_by_cost()
 
     def reset(self) -> None:
         """Back to the prior, and to the cost as it was measured."""
         if self._drift is not None:
             self._drift = self._drift.afresh()
-            self.learner.use_cost(self._drift.cost)
+        self._texts, self._hopeless = 1, False
+        self.learner.use_cost(self._cost)
         self.learner.reset()
 
     def state(self) -> dict[str, Any]:

@@ -18,14 +18,17 @@ from transformers import LlamaForCausalLM
 import selfspec.judge as rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import fault
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.prefill import prefill
 from policies import Policy, parse_policy
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.analysis.inspection import kernels_in_words
 from selfspec.calibrate import measured_cost
-from selfspec.decoding import Decoding
-from selfspec.kv_cache import KVCache
+from selfspec.eager import EagerPasses
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.request import GenerationHost, Request, make_request
+from selfspec.round import decode
+from selfspec.text import Text
 
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 """Largest difference of a logit (of size 10, say) that sums in another order may make."""
@@ -210,9 +213,9 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
     faults, tried = 0, 0
     with torch.inference_mode():
         cache = KVCache(model, len(ids))
-        early = model.run_layers(model.embed(ids), 0, exit_layer, cache, 0)
+        early = prefill(model, ids, cache, stop=exit_layer)
         q = model.draft_logits(early).softmax(dim=-1)
-        p = model.logits(model.run_layers(early, exit_layer, model.num_layers, cache, 0)).softmax(dim=-1)
+        p = model.logits(model.run_layers(early, exit_layer, model.num_layers, cache)).softmax(dim=-1)
         for row in range(len(ids)):
             pair, draft_law = p[row].repeat(2, 1), q[row : row + 1]
             left = (p[row] - q[row]).clamp(min=0).double()
@@ -318,16 +321,16 @@ def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
     """Last hidden states and logits of a whole text, [n, hidden] and [n, vocab]."""
     cache = KVCache(model, len(ids))
     tokens = torch.tensor(ids, dtype=torch.long, device=model.device)
-    hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, cache, 0)
+    hidden = prefill(model, tokens, cache)
     return hidden, model.logits(hidden)
 
 
-def _cache_error(model: LayerSkipModel, decoding: Decoding) -> float:
+def _cache_error(model: LayerSkipModel, decoding: Text) -> float:
     """Largest difference between the rows that decoding left and those of one pass, over their root mean square."""
     length = decoding.cache.length
     with torch.inference_mode():
         fresh = KVCache(model, length)
-        model.run_layers(model.embed(decoding.tokens[0, :length]), 0, model.num_layers, fresh, 0)
+        prefill(model, decoding.tokens[0, :length], fresh)
         worst = 0.0
         cache = decoding.cache
         for got, wanted in ((cache.keys[..., :length], fresh.keys), (cache.values[:, :, :length], fresh.values)):
@@ -338,7 +341,7 @@ def _cache_error(model: LayerSkipModel, decoding: Decoding) -> float:
 
 def _decode(
     model: LayerSkipModel, prompt: Tensor, policy: Policy, *, seed: int | None = None, **options: object
-) -> Decoding:
+) -> Text:
     """A whole call, its cache and its state kept."""
     request: Request = make_request(
         host=GenerationHost(model.config, model.generation_config, model.device),
@@ -351,8 +354,8 @@ def _decode(
         logits_processor=None,
         stopping_criteria=None,
     )
-    decoding = Decoding(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
     with torch.inference_mode():
-        for _ in decoding.run():
+        text = Text(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
+        for _ in decode(text, EagerPasses(model)):
             pass
-    return decoding
+    return text

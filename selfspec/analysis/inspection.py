@@ -9,12 +9,13 @@ from functools import partial
 import torch
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.prefill import prefill
 from policies import CostModel, LayerCost
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.calibrate import measured_cost
 from selfspec.generator import SelfSpecGenerator
-from selfspec.kv_cache import KVCache
 from selfspec.stats import mean
 
 _CHUNK = 256  # rows per pass over the sample text
@@ -113,17 +114,18 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
     ids = ids.to(model.device)
     cache = KVCache(model, ids.numel())
     hits = [0] * model.num_layers
-    with torch.inference_mode():
-        for start in range(0, ids.numel(), _CHUNK):
-            choices: list[torch.Tensor] = []
+    choices: list[torch.Tensor] = []
 
-            def choose(layers_done: int, hidden: torch.Tensor, into: list[torch.Tensor] = choices) -> None:
-                head = model.logits if layers_done == model.num_layers else model.draft_logits
-                into.append(head(hidden).argmax(dim=-1))
-
-            model.run_layers(model.embed(ids[start : start + _CHUNK]), 0, model.num_layers, cache, start, choose)
+    def choose(first: int, layers_done: int, hidden: torch.Tensor) -> None:
+        head = model.logits if layers_done == model.num_layers else model.draft_logits
+        choices.append(head(hidden).argmax(dim=-1))
+        if layers_done == model.num_layers:
             for layer, choice in enumerate(choices):
                 hits[layer] += int((choice == choices[-1]).sum())
+            choices.clear()
+
+    with torch.inference_mode():
+        prefill(model, ids, cache, capture=choose, most=_CHUNK)
     return [count / ids.numel() for count in hits[:-1]]
 
 

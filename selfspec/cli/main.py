@@ -20,6 +20,7 @@ from layerskip_models.training.options import command_for_config
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
+from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.calibrate import measured_cost
 from selfspec.cli.analysis_commands import inspect_command, trace_command, verify_command
 from selfspec.cli.arguments import (
@@ -32,6 +33,7 @@ from selfspec.cli.arguments import (
     notes_console,
     one_line_errors,
 )
+from selfspec.cli.batch_file import PromptLine, generate_file, read_prompts
 from selfspec.cli.display import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.prompt_input import read_prompt
@@ -70,7 +72,7 @@ def _selfspec(
     """What the program is; its commands do the work."""
 
 
-_SPECULATION, _TEXT, _OUTPUT = "Speculation", "Text", "Output"
+_SPECULATION, _TEXT, _OUTPUT, _MANY = "Speculation", "Text", "Output", "Many texts"
 
 
 @app.command()
@@ -81,6 +83,26 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Many texts: JSON lines with "prompt", and options of their own if you like ("seed", ...).',
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="With --prompts: the results as JSON lines. The command goes on where an earlier run stopped.",
+            rich_help_panel=_MANY,
+            callback=checked_output_file,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="With --prompts: texts that are decoded together.", rich_help_panel=_MANY)
+    ] = DEFAULT_BATCH_SIZE,
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -194,6 +216,18 @@ def generate(
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
+        if (prompts is None) != (output is None):
+            raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
+        if prompts is not None and output is not None:
+            if any((prompt, file, compare_modes, show_drafts, as_json, trace, explain_run)):
+                raise ValueError(
+                    "--prompts takes no single prompt, and --compare, --json and the like are for one text"
+                )
+            asked = read_prompts(prompts, {name: value for name, value in options.items() if value is not None})
+            generator = load_generator(model, dtype, device, notes)
+            _check_sampling(generator, options)
+            _generate_file(generator, asked, output, batch_size, notes)
+            return
         text = read_prompt(prompt, file)
         generator = load_generator(model, dtype, device, notes)
         greedy = _check_sampling(generator, options)
@@ -217,6 +251,19 @@ def generate(
         notes.print("\n" + "\n".join(lines))
     if session.interrupt.requested:
         raise typer.Exit(130)
+
+
+def _generate_file(
+    generator: SelfSpecGenerator, prompts: list[PromptLine], output: Path, batch_size: int, notes: Console
+) -> None:
+    try:
+        failed = generate_file(generator, prompts, output, batch_size=batch_size, notes=notes)
+    except KeyboardInterrupt:
+        notes.print(f"interrupted: what is complete is in {output}; run the same command again to go on")
+        raise typer.Exit(130) from None
+    if failed:
+        notes.print(f"{failed} of {len(prompts)} prompts failed: their lines in {output} say why")
+        raise typer.Exit(1)
 
 
 class _Session:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
 from selfspec.accept import accept_greedy_on_device
 from selfspec.graphs.capture import Body, Captures
 from selfspec.graphs.forward import StaticForward
 from selfspec.graphs.streams import Streams
-from selfspec.kv_cache import KVCache
+from selfspec.hidden_states import HiddenStates
 from selfspec.sampling import confidences, entropies
-from selfspec.shadow import ShadowRecorder
 
 CONFIDENCE, ENTROPY, TOKEN, TOTAL = range(4)
 """Columns of `StaticRound.looks`."""
@@ -42,7 +42,7 @@ class StaticRound:
         self.max_rows = max_rows
         self._model = model
         self._block = block  # layers are captured in blocks of so many, which all exit layers share
-        self._forward = StaticForward(model, cache.keys, cache.values)
+        self._forward = StaticForward(model, cache)
         self._state = torch.zeros(5, dtype=torch.long, device=device)
         self.token, self.position, self.row, self.base, self.last = self._state.split(1)
         self.hidden = torch.zeros(max_rows, model.hidden_size, dtype=model.dtype, device=device)
@@ -63,15 +63,15 @@ class StaticRound:
         self.base.fill_(position)
         self.row.zero_()
 
-    def one_row(self, start: int, stop: int, span: int, recorder: ShadowRecorder | None, ahead: bool = False) -> None:
+    def one_row(self, start: int, stop: int, span: int, states: HiddenStates | None, ahead: bool = False) -> None:
         """Run layers [start, stop) for the next row; from layer 0 on its token is embedded. ahead: capture only."""
-        self._layers(start, stop, None, span, recorder, ahead)
+        self._layers(start, stop, None, span, states, ahead)
 
     def all_rows(
-        self, start: int, stop: int, rows: int, span: int, recorder: ShadowRecorder | None, ahead: bool = False
+        self, start: int, stop: int, rows: int, span: int, states: HiddenStates | None, ahead: bool = False
     ) -> None:
         """Run layers [start, stop) for rows 0 .. last, of which there are at most `rows`; start is at least 1."""
-        self._layers(start, stop, rows, span, recorder, ahead)
+        self._layers(start, stop, rows, span, states, ahead)
 
     def look(self, *, confidence: bool, entropy: bool, choose: bool, ahead: bool = False) -> None:
         """Norm and head on the next row: `row_logits` and `looks`; then the row after it is the next.
@@ -98,17 +98,17 @@ class StaticRound:
         (self.captures.ensure if ahead else self.captures.run)(key, body)
 
     def _layers(
-        self, start: int, stop: int, rows: int | None, span: int, recorder: ShadowRecorder | None, ahead: bool
+        self, start: int, stop: int, rows: int | None, span: int, states: HiddenStates | None, ahead: bool
     ) -> None:
         assert rows is None or rows <= self.max_rows
         while start < stop:
             end = min(stop, (start // self._block + 1) * self._block)
-            watching = recorder if recorder is not None and recorder.watches(start, end) else None
+            watching = states if states is not None and states.watches(start, end) else None
             key = ("layers", start, end, rows, span, None if watching is None else watching.layers)
             self._run(key, self._layers_body(start, end, rows, span, watching), ahead)
             start = end
 
-    def _layers_body(self, start: int, stop: int, rows: int | None, span: int, recorder: ShadowRecorder | None) -> Body:
+    def _layers_body(self, start: int, stop: int, rows: int | None, span: int, states: HiddenStates | None) -> Body:
         def body() -> None:
             if rows is None:
                 places, positions = self.row, self.position
@@ -117,7 +117,7 @@ class StaticRound:
                 places = torch.minimum(self._index[:rows], self.last)
                 positions = self.base + places
             hidden = self._model.embed(self.token) if start == 0 else self.hidden.index_select(0, places)
-            capture = None if recorder is None else (lambda layer, state: recorder.capture_at(places, layer, state))
+            capture = None if states is None else (lambda layer, state: states.capture_at(places, layer, state))
             self.hidden.index_copy_(0, places, self._forward.run(hidden, start, stop, positions, span, capture))
 
         return body

@@ -12,24 +12,24 @@ nothing is counted. What was drawn for such a token is never used again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from time import perf_counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.graphs import first_rounds
 from selfspec.graphs.buffers import TOKEN, TOTAL, StaticRound
 from selfspec.graphs.drafting import Drafting, is_weight
 from selfspec.graphs.streams import HostRead, streams_for
+from selfspec.hidden_states import HiddenStates
 from selfspec.judge import NO_TOKEN
-from selfspec.kv_cache import KVCache
-from selfspec.passes import Outcome, Turn, plain_outcome
+from selfspec.passes import Outcome, Turn
 from selfspec.sampling import non_finite
-from selfspec.shadow import ShadowRecorder
 
 SMALLEST_SPAN = 256
 """Attention looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are captured."""
@@ -50,7 +50,7 @@ def _power_of_two(least: int) -> int:
 
 
 class CapturedRunner:
-    """Runs rounds from captures on one KV cache; see `selfspec.passes.Runner`. It lasts as long as its cache.
+    """Runs one text's rounds from captures on its KV cache; see `selfspec.passes.Passes`. It lasts as long as its cache.
 
     cache: must hold finite numbers everywhere, so it is cleared, unless `cleared` says that it does.
     """
@@ -58,13 +58,14 @@ class CapturedRunner:
     def __init__(self, model: LayerSkipModel, cache: KVCache, *, cleared: bool = False) -> None:
         self.cache = cache
         self._model = model
-        self._recorders: dict[tuple[int, ...], ShadowRecorder] = {}
+        self._states: dict[tuple[int, ...], HiddenStates] = {}
         self._earlier = (0, 0.0)  # captures and their seconds of buffers that were outgrown
         self._streams = streams_for(model.device)
         self._round = StaticRound(model, cache, _FEW_ROWS, BLOCK, self._streams)
         self._q = torch.empty(0, dtype=torch.float32, device=model.device)  # [max_rows, vocab] when sampling
         self._look_read, self._verdict_read = self._reads()
         self._ahead: tuple[object, ...] | None = None  # the pass that was launched before it was asked for
+        self._launched: _Launched | None = None  # the round at hand
         if not cleared:
             self.clear()
 
@@ -79,34 +80,65 @@ class CapturedRunner:
         return self._earlier[1] + self._round.captures.seconds
 
     def begin(self) -> None:
-        """See `Runner`."""
+        """A new text begins: nothing of the one before may be relied on."""
+        self._ahead = None
+        self._streams.resume()
+
+    def leave(self) -> None:
+        """The text goes on eagerly: what was launched ahead must not run beside that."""
         self._ahead = None
         self._streams.resume()
 
     def clear(self) -> None:
-        """See `Runner`: what is masked is still multiplied by 0, which only makes 0 of numbers."""
+        """What is masked is still multiplied by 0, which only makes 0 of numbers."""
         self._ahead = None
         with torch.inference_mode():
             self.cache.keys.zero_()
             self.cache.values.zero_()
             self._round.hidden.zero_()
 
-    def recorder(self, layers: tuple[int, ...], max_rows: int) -> ShadowRecorder:
-        """See `Runner`."""
-        self.reserve(max_rows)
-        if layers not in self._recorders:
-            self._recorders[layers] = ShadowRecorder(self._model, layers, self._round.max_rows)
-        return self._recorders[layers]
+    def states(self, states: HiddenStates, rows: int) -> HiddenStates:
+        """Buffers that captures know the place of."""
+        return self._states_of(states.layers, rows)
 
-    def run(self, turn: Turn) -> Outcome:
-        """See `Runner`. Raises CaptureError if graphs fail here, or compute something else than the eager runner does."""
+    def _states_of(self, layers: tuple[int, ...], rows: int) -> HiddenStates:
+        self.reserve(rows)
+        if layers not in self._states:
+            self._states[layers] = HiddenStates(self._model, layers, max_rows=self._round.max_rows)
+        return self._states[layers]
+
+    def draft(self, turns: Sequence[Turn]) -> None:
+        """Launch the draft. Raises CaptureError if graphs fail here, as `verify` and `accept` do."""
         self._streams.resume()
+        (turn,) = turns
+        self._launched = None
+        if turn.exit_layer is not None:
+            self.reserve(turn.max_speculations + 1)
+            self._first_pass(turn, turn.exit_layer)
+            drafting = Drafting(self, turn, turn.exit_layer, turn.greedy)
+            drafting.run()
+            self._launched = _Launched(drafting)
+
+    def verify(self, turns: Sequence[Turn]) -> None:
+        """Launch the verification, the acceptance on the device, and the next round's first pass."""
+        (turn,) = turns
+        if self._launched is None:
+            self._launched = self._verify_plain(turn)
+        else:
+            self._verify_draft(turn, self._launched)
+
+    def accept(self, turns: Sequence[Turn]) -> list[Outcome]:
+        """Read what came out."""
+        (turn,) = turns
+        launched = self._launched
+        assert launched is not None
+        plain = launched.drafting is None
+        outcome = self._read_plain(turn, launched) if plain else self._read_draft(turn, launched)
+        self.cache.declare(turn.length + len(outcome.draft_tokens))
         kind = "plain step" if turn.exit_layer is None else "speculative round"
-        outcome = self._step(turn) if turn.exit_layer is None else self._speculate(turn, turn.exit_layer)
         if first_rounds.due(self._model, kind):
             accepted = outcome.num_accepted
             tokens = [turn.pending, *outcome.block[:accepted]]
-            plain = not turn.sampler.do_sample and not turn.sampler.processors and outcome.failure is None
             first_rounds.check(
                 self._model,
                 self.cache,
@@ -114,12 +146,12 @@ class CapturedRunner:
                 torch.tensor(tokens, dtype=torch.long, device="cpu").to(self._model.device),
                 turn.length - 1,
                 self._round.logits[: accepted + 1],
-                outcome.block if plain else (),
+                outcome.block if turn.greedy and outcome.failure is None else (),
             )
-        return outcome
+        return [outcome]
 
     def learning(self) -> AbstractContextManager[None]:
-        """See `Runner`: on a stream of its own, which waits for the round but not for the pass launched after it."""
+        """On a stream of its own, which waits for the round but not for the pass launched after it."""
         return self._streams.beside(self._verdict_read.event)
 
     def warm_up(
@@ -130,17 +162,17 @@ class CapturedRunner:
         self.begin()
         self.reserve(max_rows)
         rounds, num_layers = self._round, self._model.num_layers
-        recorders = [None, self.recorder(layers_to_learn, max_rows)] if layers_to_learn else [None]
+        watching = [None, self._states_of(layers_to_learn, max_rows)] if layers_to_learn else [None]
         rows = _row_buckets(max_rows)
         rounds.start(0, 0)  # bodies run while they are captured: at places that exist
         rounds.last.zero_()
         for span in _spans(min(max_length, self.cache.max_length), self.cache.max_length):
-            for recorder in recorders:
+            for states in watching:
                 for stop in (*exit_layers, num_layers):
-                    rounds.one_row(0, stop, span, recorder, ahead=True)
+                    rounds.one_row(0, stop, span, states, ahead=True)
                 for exit_layer in exit_layers:
                     for count in rows:
-                        rounds.all_rows(exit_layer, num_layers, count, span, recorder, ahead=True)
+                        rounds.all_rows(exit_layer, num_layers, count, span, states, ahead=True)
         for choose in (True, False):
             for confidence in (True, False):
                 rounds.look(confidence=confidence, entropy=False, choose=choose, ahead=True)
@@ -163,12 +195,6 @@ class CapturedRunner:
         self._verdict_read.start(self._round.verdict)
         self._verdict_read.wait()
 
-    def draft(self, turn: Turn) -> None:
-        """A draft at `turn.exit_layer`, every row of it read: for timing."""
-        assert turn.exit_layer is not None
-        self._first_pass(turn, turn.exit_layer)
-        Drafting(self, turn, turn.exit_layer, fast=True).run()
-
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
         return HostRead(4 * rows, self._streams), HostRead(1 + 3 * rows, self._streams)
@@ -183,7 +209,7 @@ class CapturedRunner:
         over.synchronize()  # a graph that is given up must not be running
         self._round = StaticRound(self._model, self.cache, _power_of_two(rows), BLOCK, self._streams)
         self._look_read, self._verdict_read = self._reads()
-        self._recorders.clear()
+        self._states.clear()
         self._ahead = None
 
     def _span(self, length: int) -> int:
@@ -193,20 +219,20 @@ class CapturedRunner:
     def _first_pass(self, turn: Turn, stop: int) -> None:
         """The pending token through layers [0, stop), unless the last round launched that already."""
         ahead, self._ahead = self._ahead, None
-        if ahead != (stop, turn.recorder, turn.length):
+        if ahead != (stop, turn.states, turn.length):
             self._round.start(turn.pending, turn.length - 1)
-            self._round.one_row(0, stop, self._span(turn.length), turn.recorder)
+            self._round.one_row(0, stop, self._span(turn.length), turn.states)
 
     def _look_ahead(self, turn: Turn, stop: int, most_tokens: int) -> bool:
         """Launch the next round's first pass if there will be one, at the same exit layer; its token is on the device."""
         left = turn.remaining - most_tokens
         if left < (1 if turn.exit_layer is None else 2):
             return False
-        if turn.recorder is not None and turn.learns_next:
+        if turn.states is not None and turn.learns_next:
             return False  # it would write over what is still to be learned from
-        recorder = self.recorder(turn.needs.shadow_layers, self._round.max_rows) if turn.learns_next else None
-        self._round.one_row(0, stop, self._span(turn.length + most_tokens), recorder)
-        self._ahead = (stop, recorder)
+        states = self._states_of(turn.needs.shadow_layers, self._round.max_rows) if turn.learns_next else None
+        self._round.one_row(0, stop, self._span(turn.length + most_tokens), states)
+        self._ahead = (stop, states)
         return True
 
     def _looked_ahead(self, launched: bool, length: int) -> None:
@@ -214,68 +240,71 @@ class CapturedRunner:
         if launched and self._ahead is not None:
             self._ahead = (*self._ahead, length)
 
-    def _step(self, turn: Turn) -> Outcome:
+    def _verify_plain(self, turn: Turn) -> _Launched:
         """A plain step: the pending token through all layers."""
-        started = perf_counter()
         rounds, sampler, stop = self._round, turn.sampler, self._model.num_layers
-        fast = not sampler.do_sample and not sampler.processors
+        launched = _Launched()
         self._first_pass(turn, stop)
         rounds.last.zero_()
-        rounds.judge(1, choose=fast)
-        p = None
-        refusal: tuple[int, Exception] | None = None
-        if fast:
-            target = _kept(rounds.targets, turn)
+        rounds.judge(1, choose=turn.greedy)
+        if turn.greedy:
+            launched.target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
-            processed, refusal = sampler.process_willing(rounds.logits[:1], turn.tokens, turn.length)
-            target = processed.argmax(dim=-1)
+            processed, launched.refusal = sampler.process_willing(rounds.logits[:1], turn.tokens, turn.length)
+            launched.target = processed.argmax(dim=-1)
             if sampler.do_sample:
-                p = processed.softmax(dim=-1)
-                token, total = sampler.draw_on_device(p[0])
+                launched.p = processed.softmax(dim=-1)
+                token, total = sampler.draw_on_device(launched.p[0])
             else:
-                token, total = target, processed.amax(dim=-1)
+                token, total = launched.target, processed.amax(dim=-1)
             self._verdict_read.start(torch.cat([token.double(), total.double()]))
             rounds.settle(torch.zeros_like(token), token)
-        launched = self._look_ahead(turn, stop, 1)
-        verified = perf_counter()
-        numbers = self._verdict_read.wait()
-        if fast:
-            numbers = [numbers[1 + rounds.max_rows], numbers[1 + 2 * rounds.max_rows]]
-        failure = None
-        if not (is_weight(numbers[1]) if sampler.do_sample else numbers[1] == numbers[1]):
-            failure = _failure(refusal, 0, turn.length)
-        self._looked_ahead(launched, turn.length + 1)
-        block = [int(numbers[0]) if failure is None else NO_TOKEN]
-        return replace(plain_outcome(block, target, p, started, verified), failure=failure)
+        launched.ahead = self._look_ahead(turn, stop, 1)
+        return launched
 
-    def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
-        sampler = turn.sampler
-        fast = not sampler.do_sample and not sampler.processors
-        self.reserve(turn.max_speculations + 1)
-        self._first_pass(turn, exit_layer)
-        draft = Drafting(self, turn, exit_layer, fast)
-        draft.run()
-        drafted = perf_counter()
-        count = draft.count
-        rounds = self._round
+    def _read_plain(self, turn: Turn, launched: _Launched) -> Outcome:
+        numbers = self._verdict_read.wait()
+        if turn.greedy:
+            numbers = [numbers[1 + self._round.max_rows], numbers[1 + 2 * self._round.max_rows]]
+        failure = None
+        if not (is_weight(numbers[1]) if turn.sampler.do_sample else numbers[1] == numbers[1]):
+            failure = _failure(launched.refusal, 0, turn.length)
+        self._looked_ahead(launched.ahead, turn.length + 1)
+        return Outcome(
+            draft_tokens=(),
+            num_accepted=0,
+            block=[int(numbers[0]) if failure is None else NO_TOKEN],
+            target_tokens=launched.target,
+            p=launched.p,
+            stop_cause="none",
+            confidences=None,
+            acceptance_probabilities=None,
+            failure=failure,
+        )
+
+    def _verify_draft(self, turn: Turn, launched: _Launched) -> None:
+        assert turn.exit_layer is not None
+        assert launched.drafting is not None
+        rounds, count = self._round, launched.drafting.count
         rounds.last.fill_(count)
         rows = _bucket(count + 1)
         span = self._span(turn.length + count)
-        rounds.all_rows(exit_layer, self._model.num_layers, rows, span, turn.recorder)
-        rounds.judge(rows, choose=fast)
-        if not draft.seen:  # nothing was read while drafting
+        rounds.all_rows(turn.exit_layer, self._model.num_layers, rows, span, turn.states)
+        rounds.judge(rows, choose=turn.greedy)
+        if not launched.drafting.seen:  # nothing was read while drafting
             self._look_read.start(rounds.looks[:count].flatten())
-        p = None
-        refusal: tuple[int, Exception] | None = None
-        if fast:
-            target = _kept(rounds.targets, turn)
+        if turn.greedy:
+            launched.target = _kept(rounds.targets, turn)
             self._verdict_read.start(rounds.verdict)
         else:
-            target, p, refusal = self._accept(turn, count)
-        launched = self._look_ahead(turn, exit_layer, count + 1)
-        verified = perf_counter()
+            launched.target, launched.p, launched.refusal = self._accept(turn, count)
+        launched.ahead = self._look_ahead(turn, turn.exit_layer, count + 1)
 
+    def _read_draft(self, turn: Turn, launched: _Launched) -> Outcome:
+        draft, rounds, sampler = launched.drafting, self._round, turn.sampler
+        assert draft is not None
+        count, ahead = draft.count, launched.ahead
         tokens, confidences_seen, cause = draft.finish()
         kept = len(tokens)
         numbers = self._verdict_read.wait()
@@ -284,11 +313,11 @@ class CapturedRunner:
         if sampler.do_sample:
             accepted = min(int(numbers[0]), kept)
             if not is_weight(numbers[2]):
-                failure = _failure(refusal, accepted, turn.length)
+                failure = _failure(launched.refusal, accepted, turn.length)
             block = [*tokens[:accepted], int(numbers[1]) if failure is None else NO_TOKEN]
             probabilities = tuple(numbers[3 : 3 + min(accepted + (failure is None), kept)])
         else:
-            stride = rounds.max_rows if fast else count + 1
+            stride = rounds.max_rows if turn.greedy else count + 1
             chosen = [int(token) for token in numbers[1 + stride : 2 + stride + kept]]
             values = numbers[1 + 2 * stride : 2 + 2 * stride + kept]
             sound = next((row for row, value in enumerate(values) if value != value), kept + 1)
@@ -296,22 +325,20 @@ class CapturedRunner:
             if accepted == sound:
                 if count and bool(rounds.logits[accepted].isnan().any()):
                     self._forget(turn.length - 1)  # NaN of a drafted row spoils the rows before it, behind the mask
-                    return self._step(turn)
-                failure = _failure(refusal, accepted, turn.length)
+                    return self._read_plain(turn, self._verify_plain(turn))
+                failure = _failure(launched.refusal, accepted, turn.length)
             block = [*chosen[:accepted], chosen[accepted] if failure is None else NO_TOKEN]
-            launched = launched and int(numbers[0]) == accepted  # else the device went on from another place
-        self._looked_ahead(launched, turn.length + accepted + 1)
+            ahead = ahead and int(numbers[0]) == accepted  # else the device went on from another place
+        self._looked_ahead(ahead, turn.length + accepted + 1)
         return Outcome(
             draft_tokens=tuple(tokens),
             num_accepted=accepted,
             block=block,
-            target_tokens=target,
-            p=p,
+            target_tokens=launched.target,
+            p=launched.p,
             stop_cause=cause,
             confidences=confidences_seen if turn.needs.confidence else None,
             acceptance_probabilities=probabilities,
-            drafted=drafted,
-            verified=verified,
             failure=failure,
             dropped_token=draft.dropped,
             num_discarded=draft.num_discarded,
@@ -385,7 +412,7 @@ class CapturedRunner:
 
     def advance(self, turn: Turn, index: int, exit_layer: int) -> None:
         """Row `index` through the exit layer's layers."""
-        self._round.one_row(0, exit_layer, self._span(turn.length + index), turn.recorder)
+        self._round.one_row(0, exit_layer, self._span(turn.length + index), turn.states)
 
     def start_reading(self, index: int) -> None:
         """Begin to read what was seen of row `index`."""
@@ -401,12 +428,24 @@ class CapturedRunner:
         return self._round.hidden[index].clone()
 
 
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """What was launched in a round and is still to be read. drafting: None in a plain step. ahead: whether the next round's
+    first pass was launched. refusal: the row at which a processor raised, and what. The rest as in `Outcome`."""
+
+    drafting: Drafting | None = None
+    target: Tensor | None = None
+    p: Tensor | None = None
+    refusal: tuple[int, Exception] | None = None
+    ahead: bool = False
+
+
 def _kept(target: Tensor, turn: Turn) -> Tensor | None:
     """Target tokens for the record, if somebody learns from them: a copy, since their place is used again.
 
     To be made before the verdict is read: learning waits for that event, and for nothing that is launched later.
     """
-    return None if turn.recorder is None else target.clone()
+    return target.clone() if turn.learns else None
 
 
 def _failure(refusal: tuple[int, Exception] | None, row: int, length: int) -> Exception:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from policies import DraftRow
 from policies.records import StopCause
+from selfspec.draft import next_draft
 from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL
 from selfspec.passes import Turn
 
@@ -42,9 +44,6 @@ class Drafting:
                 continue
             look = runner.looks()[0]
             self.seen.append(look)
-            if self._unusable(look):
-                self._stop_before()
-                return
             row = DraftRow(
                 num_drafted=index,
                 exit_layer=self._exit_layer,
@@ -53,15 +52,16 @@ class Drafting:
                 entropy=look[ENTROPY] if turn.needs.entropy else None,
                 exit_hidden=hidden,
             )
-            if stopping.stop_before_draw(row):
-                self._stop_before()
-                self.dropped = None if turn.sampler.do_sample else int(look[TOKEN])
-                return
-            token = int(look[TOKEN])
-            if token in turn.eos:
-                self._cause = "eos"
-            elif stopping.stop_after_draw(row, token):
-                self._cause = "after_draw"
+            token, stop, self.dropped = next_draft(turn, row, partial(self._token, look))
+            if token is None:  # its row's successor was run for nothing
+                self.count -= 1
+                self.num_discarded += 1
+            if stop is not None:
+                self._cause = stop
+
+    def _token(self, look: list[float]) -> int | None:
+        """What was drafted from a row, None if it cannot be drawn from."""
+        return None if self._turn.sampler.do_sample and not is_weight(look[TOTAL]) else int(look[TOKEN])
 
     def finish(self) -> tuple[list[int], tuple[float, ...], StopCause]:
         """Drafts up to an EOS, confidences of the rows looked at, and why it ended."""
@@ -79,12 +79,6 @@ class Drafting:
         looked_at = len(tokens) + (cause == "before_draw")
         seen = [look[CONFIDENCE] for look in looks[:looked_at]]
         return tokens, tuple(value for value in seen if value == value), cause
-
-    def _stop_before(self) -> None:
-        """End the draft before the token of the row that was looked at last."""
-        self.count -= 1
-        self.num_discarded += 1
-        self._cause = "before_draw"
 
     def _unusable(self, look: list[float]) -> bool:
         """Whether a row gives no token, or NaN to a policy."""

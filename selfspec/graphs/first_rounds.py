@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from selfspec.kv_cache import KVCache
+from layerskip_models.kv_cache import KVCache
 from selfspec.passes import CaptureError
 
 CHECKED = 2
@@ -55,7 +55,8 @@ def check(
     """
     end = position + tokens.numel()
     written = [kept[layer].clone() for kept in _rows(cache, position, end) for layer in range(model.num_layers)]
-    hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, cache, position)
+    cache.declare(position)
+    hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, cache)
     expected = model.logits(hidden)
     bound = _BOUNDS.get(model.dtype, _HALF_PRECISION_BOUND)
     differences = {"logits": _difference(logits, expected)}

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
-from layerskip_models.model import LayerCache, LayerSkipModel
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import LayerSkipModel
 from selfspec.pacer.network import FEATURES, draft_features
 
 
@@ -34,7 +36,7 @@ class Drafts:
 
 def draft_side_by_side(
     model: LayerSkipModel,
-    cache: LayerCache,
+    cache: KVCache,
     text: Tensor,
     positions: Sequence[int],
     *,
@@ -53,13 +55,14 @@ def draft_side_by_side(
     starts = torch.tensor(positions, device=model.device)
     room = (text.numel() - starts).clamp(max=window)
     longest, count = int(room.max()), len(positions)
-    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
-    own = torch.empty(2, exit_layer, count, kv_heads, longest, dim, dtype=model.dtype, device=model.device)
+    own = torch.empty(
+        2, exit_layer, count, model.num_kv_heads, longest, model.head_dim, dtype=model.dtype, device=model.device
+    )
     tokens = torch.zeros(count, longest, dtype=torch.long, device=model.device)
     hidden_states = torch.empty(count, longest, model.hidden_size, dtype=model.dtype, device=model.device)
     features = torch.empty(count, longest, len(FEATURES), dtype=torch.float32, device=model.device)
     end = text.numel() - 1
-    context = [(keys, values) for _, _, keys, values in cache.window(0, exit_layer, end, end)]
+    context = [(cache.keys[layer, ..., :end], cache.values[layer, :, :end]) for layer in range(exit_layer)]
     unseen = torch.arange(end, device=model.device) >= (starts - 1).unsqueeze(1)  # [drafts, end]
     stops = torch.tensor(sorted(eos), device=model.device)
 
@@ -67,22 +70,9 @@ def draft_side_by_side(
     going = torch.arange(count, device=model.device)  # drafts that are not over; `own` has their rows only
     current = text[starts - 1]
     for step in range(longest):
-        rows = going.numel()
-        x = model.embed(current)
         rotary = model.rotary[starts[going] - 1 + step]
-        mask = unseen[going][:, None, None, :].expand(-1, kv_heads, heads // kv_heads, -1)
-        for index, (keys, values) in enumerate(context):
-            query, key, value = model.project(index, x, rotary)
-            own[0, index, :, :, step], own[1, index, :, :, step] = key, value
-            query = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5
-            shared = query.transpose(0, 1).reshape(kv_heads, -1, dim) @ keys  # [kv_heads, rows * group, end]
-            shared = shared.view(kv_heads, rows, -1, end).transpose(0, 1).masked_fill(mask, -torch.inf)
-            private = query @ own[0, index, :, :, : step + 1].mT  # [rows, kv_heads, group, step + 1]
-            weights = torch.cat([shared, private], dim=-1).softmax(dim=-1)
-            of_text = weights[..., :end].transpose(0, 1).reshape(kv_heads, -1, end) @ values
-            attended = of_text.view(kv_heads, rows, -1, dim).transpose(0, 1)
-            attended = attended + weights[..., end:] @ own[1, index, :, :, : step + 1]
-            x = model.finish_layer(index, x, attended.reshape(rows, heads * dim))
+        attention = _SideBySide(context, own, step, unseen[going], rotary)
+        x = model.walk(model.embed(current), 0, exit_layer, attention)
         logits = model.draft_logits(x)
         current = logits.argmax(dim=-1)
         tokens[going, step], hidden_states[going, step], features[going, step] = current, x, draft_features(logits)
@@ -99,6 +89,35 @@ def draft_side_by_side(
             going, current, own = going[keep], current[keep], own[:, :, keep]
     kept = torch.arange(longest, device=model.device) < lengths.unsqueeze(1)
     return Drafts(tokens=tokens[kept], hidden=hidden_states[kept], features=features[kept], lengths=lengths)
+
+
+class _SideBySide:
+    """Attention of one row of each draft: to what its draft may see of the text, and to its own draft so far.
+
+    context: keys [kv_heads, head_dim, end] and values [kv_heads, end, head_dim] of the text, layer by layer. own: keys and
+    values of the drafts, [2, layers, drafts, kv_heads, steps, head_dim]. unseen: bool [drafts, end].
+    """
+
+    def __init__(
+        self, context: Sequence[tuple[Tensor, Tensor]], own: Tensor, step: int, unseen: Tensor, rotary: Tensor
+    ) -> None:
+        self._context, self._own, self._step, self._unseen = context, own, step, unseen
+        self.rotary = rotary
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        (keys, values), (own_keys, own_values), step = self._context[layer], self._own[:, layer], self._step
+        own_keys[:, :, step], own_values[:, :, step] = key, value
+        rows, end, kv_heads = key.shape[0], keys.shape[-1], key.shape[1]
+        query = rearrange(query, "rows (kv group) dim -> rows kv group dim", kv=kv_heads) * query.shape[-1] ** -0.5
+        shared = rearrange(query, "rows kv group dim -> kv (rows group) dim") @ keys
+        shared = rearrange(shared, "kv (rows group) end -> rows kv group end", rows=rows)
+        shared = shared.masked_fill(self._unseen[:, None, None, :], -torch.inf)
+        private = query @ own_keys[:, :, : step + 1].mT  # [rows, kv_heads, group, step + 1]
+        weights = torch.cat([shared, private], dim=-1).softmax(dim=-1)
+        of_text = rearrange(weights[..., :end], "rows kv group end -> kv (rows group) end") @ values
+        attended = rearrange(of_text, "kv (rows group) dim -> rows kv group dim", rows=rows)
+        attended = attended + weights[..., end:] @ own_values[:, :, : step + 1]
+        return rearrange(attended, "rows kv group dim -> rows (kv group dim)")
 
 
 def accepted_counts(drafts: Drafts, text: Tensor, positions: Sequence[int]) -> Tensor:

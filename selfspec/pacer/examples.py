@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.prefill import prefill
 from layerskip_models.training.documents import DataSource, is_held_out, read_documents
 from layerskip_models.training.evaluation import read_prompts
 from layerskip_models.training.saving import write_text
 from selfspec.generator import SelfSpecGenerator
-from selfspec.kv_cache import KVCache
 from selfspec.pacer.batched_drafts import accepted_counts, draft_side_by_side
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.network import fingerprint, same_weights
 
-_CHUNK = 1024  # rows per pass over a text
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 
 
@@ -202,14 +202,12 @@ def _run_text(model: LayerSkipModel, text: Tensor, exit_layers: Sequence[int]) -
         layer: torch.empty(text.numel(), model.hidden_size, dtype=model.dtype, device=model.device)
         for layer in exit_layers
     }
-    for first in range(0, text.numel(), _CHUNK):
-        rows = text[first : first + _CHUNK]
 
-        def capture(layers_done: int, hidden: Tensor, first: int = first) -> None:
-            if layers_done in contexts:
-                contexts[layers_done][first : first + hidden.shape[0]] = hidden
+    def capture(first: int, layers_done: int, hidden: Tensor) -> None:
+        if layers_done in contexts:
+            contexts[layers_done][first : first + hidden.shape[0]] = hidden
 
-        model.run_layers(model.embed(rows), 0, max(exit_layers), cache, first, capture)
+    prefill(model, text, cache, stop=max(exit_layers), capture=capture)
     return cache, contexts
 
 

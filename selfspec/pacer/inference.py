@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
-from selfspec.kv_cache import KVCache
 from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,
@@ -79,18 +79,19 @@ class PreVerification:
         rows = self.network.draft_inputs(hidden, features, first_index, exit_layer)
         if scope == "full":
             start = position - first_index + 1  # of the draft: the committed rows are those before it
-            seen = self._committed.get(exit_layer, 0)
-            while start - seen > _CHUNK:
-                self._run(self._context(context, exit_layer, seen, seen + _CHUNK), cache, seen)
-                seen += _CHUNK
-            where = position
-            if seen < start and first_index == 1:  # in one pass with the block
-                rows = torch.cat([self._context(context, exit_layer, seen, start), rows])
-                where = seen
+            if first_index == 1:  # what the last round left behind the committed rows gives way
+                seen = min(self._committed.get(exit_layer, 0), start)
+                cache.roll_back(seen)
+                while start - cache.length > _CHUNK:
+                    self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
+                if cache.length < start:  # in one pass with the block
+                    rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
             self._committed[exit_layer] = start
-        else:  # rotary positions are relative, so what is out of scope may as well not be there
-            where = first_index - 1 if scope == "draft" else 0
-        out = self._run(rows, cache, where)[-hidden.shape[0] :]
+        elif (
+            scope != "draft" or first_index == 1
+        ):  # positions are relative: what is out of scope may as well not be there
+            cache.roll_back(0)
+        out = self._run(rows, cache)[-hidden.shape[0] :]
         estimates = self.network.estimates(out, exit_layer)
         if self.network.config.estimates == "prefix":
             return estimates
@@ -122,8 +123,8 @@ class PreVerification:
     def _context(self, context: ContextStates, exit_layer: int, start: int, stop: int) -> Tensor:
         return self.network.context_inputs(context.rows(exit_layer, start, stop), exit_layer)
 
-    def _run(self, rows: Tensor, cache: KVCache, position: int) -> Tensor:
-        return self.network.layer.run_layers(rows, 0, 1, cache, position)
+    def _run(self, rows: Tensor, cache: KVCache) -> Tensor:
+        return self.network.layer.run_layers(rows, 0, 1, cache)
 
     def _cache(self, exit_layer: int, max_length: int) -> KVCache:
         cache = self._caches.get(exit_layer)

@@ -24,9 +24,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
+from layerskip_models.prefill import prefill
 
 FOLDER = "pacer"
 """Where a checkpoint's own pre-verifier lies: in a folder of this name beside the weights."""
@@ -258,7 +260,7 @@ def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
     """
     tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % model.vocab_size
     with torch.inference_mode():
-        hidden = model.run_layers(model.embed(tokens), 0, model.num_layers, _OneTextCache(model), 0)
+        hidden = prefill(model, tokens, KVCache(model, _PROBE_TOKENS))
         logits = model.logits(hidden[-1:])[0]
     chosen = logits[torch.arange(1, 17, device=model.device) * 104729 % model.vocab_size]
     return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
@@ -269,20 +271,6 @@ def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
     if len(one) != len(other):
         return False
     return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0)) >= _LEAST_COSINE
-
-
-class _OneTextCache:
-    """A KV cache for the few rows of a probe."""
-
-    def __init__(self, model: LayerSkipModel) -> None:
-        model.prepare(_PROBE_TOKENS)
-        shape = (model.num_layers, model.num_kv_heads, _PROBE_TOKENS, model.head_dim)
-        self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.keys = torch.zeros_like(self.values).mT
-
-    def window(self, start: int, stop: int, position: int, end: int) -> Any:
-        for keys, values in zip(self.keys[start:stop, ..., :end], self.values[start:stop, :, :end]):
-            yield keys[..., position:].permute(2, 0, 1), values[:, position:].transpose(0, 1), keys, values
 
 
 def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from policies import Policy
@@ -52,6 +53,41 @@ def use(policy: Policy) -> Iterator[tuple[Policy, threading.RLock]]:
         with _lock:
             for part in parts:
                 _in_use.pop(id(part), None)
+
+
+class Company:
+    """What the texts of one engine use. Texts with the same policy learn in one state, where the policy wants that."""
+
+    def __init__(self) -> None:
+        self._shared: dict[int, _Shared] = {}
+
+    @contextmanager
+    def use(self, policy: Policy) -> Iterator[tuple[Policy, threading.RLock]]:
+        """As `use`, for one text of the company."""
+        if not policy.learns_together:
+            with use(policy) as found:
+                yield found
+            return
+        shared = self._shared.get(id(policy))
+        if shared is None:
+            held = ExitStack()
+            shared = self._shared[id(policy)] = _Shared(*held.enter_context(use(policy)), held)
+        shared.texts += 1
+        try:
+            yield shared.policy.beside(), shared.round
+        finally:
+            shared.texts -= 1
+            if not shared.texts:
+                del self._shared[id(policy)]
+                shared.held.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    policy: Policy
+    round: threading.RLock
+    held: ExitStack
+    texts: int = 0
 
 
 def _copied(policy: Policy) -> Policy:

@@ -1,4 +1,4 @@
-"""Runners that no call is using. Each call takes one for itself and gives it back when it ends."""
+"""KV caches and passes that no text is using. Each text takes a cache for itself and gives it back when it ends."""
 
 from __future__ import annotations
 
@@ -6,20 +6,34 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
+from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner, captured_length
-from selfspec.kv_cache import KVCache
-from selfspec.passes import EagerRunner, Runner, RunnerName
+from selfspec.passes import RunnerName
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a text lives: its KV cache, and the passes that were captured on that cache, if there are any."""
+
+    cache: KVCache
+    captured: CapturedRunner | None = None
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """Longer texts first, then more captures: what a later text would otherwise have to make anew."""
+        return self.cache.max_length, 0 if self.captured is None else self.captured.num_captures
 
 
 class RunnerPool:
-    """Lends runners of one model, each with a KV cache of its own. It keeps at most one that is idle.
+    """Lends places for texts of one model, and eager passes. It keeps at most one of each that is idle.
 
-    Threads may share a pool. A call that finds no idle runner (another thread's, or one made from within a streamer) gets a
-    new one. A runner only ever returns to the pool that lent it, so a call that began before the weights were copied again
-    cannot hand its old runner to a later call.
-    on_giving_up: called once when captured runners are given up, because graphs fail.
+    Threads may share a pool. Who finds nothing idle gets something new. What was lent only ever returns to the pool that lent
+    it, so a text that began before the weights were copied again cannot hand its old captures to a later one.
+    on_giving_up: called once when captures are given up, because graphs fail.
     """
 
     def __init__(
@@ -28,30 +42,42 @@ class RunnerPool:
         self.kind: RunnerName = kind
         self._on_giving_up = on_giving_up
         self._model = model
-        self._idle: Runner | None = None
+        self._idle: Place | None = None
+        self._idle_passes: EagerPasses | None = None
         self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
 
     @contextmanager
-    def lend(self, num_tokens: int) -> Iterator[Runner]:
-        """A runner for one call, whose KV cache is empty and has room for a text of `num_tokens` tokens."""
-        runner = self._take(num_tokens)
-        try:
-            yield runner
-        finally:
-            self._give_back(runner)
-
-    def _take(self, num_tokens: int) -> Runner:
+    def lend(self, num_tokens: int) -> Iterator[Place]:
+        """A place for one text of at most `num_tokens` tokens, whose KV cache is empty."""
         with self._lock:
-            runner, self._idle = self._idle, None
-        if runner is not None and runner.cache.max_length < num_tokens:
-            runner = None  # freed before the longer one is allocated
-        if runner is None:
-            runner = self._make(num_tokens)
-        runner.cache.roll_back(0)
-        return runner
+            place, self._idle = self._idle, None
+        if place is not None and place.cache.max_length < num_tokens:
+            place = None  # freed before the longer one is allocated
+        if place is None:
+            place = self._make(num_tokens)
+        place.cache.declare(0)
+        try:
+            yield place
+        finally:
+            with self._lock:
+                outdated = place.captured is not None and self.kind == "eager"
+                if not outdated and (self._idle is None or place.capacity > self._idle.capacity):
+                    self._idle = place
+
+    @contextmanager
+    def eager_passes(self) -> Iterator[EagerPasses]:
+        """Eager passes for one caller."""
+        with self._lock:
+            passes, self._idle_passes = self._idle_passes, None
+        passes = passes or EagerPasses(self._model)
+        try:
+            yield passes
+        finally:
+            passes.forget()
+            self._idle_passes = passes
 
     def give_up_graphs(self, error: RuntimeError) -> None:
-        """Lend eager runners from now on, and warn of it once: graphs do not work here, for this reason."""
+        """Lend no captures from now on, and warn of it once: graphs do not work here, for this reason."""
         with self._lock:
             if self.kind == "eager":
                 return
@@ -64,24 +90,11 @@ class RunnerPool:
             stacklevel=2,
         )
 
-    def _make(self, num_tokens: int) -> Runner:
+    def _make(self, num_tokens: int) -> Place:
         if self.kind == "captured":
-            length = captured_length(num_tokens, self._model.max_positions)
+            cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions))
             try:
-                return CapturedRunner(self._model, KVCache(self._model, length))
+                return Place(cache, CapturedRunner(self._model, cache))
             except RuntimeError as error:  # no memory for its buffers, say
                 self.give_up_graphs(error)
-        return EagerRunner(self._model, KVCache(self._model, num_tokens))
-
-    def _give_back(self, runner: Runner) -> None:
-        """Keep the runner for the next call, unless the one that is idle already can do more."""
-        with self._lock:
-            if isinstance(runner, CapturedRunner) and self.kind == "eager":
-                return
-            if self._idle is None or _capacity(runner) > _capacity(self._idle):
-                self._idle = runner
-
-
-def _capacity(runner: Runner) -> tuple[int, int]:
-    """Longer texts first, then more captures: what a later call would otherwise have to make anew."""
-    return runner.cache.max_length, runner.num_captures
+        return Place(KVCache(self._model, num_tokens))

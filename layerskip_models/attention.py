@@ -1,0 +1,157 @@
+"""Attention as one small protocol, and its implementation by PyTorch's operators.
+
+A pass's rows may belong to several texts: matrices see all of them, attention sees each text's own cache. On our own kernels
+whole layers are one call, attention included (`kernels.native_layers`); captured passes have theirs in `selfspec.graphs`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from layerskip_models.kv_cache import CacheRows, LayerWindow
+
+_FEW_ROWS = 16  # up to here attention in three kernels is faster on a CPU
+
+
+class Attention(Protocol):
+    """What a pass's rows attend to. Called once for each layer, in order.
+
+    rotary: rows of the model's rotary table, of these rows' positions.
+    """
+
+    rotary: Tensor
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the rows' keys and values, and attend: query [rows, heads, head_dim], key and value [rows, kv_heads,
+        head_dim] -> [rows, heads * head_dim]. The query may be overwritten."""
+        ...
+
+
+class OperatorAttention:
+    """By PyTorch's operators, text by text: a row attends to its own text up to itself.
+
+    rows: of each text, in the order of the pass's rows. Raises ValueError where they do not fit into a cache.
+    rotary: the model's table. half: whether the arithmetic is in 16 bits.
+    """
+
+    def __init__(
+        self,
+        rows: CacheRows,
+        start: int,
+        stop: int,
+        *,
+        rotary: Tensor,
+        heads: int,
+        transposed_keys: bool,
+        unfused: bool,
+    ) -> None:
+        self._start, self._sizes = start, [number for _, number in rows]
+        positions = [cache.position(start, stop) for cache, _ in rows]
+        tables = [rotary[position : position + number] for position, number in zip(positions, self._sizes)]
+        self.rotary = tables[0] if len(tables) == 1 else torch.cat(tables)
+        self._texts = [
+            _TextAttention(
+                list(cache.windows(start, stop, number)), position, number, heads,
+                transposed_keys=transposed_keys, unfused=unfused,
+            )
+            for (cache, number), position in zip(rows, positions)
+        ]  # fmt: skip
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        index = layer - self._start
+        if len(self._texts) == 1:
+            return self._texts[0].attend(index, query, key, value)
+        parts = zip(self._texts, query.split(self._sizes), key.split(self._sizes), value.split(self._sizes))
+        return torch.cat([text.attend(index, *rows) for text, *rows in parts])
+
+
+class _TextAttention:
+    """Of one text's rows, all layers of a pass."""
+
+    def __init__(
+        self,
+        windows: list[LayerWindow],
+        position: int,
+        rows: int,
+        heads: int,
+        *,
+        transposed_keys: bool,
+        unfused: bool,
+    ) -> None:
+        self._windows, self._transposed = windows, transposed_keys
+        values = windows[0][3]
+        kv_heads, end, dim = values.shape
+        # Scores of a few rows are small beside the layer's keys; of many they would not be.
+        self._few = unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
+        self._grouped = rows == 1
+        self._mask: Tensor | None = None
+        dtype, device = values.dtype, values.device
+        if rows > 1 and self._few:
+            self._mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1).unsqueeze(1)
+        elif rows > 1 and position > 0:
+            self._mask = torch.full((rows, end), -torch.inf, dtype=dtype, device=device).triu_(position + 1)
+            if (
+                values.device.type != "cpu" and heads != kv_heads
+            ):  # no fused kernel there takes a mask and grouped heads
+                self._grouped, self._mask = True, self._mask.repeat_interleave(heads // kv_heads, dim=0)
+        # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
+        self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `Attention`; index: of the layer within the pass."""
+        new_keys, new_values, keys, values = self._windows[index]
+        new_keys.copy_(key)
+        new_values.copy_(value)
+        if self._few:
+            return self._attend_few(query, keys, values)
+        if self._grouped:
+            return attend_grouped(query, keys, values, self._mask)
+        keys = keys.mT
+        if self._transposed:
+            keys = keys.contiguous()  # the fused kernel takes no others, and what it does instead is slow
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            enable_gqa=query.shape[1] != keys.shape[0],
+        )
+        return attended.squeeze(0).transpose(0, 1).flatten(1)
+
+    def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.
+
+        query: is overwritten. The mask, [rows, 1, rows], is added to the last `rows` positions.
+        """
+        rows, heads, dim = query.shape
+        kv_heads, end = keys.shape[0], keys.shape[2]
+        group = heads // kv_heads
+        if rows == 1 or kv_heads == 1:  # the query heads of a group see the same keys: they are rows of one product
+            queries = query.reshape(kv_heads, rows * group, dim)
+        else:
+            queries = query.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, rows * group, dim)
+        scores = torch.bmm(queries.mul_(self._scale), keys)  # [kv_heads, rows * group, end]
+        if self._mask is not None:
+            scores.view(kv_heads, rows, group, end)[..., end - rows :].add_(self._mask)
+        attended = torch.bmm(scores.softmax(dim=-1), values)  # [kv_heads, rows * group, head_dim]
+        if rows == 1 or kv_heads == 1:
+            return attended.view(rows, heads * dim)
+        return attended.view(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+
+def attend_grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Fused attention in which the query heads of a group are rows of one product, since they see the same keys.
+
+    query: [rows, heads, head_dim]. keys: [kv_heads, head_dim, positions]. values: [kv_heads, positions, head_dim].
+    mask: [rows * group, positions]; None for one row. Returns [rows, heads * head_dim].
+    """
+    rows, kv_heads = query.shape[0], keys.shape[0]
+    grouped = rearrange(query, "rows (kv group) dim -> 1 kv (rows group) dim", kv=kv_heads)
+    attended = F.scaled_dot_product_attention(grouped, keys.mT.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)
+    return rearrange(attended, "1 kv (rows group) dim -> rows (kv group dim)", rows=rows)

@@ -1,0 +1,125 @@
+"""The KV cache of one text: preallocated, written in place by passes, rolled back by a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LayerWindow = tuple[Tensor, Tensor, Tensor, Tensor]
+"""New keys and new values to write, [rows, num_kv_heads, head_dim]; then all keys, [num_kv_heads, head_dim, end], and values,
+[num_kv_heads, end, head_dim]."""
+
+
+class CacheShape(Protocol):
+    """What a cache must know of its model (`LayerSkipModel`)."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def transposed_keys(self) -> bool: ...
+    def prepare(self, max_length: int) -> None: ...
+
+
+class KVCache:
+    """Keys and values of every layer for up to `max_length` positions of one text, and how many rows each layer holds.
+
+    keys: [layers, num_kv_heads, head_dim, max_length], as attention multiplies queries by them; in memory the last two are
+    the other way round unless `model.transposed_keys`. values: [layers, num_kv_heads, max_length, head_dim].
+
+    A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
+    nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
+    `roll_back`, and the next rows overwrite it.
+    """
+
+    def __init__(self, model: CacheShape, max_length: int) -> None:
+        model.prepare(max_length)
+        shape = (model.num_layers, model.num_kv_heads, max_length, model.head_dim)
+        self.values = torch.empty(shape, dtype=model.dtype, device=model.device)
+        if model.transposed_keys:
+            shape = (*shape[:2], model.head_dim, max_length)
+            self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+        else:
+            self.keys = torch.empty_like(self.values).mT
+        self.max_length = max_length
+        self.described: object = None  # what our kernels know of this memory, once they have checked it
+        self._rows = [0] * model.num_layers
+
+    @property
+    def length(self) -> int:
+        """Rows that every layer holds."""
+        return min(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated, whatever the length."""
+        return 2 * self.values.numel() * self.values.element_size()
+
+    def position(self, start: int, stop: int) -> int:
+        """Where the next row of layers [start, stop) belongs: the number of rows they hold.
+
+        Raises ValueError if there are no such layers, or if they do not hold equally many.
+        """
+        rows = self._rows[start:stop]
+        if not rows or len(rows) != stop - start or rows.count(rows[0]) != len(rows):
+            raise ValueError(f"layers [{start}, {stop}) of {len(self._rows)} hold different numbers of rows: {rows}")
+        return rows[0]
+
+    def room(self, start: int, stop: int, rows: int) -> int:
+        """The same, having made sure that so many rows fit behind it. Raises ValueError if they do not."""
+        position = self.position(start, stop)
+        if position + rows > self.max_length:
+            raise ValueError(
+                f"{rows} rows from position {position} on do not fit into a cache of {self.max_length} positions"
+            )
+        return position
+
+    def extend(self, start: int, stop: int, rows: int) -> None:
+        """Layers [start, stop) have been given so many rows more."""
+        self._rows[start:stop] = [self._rows[start] + rows] * (stop - start)
+
+    def windows(self, start: int, stop: int, rows: int) -> Iterator[LayerWindow]:
+        """For layers [start, stop): where their next rows are written, and keys and values up to and with these.
+
+        Made for all layers at once, since a slice costs as much as a small kernel.
+        """
+        position = self.room(start, stop, rows)
+        end = position + rows
+        keys, values = self.keys[start:stop, :, :, :end], self.values[start:stop, :, :end]
+        new_keys = keys[..., position:].permute(0, 3, 1, 2)
+        new_values = values[:, :, position:].transpose(1, 2)
+        return zip(new_keys.unbind(0), new_values.unbind(0), keys.unbind(0), values.unbind(0))
+
+    def roll_back(self, length: int) -> None:
+        """Forget all rows but the first `length`. Copies nothing.
+
+        Raises ValueError if a layer holds fewer.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length must be in [0, {self.length}], the rows that every layer holds, got {length}")
+        self._rows = [length] * len(self._rows)
+
+    def declare(self, length: int) -> None:
+        """Every layer holds exactly these rows: written by somebody else than `run_layers`, by captured graphs for one."""
+        if not 0 <= length <= self.max_length:
+            raise ValueError(f"length must be in [0, {self.max_length}], got {length}")
+        self._rows = [length] * len(self._rows)
+
+
+CacheRows = Sequence[tuple[KVCache, int]]
+"""The rows of a pass: so many of the text of each cache, one text behind the other."""
+
+
+def cache_rows(cache: KVCache | CacheRows, rows: int) -> CacheRows:
+    """All of a pass's rows, where it is given one cache for all of them."""
+    return ((cache, rows),) if isinstance(cache, KVCache) else cache

@@ -1,0 +1,152 @@
+"""`selfspec generate --prompts FILE --output FILE`: many prompts, results as they come, resumed where a run broke off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from selfspec import SelfSpecGenerator
+from selfspec.batch import completed
+from selfspec.engine import Checked
+
+OWN_OPTIONS = (
+    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
+    "stop_strings", "seed", "policy", "exit_layer", "num_speculations",
+)  # fmt: skip
+"""What a line may say beside its prompt; it then goes before the command's own options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLine:
+    """One line of the file. key: tells whether a result is of this very prompt with these options."""
+
+    id: str | int
+    prompt: str
+    options: Mapping[str, Any]
+    key: str
+
+
+def read_prompts(path: Path, options: Mapping[str, Any]) -> list[PromptLine]:
+    """JSON lines with "prompt", and optionally "id" and options of their own. Raises ValueError that names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from None
+        if not isinstance(values, dict) or not isinstance(values.get("prompt"), str) or not values["prompt"]:
+            raise ValueError(f'{path}, line {number} must be an object with "prompt", a text that is not empty')
+        own = {name: value for name, value in values.items() if name not in ("prompt", "id", "task")}
+        if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
+            raise ValueError(f"{path}, line {number}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
+        merged = {**options, **own}
+        key = hashlib.sha256(json.dumps([values["prompt"], merged], sort_keys=True).encode()).hexdigest()[:16]
+        found.append(PromptLine(id=values.get("id", number), prompt=values["prompt"], options=merged, key=key))
+    if not found:
+        raise ValueError(f"{path} holds no prompts")
+    keys = [(line.id, line.key) for line in found]
+    if len({line.id for line in found}) < len(keys):
+        raise ValueError(f"{path} has the same id twice: results could not be told apart")
+    return found
+
+
+def results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
+    """Ids that an earlier run has written results for; a line that was cut short is taken away.
+
+    Raises ValueError if the file holds results of other prompts or options.
+    """
+    if not path.exists():
+        return set()
+    wanted = {line.id: line.key for line in prompts}
+    done: set[str | int] = set()
+    kept: list[str] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(values, dict) or wanted.get(values.get("id", "")) != values.get("key"):
+            raise ValueError(f"{path}, line {number} is no result of these prompts and options: give another --output")
+        if "error" not in values:  # what failed is tried again
+            done.add(values["id"])
+            kept.append(line)
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return done
+
+
+def generate_file(
+    generator: SelfSpecGenerator,
+    prompts: list[PromptLine],
+    output: Path,
+    *,
+    batch_size: int,
+    notes: Console,
+) -> int:
+    """Decode what has no result yet, `batch_size` at a time; each result is written as it comes. Returns how many failed.
+
+    A prompt that cannot be decoded (too long, say) gets a line with its error, and the others go on.
+    """
+    done = results_so_far(output, prompts)
+    left = [line for line in prompts if line.id not in done]
+    if done:
+        notes.print(f"{len(done)} of {len(prompts)} results are in {output} already")
+    failed = tokens = 0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with (
+        output.open("a", encoding="utf-8") as file,
+        Progress(*columns, TimeRemainingColumn(), console=notes, disable=notes.quiet) as bar,
+    ):
+        task = bar.add_task("Decoding", total=len(prompts), completed=len(done))
+        checked: list[Checked] = []
+        asked: list[PromptLine] = []
+        for line in left:
+            try:
+                checked.append(generator.check(line.prompt, **line.options))
+                asked.append(line)
+            except (ValueError, TypeError) as error:
+                failed += 1
+                _write(file, line, {"error": str(error)})
+                bar.advance(task)
+        with closing(completed(checked, batch_size)) as results:
+            for index, result in results:
+                line = asked[index]
+                if isinstance(result, Exception):
+                    failed += 1
+                    _write(file, line, {"error": str(result)})
+                else:
+                    tokens += result.stats.num_new_tokens
+                    stats = result.stats.as_dict()
+                    _write(
+                        file,
+                        line,
+                        {
+                            "text": result.text,
+                            "token_ids": result.new_tokens,
+                            "stop_reason": result.stop_reason,
+                            "policy": result.policy,
+                            "stats": stats,
+                        },
+                    )
+                bar.advance(task)
+                bar.update(task, description=f"Decoding, {tokens} tokens")
+    return failed
+
+
+def _write(file: TextIO, line: PromptLine, values: Mapping[str, Any]) -> None:
+    """At once: what is complete survives whatever ends the command."""
+    file.write(json.dumps({"id": line.id, "key": line.key, "prompt": line.prompt, **values}, allow_nan=False) + "\n")
+    file.flush()

@@ -1,0 +1,379 @@
+"""Eager passes: every operation is called from Python when its turn comes, over the rows of all texts at hand.
+
+A pass takes rows of several texts, each at its own place in a cache of its own, so nothing is padded and nothing is copied
+when texts differ in what they accept. Matrices see all rows at once and their weights are read once. Where texts exit at
+different layers, a row runs as far as its own text wants: it leaves a draft's pass at its exit layer, and joins the
+verification there.
+
+On our own kernels a row's numbers do not depend on its company, so a text in company is the text alone, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.choices import Choices, Detail, Look, choices_of
+from layerskip_models.kernels.native_linear import only_operators
+from layerskip_models.kernels.native_steps import STEP_ROWS, NativeSteps
+from layerskip_models.kv_cache import CacheRows
+from selfspec.draft import NOTHING, Draft
+from selfspec.hidden_states import HiddenStates
+from selfspec.judge import Verdict, judge_choices, judge_greedy, judge_sampled
+from selfspec.passes import Outcome, Turn
+
+_AS_IT_IS = nullcontext()
+_DETAILS = get_args(Detail)
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    """Buffers of one turn, which later rounds use again, so that the loop allocates no large tensor."""
+
+    hidden: Tensor  # [rows, hidden]
+    q: Tensor  # float32 [rows, vocab]
+
+
+@dataclass(slots=True, eq=False)  # not frozen: that makes them cost four times as much to make
+class _Strand:
+    """Rows of one text on their way through the layers.
+
+    first_row: the first one's number in the round. hidden: [rows, hidden]; None before layer 0, where there is one row, of
+    the draft's next token.
+    """
+
+    draft: Draft
+    first_row: int
+    hidden: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return 1 if self.hidden is None else self.hidden.shape[0]
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """What wants to see these rows."""
+        return self.draft.turn.states
+
+
+@dataclass(slots=True, eq=False)
+class _Scores:
+    """What verification gives a turn: logits [k+1, vocab], or each row's argmax and its logit where that is enough."""
+
+    tokens: list[int]
+    values: list[float]
+    logits: Tensor | None = None
+
+
+class EagerPasses:
+    """See `selfspec.passes.Passes`. For one caller at a time."""
+
+    def __init__(self, model: LayerSkipModel) -> None:
+        self._model = model
+        self._steps = model.steps()  # None where our kernels don't run all of the model
+        self._rooms: list[_Room] = []
+        self._drafts: list[Draft] = []
+        self._fast: NativeSteps | None = None  # the steps, if this round can be run with them
+        self._scores: list[_Scores] = []
+        self._last = torch.empty(STEP_ROWS, model.hidden_size, dtype=model.dtype, device=model.device)
+        self._last_rows = self._last.split(1)
+        self._outputs = torch.empty(0)  # [layers, STEP_ROWS, hidden], of a step whose rows several texts watch
+
+    def draft(self, turns: Sequence[Turn]) -> None:
+        """Step j runs one row of every text that still drafts."""
+        self._drafts = [self._draft_of(turn, index) for index, turn in enumerate(turns)]
+        # Whole passes in single calls, if nobody needs logits.
+        fast = self._steps is not None and all(turn.greedy for turn in turns) and not only_operators()
+        self._fast = self._steps if fast else None
+        going = [draft for draft in self._drafts if draft.turn.exit_layer is not None]
+        while going:
+            looks = self._look(going)
+            going = [draft for draft, (look, logits) in zip(going, looks) if self._grow(draft, look, logits)]
+
+    def _grow(self, draft: Draft, look: Look, logits: Tensor | None) -> bool:
+        """Whether the draft goes on. An error of its policy ends it, and is no other text's business."""
+        try:
+            return draft.grow(look, logits)
+        except Exception as error:
+            draft.error = error
+            return False
+
+    def verify(self, turns: Sequence[Turn]) -> None:
+        """All rows of all texts through the layers they lack, and the full head.
+
+        A last token that no draft step ran goes through its text's exit layer first; from there all rows of the text go on.
+        """
+        last = self._model.num_layers
+        steps = self._steps_for(sum(len(draft.tokens) + 1 for draft in self._drafts))
+        if steps is not None and all(turn.exit_layer is None for turn in turns):
+            self._scores = [
+                _Scores([look.token], [look.logit]) for look in self._token_step(self._drafts, last, "full", steps)
+            ]
+            return
+        strands = [_Strand(draft, draft.num_rows) for draft in self._drafts if draft.lacks_last]
+        joins = sorted({draft.turn.exit_layer or 0 for draft in self._drafts})
+        layer = 0 if strands else joins[0]
+        for upto in [*(join for join in joins if join > layer), last]:
+            if strands:
+                strands = self._leave(strands, layer)
+            strands += [
+                _Strand(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1])
+                for draft in self._drafts
+                if draft.turn.exit_layer == layer
+            ]
+            if upto == last and layer and steps is not None:
+                self._scores = self._final_step(strands, layer, steps)
+                return
+            strands, layer = self._run(strands, layer, upto, steps), upto
+        self._scores = self._judgeable(strands)
+
+    def accept(self, turns: Sequence[Turn]) -> list[Outcome]:
+        """Judge each text's rows on the host."""
+        return [self._outcome(draft, scores) for draft, scores in zip(self._drafts, self._scores)]
+
+    def forget(self) -> None:
+        """Let go of the texts of the last round, whose caches may be large."""
+        self._drafts, self._scores = [], []
+
+    def learning(self) -> AbstractContextManager[None]:
+        return _AS_IT_IS
+
+    def states(self, states: HiddenStates, rows: int) -> HiddenStates:
+        states.reserve(rows)
+        return states
+
+    def clear(self) -> None:
+        pass  # nothing is read before it is written
+
+    def _draft_of(self, turn: Turn, index: int) -> Draft:
+        """An empty draft in the turn's own buffers."""
+        model, rows = self._model, turn.max_speculations + 1
+        while len(self._rooms) <= index:
+            empty = torch.empty(0, dtype=model.dtype, device=model.device)
+            self._rooms.append(_Room(empty, empty.float()))
+        room = self._rooms[index]
+        if turn.exit_layer is not None and room.hidden.shape[0] < rows:
+            room.hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+        if turn.exit_layer is not None and turn.sampler.do_sample and room.q.shape[0] < rows:
+            room.q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
+        return Draft(turn, room.hidden, room.q)
+
+    def _steps_for(self, rows: int) -> NativeSteps | None:
+        """What runs a pass over so many rows in a single call."""
+        return self._fast if rows <= STEP_ROWS else None
+
+    def _look(self, drafts: Sequence[Draft]) -> list[tuple[Look, Tensor | None]]:
+        """Run each draft's next row through its exit layer, and look at it with the draft head."""
+        steps, exit_layer = self._steps_for(len(drafts)), drafts[0].exit_layer
+        if steps is not None and all(draft.exit_layer == exit_layer for draft in drafts):
+            return [(look, None) for look in self._token_step(drafts, exit_layer, "draft", steps)]
+        strands, start = [_Strand(draft, draft.num_rows) for draft in drafts], 0
+        for stop in sorted({draft.exit_layer for draft in drafts}):
+            strands, start = self._leave(self._run(strands, start, stop, steps), stop), stop
+        hidden = torch.stack([draft.exit_hidden[draft.num_rows] for draft in drafts])
+        found: list[tuple[Look, Tensor | None]] = [(NOTHING, None)] * len(drafts)
+        choosing = [index for index, draft in enumerate(drafts) if draft.turn.greedy]
+        if choosing:
+            detail = _most_detail(drafts)
+            for index, look in zip(choosing, _looks_of(self._model.draft_choices(hidden[choosing], detail))):
+                found[index] = look, None
+        processed = [index for index, draft in enumerate(drafts) if not draft.turn.greedy]
+        if processed:
+            for index, row in zip(processed, self._model.draft_logits(hidden[processed]).split(1)):
+                detail = drafts[index].detail
+                found[index] = NOTHING if detail == "token" else _looks_of(choices_of(row, detail))[0], row
+        return found
+
+    def _leave(self, strands: Sequence[_Strand], layer: int) -> list[_Strand]:
+        """Rows whose text exits here stay with its draft. The strands that go on."""
+        for strand in strands:
+            if strand.draft.turn.exit_layer == layer:
+                assert strand.hidden is not None
+                strand.draft.exit_hidden[strand.first_row] = strand.hidden[0]
+        return [strand for strand in strands if strand.draft.turn.exit_layer != layer]
+
+    def _judgeable(self, strands: Sequence[_Strand]) -> list[_Scores]:
+        """What the full head says of all rows: choices where they are enough, else logits."""
+        found: dict[int, _Scores] = {}
+        for greedy in (True, False):
+            group = [strand for strand in strands if strand.draft.turn.greedy == greedy]
+            if not group:
+                continue
+            hidden, sizes = _together(group), [strand.rows for strand in group]
+            if greedy:
+                choices = self._model.choices(hidden)
+                scores = _cut(choices.tokens.tolist(), choices.logits.tolist(), sizes)
+            else:
+                scores = [_Scores([], [], logits) for logits in self._model.logits(hidden).split(sizes)]
+            found |= {id(strand.draft): score for strand, score in zip(group, scores)}
+        return [found[id(draft)] for draft in self._drafts]
+
+    def _outcome(self, draft: Draft, scores: _Scores) -> Outcome:
+        turn, sampler = draft.turn, draft.turn.sampler
+        drafts = draft.tokens
+        if scores.logits is None:
+            verdict = judge_choices(scores.tokens, scores.values, turn.length, drafts)
+        elif sampler.do_sample:
+            q = draft.q[: len(drafts)] if drafts else scores.logits[:0]
+            verdict = judge_sampled(sampler, scores.logits, turn.tokens, turn.length, drafts, q)
+        else:
+            verdict = judge_greedy(sampler, scores.logits, turn.tokens, turn.length, drafts)
+        if drafts and not sampler.do_sample and _spoilt(verdict, scores):
+            # A row that overflows may spoil the rows before it, behind whose mask it is: nobody needs it but the draft.
+            return self._plainly(turn)
+        return Outcome(
+            draft_tokens=tuple(drafts),
+            num_accepted=verdict.num_accepted,
+            block=verdict.block,
+            target_tokens=_targets(turn, verdict),
+            p=verdict.p,
+            stop_cause=draft.stop_cause,
+            confidences=draft.confidences,
+            acceptance_probabilities=verdict.acceptance if turn.exit_layer is not None else None,
+            failure=verdict.failure,
+            error=draft.error,
+            dropped_token=draft.dropped_token,
+        )
+
+    def _plainly(self, turn: Turn) -> Outcome:
+        """The round once more, without drafts."""
+        turn.cache.roll_back(turn.length - 1)
+        alone = EagerPasses(self._model)
+        plain = [replace(turn, exit_layer=None, max_speculations=0)]
+        alone.draft(plain)
+        alone.verify(plain)
+        return alone.accept(plain)[0]
+
+    # Rows through layers
+
+    def _run(self, strands: Sequence[_Strand], start: int, stop: int, steps: NativeSteps | None) -> list[_Strand]:
+        """Layers [start, stop) over the rows of all strands."""
+        if start == 0 and steps is not None:
+            self._token_step([strand.draft for strand in strands], stop, None, steps)
+            return [_Strand(strand.draft, strand.first_row, row) for strand, row in zip(strands, self._last_rows)]
+        if start == 0:
+            tokens = torch.tensor([strand.draft.next_token for strand in strands], dtype=torch.long, device="cpu")
+            x = self._model.embed(tokens.to(self._model.device))
+        else:
+            x = _together(strands)
+        x = self._model.run_layers(x, start, stop, _cache_rows(strands), _watch(strands, start, stop))
+        parts = x.split([strand.rows for strand in strands])
+        return [_Strand(strand.draft, strand.first_row, part) for strand, part in zip(strands, parts)]
+
+    def _token_step(self, drafts: Sequence[Draft], stop: int, head: str | None, steps: NativeSteps) -> list[Look]:
+        """Each draft's next token through layers [0, stop), and the head, in a single call. Drafts keep its state."""
+        drafting = head == "draft"
+        detail = _most_detail(drafts) if drafting else "token"
+        if len(drafts) == 1:  # the state goes where it belongs at once
+            (draft,) = drafts
+            states, row = draft.turn.states, draft.num_rows
+            place = draft.exit_hidden[row] if drafting else self._last_rows[0]
+            record = None if states is None else (states.round, row)
+            return steps.tokens(
+                (draft.next_token,), draft.one_row, stop, place, head=head, detail=detail, record=record
+            )
+        strands = [_Strand(draft, draft.num_rows) for draft in drafts]
+        last, record = self._last[: len(drafts)], self._record(strands)
+        tokens = [draft.next_token for draft in drafts]
+        looks = steps.tokens(tokens, _cache_rows(strands), stop, last, head=head, detail=detail, record=record)
+        self._hand_out(strands, 0, stop)
+        if drafting:
+            for draft, row in zip(drafts, last):
+                draft.exit_hidden[draft.num_rows] = row
+        return looks
+
+    def _final_step(self, strands: Sequence[_Strand], layer: int, steps: NativeSteps) -> list[_Scores]:
+        """The last layers and the full head over all rows, in a single call."""
+        rows, record = _cache_rows(strands), self._record(strands)
+        tokens, values = steps.rows(_together(strands), rows, layer, self._model.num_layers, record=record)
+        self._hand_out(strands, layer, self._model.num_layers)
+        scores = _cut(tokens, values, [strand.rows for strand in strands])
+        found = {id(strand.draft): score for strand, score in zip(strands, scores)}
+        return [found[id(draft)] for draft in self._drafts]
+
+    def _record(self, strands: Sequence[_Strand]) -> tuple[Tensor, int] | None:
+        """Where a step puts every layer's output, if a text watches: at its place, or to be handed out."""
+        if len(strands) == 1:
+            states = strands[0].states
+            return None if states is None else (states.round, strands[0].first_row)
+        if all(strand.states is None for strand in strands):
+            return None
+        if not self._outputs.numel():
+            shape = self._model.num_layers, STEP_ROWS, self._model.hidden_size
+            self._outputs = torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        return self._outputs, 0
+
+    def _hand_out(self, strands: Sequence[_Strand], start: int, stop: int) -> None:
+        """Of several texts, give each that watches the outputs of its rows."""
+        first = 0
+        for strand in strands if len(strands) > 1 else ():
+            if strand.states is not None:
+                strand.states.take(strand.first_row, start, self._outputs[start:stop, first : first + strand.rows])
+            first += strand.rows
+
+
+def _cache_rows(strands: Sequence[_Strand]) -> CacheRows:
+    return [(strand.draft.turn.cache, strand.rows) for strand in strands]
+
+
+def _together(strands: Sequence[_Strand]) -> Tensor:
+    """All rows, [rows, hidden]."""
+    parts = [strand.hidden for strand in strands if strand.hidden is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _watch(strands: Sequence[_Strand], start: int, stop: int) -> Callable[[int, Tensor], None] | None:
+    """What sees the outputs of a pass: every text that wants to see any of these layers, its own rows."""
+    watching, first = [], 0
+    for strand in strands:
+        if strand.states is not None and strand.states.watches(start, stop):
+            watching.append((strand.states, strand.first_row, first, first + strand.rows))
+        first += strand.rows
+    if not watching:
+        return None
+
+    def watch(layers_done: int, hidden: Tensor) -> None:
+        for states, row, begin, end in watching:
+            states.capture(row, layers_done, hidden[begin:end])
+
+    return watch
+
+
+def _cut(tokens: list[int], values: list[float], sizes: Sequence[int]) -> list[_Scores]:
+    """Each text's part of what the head says of all rows."""
+    ends = list(accumulate(sizes))
+    return [_Scores(tokens[end - size : end], values[end - size : end]) for end, size in zip(ends, sizes)]
+
+
+def _most_detail(drafts: Sequence[Draft]) -> Detail:
+    """What is enough for each of these."""
+    return drafts[0].detail if len(drafts) == 1 else max((draft.detail for draft in drafts), key=_DETAILS.index)
+
+
+def _looks_of(choices: Choices) -> list[Look]:
+    """Row by row."""
+    return [Look(*row) for row in zip(choices.tokens.tolist(), *choices.numbers.tolist())]
+
+
+def _targets(turn: Turn, verdict: Verdict) -> Tensor | None:
+    """The full model's choices for the rows 0..m, if somebody learns from them."""
+    if not turn.learns:
+        return None
+    if verdict.p is not None:
+        return verdict.p.argmax(dim=-1)
+    return torch.tensor(verdict.target_tokens, device=turn.tokens.device)
+
+
+def _spoilt(verdict: Verdict, scores: _Scores) -> bool:
+    """Whether the round failed, and the model's own numbers are why."""
+    if verdict.failure is None:
+        return False
+    return scores.logits is None or bool(scores.logits[verdict.num_accepted].isnan().any())

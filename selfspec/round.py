@@ -1,0 +1,69 @@
+"""One round of self-speculative decoding, over all texts at hand. One text is the simplest case, and takes the same road.
+
+Source: LayerSkip (Elhoushi et al. 2024), section 4.3, with the length of each draft left to a policy; acceptance after
+Leviathan et al. 2023 (`selfspec.accept`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from policies import RoundRecord
+from selfspec.passes import Passes
+from selfspec.text import Planned, Text
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Committed:
+    """What a text got: tokens, and the record of the round; prefill has none. error: why the text cannot go on."""
+
+    tokens: list[int]
+    record: RoundRecord | None = None
+    error: Exception | None = None
+
+
+def plan_round(texts: Sequence[Text], passes: Passes) -> list[Planned]:
+    """Step 1: each text's policy says where to exit and how far to draft. A plain step is a plan with no drafts."""
+    return [text.plan(passes, len(texts)) for text in texts]
+
+
+def run_round(texts: Sequence[Text], plans: Sequence[Planned], passes: Passes) -> list[Committed]:
+    """Steps 2 to 6. An error that concerns one text is that text's; the others go on."""
+    turns = [planned.turn for planned in plans]
+    started = perf_counter()
+    passes.draft(turns)  # 2. the first layers propose tokens
+    drafted = perf_counter()
+    passes.verify(turns)  # 3. the other layers look at all of them at once
+    verified = perf_counter()
+    outcomes = passes.accept(turns)  # 4. those that the model itself would have said hold, and one token more
+    shares = (drafted - started) / len(texts), (verified - drafted) / len(texts)
+    texts[0].stats.accept_seconds += perf_counter() - verified
+    results = []
+    for text, planned, outcome in zip(texts, plans, outcomes):
+        try:
+            if outcome.error is not None:
+                raise outcome.error
+            tokens = text.commit(outcome)  # 5. commit them, and forget what was rejected: only lengths change
+            with passes.learning():
+                record = text.learn(planned, outcome, tokens, *shares)  # 6. the policy sees what came of its plan
+            results.append(Committed(tokens=tokens, record=record))
+            if outcome.failure is not None:  # the text ended before it
+                passes.clear()
+        except Exception as error:
+            results.append(Committed(tokens=[], error=error))
+    return results
+
+
+def decode(text: Text, passes: Passes) -> Iterator[Committed]:
+    """A single text from its prompt to its stop, without an engine: what each step commits. Raises what ends it early."""
+    while text.reading:
+        tokens = text.read()
+        if tokens:
+            yield Committed(tokens=tokens)
+    while text.stop_reason is None:
+        (committed,) = run_round([text], plan_round([text], passes), passes)
+        if committed.error is not None:
+            raise committed.error
+        yield committed

@@ -1,0 +1,239 @@
+"""One text: what it has, and what a round changes in it.
+
+Nothing of a text is shared with another: its committed tokens, KV cache, stop conditions, processors, random generator,
+policy state and statistics are its own. So texts that share a pass need no padding and no realignment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.prefill import MOST_ROWS, piece_end, prefill, read_piece
+from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
+from selfspec.hidden_states import HiddenStates
+from selfspec.passes import Outcome, Passes, Turn
+from selfspec.request import Request
+from selfspec.sampling import Sampler, non_finite
+from selfspec.stats import StatsBuilder
+from selfspec.stop_conditions import StopReason
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Planned:
+    """A text's plan for a round, with what the round's record will say of it."""
+
+    plan: Plan
+    turn: Turn
+    context: RoundContext
+    threshold: float | None
+
+
+class Text:
+    """A text from its prompt to its stop.
+
+    cache: empty, with room for the prompt and all new tokens. policy: of this text alone while it lasts.
+    """
+
+    def __init__(self, model: LayerSkipModel, cache: KVCache, request: Request, policy: Policy) -> None:
+        self.model, self.cache, self.request, self.policy = model, cache, request, policy
+        policy.begin_text()
+        self.needs = policy.needs
+        self.sampler = Sampler(request.processors, request.generator)
+        self.length = request.prompt.numel()  # committed tokens, n
+        self.tokens = torch.empty(1, cache.max_length + 1, dtype=torch.long, device=model.device)
+        self.tokens[0, : self.length] = request.prompt
+        # The same text in the host's memory, for stopping criteria: on CUDA each look at `tokens` would wait for the device.
+        self._on_host = None
+        if request.stops.criteria:
+            self._on_host = torch.empty(1, cache.max_length + 1, dtype=torch.long, device="cpu")
+            self._on_host[0, : self.length] = request.prompt
+        self.states = HiddenStates(
+            model, self.needs.shadow_layers, self.needs.context_layers,
+            max_length=cache.max_length if self.needs.context_layers else 0,
+        )  # fmt: skip
+        self._prompt_rows = self.needs.prompt_rows_for(self.length, request.stops.max_new_tokens)
+        self.states.reserve(self._prompt_rows)
+        self.pending = -1  # the last committed token, not yet run through any layer
+        self.num_new = 0
+        self.stop_reason: StopReason | None = None
+        self.stats = StatsBuilder()
+        self.prefill_seconds = 0.0
+        self._rows_learned = self._rows_seen = 0  # of rounds
+
+    @property
+    def reading(self) -> bool:
+        """Whether the prompt is not read to its end yet."""
+        return self.num_new == 0
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt still to be read."""
+        return self.length - self.cache.length if self.reading else 0
+
+    def read(self, most: int = MOST_ROWS) -> list[int]:
+        """Read a piece of the prompt, about `most` rows at most. After the last one the first new token is committed.
+
+        Returns the committed tokens, none before the prompt's end.
+        """
+        start = perf_counter()
+        model, prompt = self.model, self.tokens[0, : self.length]
+        capture = None
+        if self._prompt_rows or self.needs.context_layers:
+            capture = partial(self.states.capture_prompt, self._prompt_rows)
+        end = piece_end(self.cache.length, self.length, most=most, together=self._prompt_rows)
+        hidden = read_piece(model, prompt, self.cache, model.num_layers, end, capture)
+        if end < self.length:
+            self.prefill_seconds += perf_counter() - start
+            return []
+        token = self._first_token(hidden[-1:])
+        self._commit([token])
+        self.prefill_seconds += perf_counter() - start
+        if self._prompt_rows:
+            learning = perf_counter()
+            target = model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
+            self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target))
+            self.stats.learn_seconds += perf_counter() - learning
+        return [token]
+
+    def _first_token(self, hidden: Tensor) -> int:
+        """From the prompt's last row, [1, hidden]."""
+        logits = self.model.logits(hidden)
+        if self.sampler.do_sample:
+            p = self.sampler.probabilities(logits, self.tokens, self.length)[0]
+            return self.sampler.draw(p, "the first token")
+        # As in transformers, a row in which every token is masked gives token 0, and an infinite logit wins.
+        value, token = self.sampler.process(logits, self.tokens, self.length)[0].max(dim=-1)
+        if value != value:
+            raise non_finite(f"position {self.length}")
+        return int(token)
+
+    def read_again(self) -> None:
+        """Compute the cache's rows of all committed tokens but the pending one once more: somebody wrote to it."""
+        self.cache.declare(0)
+        if self.length > 1:
+            prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
+
+    def plan(self, passes: Passes, company: int) -> Planned:
+        """Step 1: what the policy wants of the coming round, in which so many texts share the passes."""
+        planning = perf_counter()
+        remaining = self.request.stops.max_new_tokens - self.num_new
+        context = RoundContext(
+            round_index=self.stats.rounds, num_committed=self.length, remaining_tokens=remaining, company=company
+        )
+        plan = self.policy.exit.plan(context)
+        cap = min(plan.max_speculations, remaining - 1)
+        exit_layer = threshold = None
+        if plan.exit_layer is None or cap < 1:
+            cap = 0
+        else:
+            exit_layer = check_exit_layer(plan.exit_layer, self.model.num_layers)
+            if self.policy.stopping is not None:
+                self.policy.stopping.start_round(plan)
+                threshold = self.policy.stopping.threshold(exit_layer)
+        learns = plan.learn and self.needs.learns(self._rows_learned, self._rows_seen)
+        watches = learns or bool(self.needs.context_layers)
+        turn = Turn(
+            cache=self.cache,
+            tokens=self.tokens,
+            length=self.length,
+            pending=self.pending,
+            remaining=remaining,
+            exit_layer=exit_layer,
+            max_speculations=cap,
+            sampler=self.sampler,
+            policy=self.policy,
+            needs=self.needs,
+            eos=self.request.stops.eos,
+            states=passes.states(self.states, cap + 1) if watches else None,
+            learns=learns,
+            learns_next=plan.learn and self.needs.learns(self._rows_learned + learns, self._rows_seen + 1),
+        )
+        self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
+        return Planned(plan=plan, turn=turn, context=context, threshold=threshold)
+
+    def commit(self, outcome: Outcome) -> list[int]:
+        """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.
+
+        Raises why the last token is none, unless the text ends before it.
+        """
+        start = perf_counter()
+        committed = self._commit(outcome.block, outcome.failure)
+        self.stats.num_discarded_rows += outcome.num_discarded
+        self.stats.accept_seconds += perf_counter() - start
+        return committed
+
+    def learn(
+        self, planned: Planned, outcome: Outcome, committed: list[int], draft_seconds: float, verify_seconds: float
+    ) -> RoundRecord:
+        """Step 6: make the round's record, count it, and let the policy learn from it.
+
+        *_seconds: this text's share of the steps that it shared.
+        """
+        learning = perf_counter()
+        turn, plan = planned.turn, planned.plan
+        speculative = turn.exit_layer is not None
+        spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else Spent()
+        num_layers = self.model.num_layers
+        record = RoundRecord(
+            index=planned.context.round_index,
+            num_committed_before=planned.context.num_committed,
+            exit_layer=turn.exit_layer,
+            max_speculations=turn.max_speculations,
+            draft_tokens=outcome.draft_tokens,
+            num_accepted=outcome.num_accepted,
+            tokens=tuple(committed),
+            loaded_layers=len(outcome.draft_tokens) * (turn.exit_layer or 0) + num_layers,
+            stop_cause=outcome.stop_cause,
+            confidences=outcome.confidences,
+            acceptance_probabilities=outcome.acceptance_probabilities,
+            dropped_acceptance=outcome.dropped_acceptance,
+            shadow=self._shadow_tokens(turn, outcome),
+            acceptance=plan.acceptance,
+            threshold=planned.threshold,
+            draft_seconds=draft_seconds - spent.seconds if speculative else 0.0,
+            verify_seconds=verify_seconds,
+            preverifier_layers=spent.layers,
+            preverify_seconds=spent.seconds,
+            company=planned.context.company,
+        )
+        self.stats.add(record)
+        self._rows_seen += record.num_accepted + 1
+        self._rows_learned += 0 if record.shadow is None else record.num_accepted + 1
+        self.policy.observe(record)
+        self.stats.learn_seconds += perf_counter() - learning
+        return record
+
+    def _shadow_tokens(self, turn: Turn, outcome: Outcome) -> Shadow | None:
+        """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
+        if not turn.learns or turn.states is None or outcome.target_tokens is None or outcome.failure is not None:
+            return None
+        rows = outcome.num_accepted + 1
+        p = None if outcome.p is None else outcome.p[:rows]
+        return turn.states.shadow_tokens(rows, outcome.target_tokens[:rows], p)
+
+    def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
+        """Sets lengths, pending and the stop reason; failure: why the last token of the block is none."""
+        end = self.length + len(block)
+        found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
+        if self._on_host is not None:
+            self._on_host[0, self.length : end] = found
+        # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
+        self.tokens[0, self.length : end].copy_(found, non_blocking=True)
+        sound = block if failure is None else block[:-1]
+        count, self.stop_reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
+        if failure is not None and self.stop_reason is None:
+            raise failure
+        if self.num_new:
+            self.states.commit(self.length - 1, count)
+        self.length += count
+        self.num_new += count
+        self.pending = block[count - 1]
+        self.cache.roll_back(self.length - 1)
+        return block[:count]
