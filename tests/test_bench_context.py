@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from scripted_policies import ScriptedExit
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
@@ -15,18 +17,18 @@ from bench.record import Line, read_record
 from bench.report.context_tables import context_headline, time_beside_reading
 from bench.report.markdown import sections
 from layerskip_models import from_transformers
+from policies import Needs, Policy
 from selfspec import SelfSpecGenerator
 
 
 def test_a_kept_prefix_gives_the_same_text_without_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.machine.context._CHUNK", 8)
+    """And policies learn the same of the prompt's last rows."""
     generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
-    prompt = long_prompt(tiny_tokenizer(), 30).ids
-    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": []}
-    expected = {
-        policy: generator.generate(prompt, policy=policy, **options).new_tokens
-        for policy in ("ar", "ls:2-3", "auto:cost=layers")
-    }
+    prompt = long_prompt(tiny_tokenizer(), 60).ids
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": []}
+    learning = ScriptedExit([(2, 3)], Needs(shadow_layers=(1, 2, 3), prompt_rows=5))
+    policies = ("ar", "ls:2-3", "auto:cost=layers", Policy(learning))
+    expected = [generator.generate(prompt, policy=policy, **options).new_tokens for policy in policies]
     rows: list[int] = []
     original = generator.model.run_layers
 
@@ -36,12 +38,16 @@ def test_a_kept_prefix_gives_the_same_text_without_running_it(monkeypatch: pytes
         return original(hidden, start, *rest)
 
     monkeypatch.setattr(generator.model, "run_layers", counted)
-    with prefix_kept(generator.model, 29):
-        for policy, tokens in expected.items():
-            generator.resolve_policy(policy).reset()
+    with prefix_kept(generator.model, 59):
+        generator.resolve_policy("auto:cost=layers").reset()
+        for policy, tokens in zip(policies, expected):
             assert generator.generate(prompt, policy=policy, **options).new_tokens == tokens
-    assert sum(rows) < 30 + 2 * 8  # of 90: the last chunk of each, and the rows that auto learns from
+    assert sum(rows) <= 64  # of 240: of the two that learn from the prompt, the last 32 at most
     assert generator.model.run_layers is counted
+    before, within = learning.prompts
+    assert torch.equal(before.tokens, within.tokens)
+    assert torch.equal(before.target_tokens, within.target_tokens)
+    torch.testing.assert_close(before.confidences, within.confidences)
 
 
 def lines(plain: dict[int, float]) -> list[Line]:

@@ -23,6 +23,7 @@ import selfspec.graphs.capture
 import selfspec.graphs.captured_runner
 import selfspec.graphs.first_rounds
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kv_cache import KVCache
 from policies import DraftRow, NeverStop, Policy, RoundRecord, parse_policy
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.calibrate import calibrate, measured_cost
@@ -32,7 +33,6 @@ from selfspec.graphs.capture import MAX_CAPTURES, Captures, RecordedOperations
 from selfspec.graphs.captured_runner import captured_length
 from selfspec.graphs.forward import StaticForward
 from selfspec.graphs.streams import NoStreams
-from selfspec.kv_cache import KVCache
 
 PROMPT = [5, 1, 7]
 CPU = torch.device("cpu")
@@ -448,7 +448,7 @@ def test_full_logits_agree_with_a_static_pass(llama64: LlamaForCausalLM) -> None
     cache = KVCache(model, 32)
     cache.keys.zero_()
     cache.values.zero_()
-    forward = StaticForward(model, cache.keys, cache.values)
+    forward = StaticForward(model, cache)
     text = [3, 8, 1, 0, 22, 5]
     with torch.inference_mode():
         hidden = model.embed(torch.tensor(text))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from layerskip_models import from_transformers
 from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import possible_layouts
 from selfspec import SelfSpecGenerator
-from selfspec.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 needs_half = pytest.mark.skipif(not half_works(CPU, torch.float32), reason="this build has no float16 kernel")
@@ -69,7 +69,7 @@ def test_a_model_in_half_is_the_same_model(dtype: torch.dtype, tied: bool) -> No
     llama = tiny_llama(dtype=torch.bfloat16, seed=2, attention_bias=True, tie_word_embeddings=tied).to(dtype)
     model = from_transformers(llama, layout="half")
     text = [1, 2, 3, 4, 5, 6, 7, 8]
-    hidden = model.run_layers(model.embed(torch.tensor(text)), 0, model.num_layers, KVCache(model, len(text)), 0)
+    hidden = model.run_layers(model.embed(torch.tensor(text)), 0, model.num_layers, KVCache(model, len(text)))
     assert hidden.dtype == torch.float32 == model.embed_one(3).dtype
     llama = llama.float()
     torch.testing.assert_close(model.logits(hidden), full_logits(llama, text), rtol=1e-5, atol=1e-4)
@@ -113,7 +113,7 @@ def test_int8_speculation_gives_the_int8_model_s_own_output(dtype: torch.dtype) 
         for name in EVERY_POLICY:
             new = engine.generate(prompt, max_new_tokens=20, policy=named_policy(name, 2, model)).new_tokens
             text = torch.tensor(prompt + new)
-            logits = model.logits(model.run_layers(model.embed(text), 0, 4, KVCache(model, len(text)), 0))
+            logits = model.logits(model.run_layers(model.embed(text), 0, 4, KVCache(model, len(text))))
             own = logits[len(prompt) - 1 : -1]
             gaps = own.max(dim=-1).values - own.gather(-1, torch.tensor(new)[:, None])[:, 0]
             assert float(gaps.max()) <= bound, name

@@ -14,9 +14,9 @@ from torch.backends import cuda as backends
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
 from selfspec.graphs.forward import StaticForward
-from selfspec.kv_cache import KVCache
 from selfspec.runtime.attention_backends import without_cudnn
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]
@@ -52,13 +52,13 @@ def test_rows_in_any_number_on_the_paths_of_cuda(heads: int, kv_heads: int, dtyp
     cache, static_cache = KVCache(model, 16), KVCache(model, 16)
     static_cache.keys.zero_()
     static_cache.values.zero_()
-    forward = StaticForward(model, static_cache.keys, static_cache.values)
+    forward = StaticForward(model, static_cache)
     with torch.inference_mode():
         hidden = model.embed(torch.tensor(TEXT))
         states, static = [], []
         for start, stop in ((0, 3), (3, 4), (4, 7)):
             rows = hidden[start:stop]
-            states.append(model.run_layers(rows, 0, 4, cache, start))
+            states.append(model.run_layers(rows, 0, 4, cache))
             static.append(forward.run(rows, 0, 4, torch.arange(start, stop), 16))
         for rows in (states, static):
             bound = 0.3 if dtype == torch.bfloat16 else 1e-4

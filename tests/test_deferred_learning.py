@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from policies import DelExit, LayerCost, MeasuredCost, RoundContext, ShadowTokens
 from selfspec import SelfSpecGenerator
-from selfspec.shadow import DeferredShadow, ShadowRecorder
+from selfspec.hidden_states import HiddenStates
+from selfspec.shadow import DeferredShadow
 from tests.records import finished
 from tests.tiny_llama import tiny_llama
 
@@ -103,11 +104,11 @@ def test_deferred_shadow_tokens_are_those_of_one_pass() -> None:
     """Layer by layer, several rounds at once and all layers at once: the same tokens, the same confidences."""
     generator = SelfSpecGenerator(tiny_llama(num_layers=4))
     model = generator.model
-    recorder = ShadowRecorder(model, (1, 3), 5)
+    states = HiddenStates(model, (1, 3), max_rows=5)
     for layer in (1, 3):
-        recorder.capture(0, layer, torch.randn(5, model.hidden_size, generator=torch.Generator().manual_seed(layer)))
+        states.capture(0, layer, torch.randn(5, model.hidden_size, generator=torch.Generator().manual_seed(layer)))
     target = torch.arange(5)
-    one, two, three = (recorder.shadow_tokens(rows, target[:rows]) for rows in (2, 5, 5))
+    one, two, three = (states.shadow_tokens(rows, target[:rows]) for rows in (2, 5, 5))
     assert isinstance(one, DeferredShadow)
     one.compute(3, [two])
     assert two.rows_of(3)[:2] == one.rows_of(3)

@@ -1,14 +1,14 @@
 """Sampled text has the model's own distribution, processors on: by enumeration of every random event, and by counting.
 
-Both walk the engine itself (`Decoding`, all that `generate` does but for checking its arguments), a few tokens into an
-8-token run, so that drafts go as deep as they would in the middle of a text.
+Both walk the rounds themselves (`decode`, all that `generate` does but for checking its arguments), a few tokens into an
+8-token run, so that drafts go as deep as they would in the middle of a text. Company changes nothing of that: see
+`test_many_texts.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 
@@ -27,17 +27,18 @@ from transformers import (
 )
 
 import selfspec.judge
-import selfspec.passes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
-from selfspec.decoding import Decoding
+from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner
-from selfspec.kv_cache import KVCache
-from selfspec.passes import EagerRunner, RunnerName
+from selfspec.passes import RunnerName, Turn
 from selfspec.request import Request
+from selfspec.round import decode
 from selfspec.sampling import Sampler
+from selfspec.text import Text
 
 VOCAB_SIZE = 6
 NUM_LAYERS = 3
@@ -180,25 +181,28 @@ def enumerated_law(
     request = sampled_run(model, top_k, length=ENUMERATED_LENGTH)
     cache = KVCache(model, len(PROMPT) + RUN_LENGTH)
     with torch.inference_mode():
-        runs = CapturedRunner(model, cache) if runner == "captured" else EagerRunner(model, cache)
+        captured = CapturedRunner(model, cache) if runner == "captured" else None
+    passes = captured or EagerPasses(model)
     law: Counter[tuple[int, ...]] = Counter()
     script: list[int] | None = []
     while script is not None:
-        cache.roll_back(0)
+        cache.declare(0)
         policy.reset()  # the same course must meet the same policy
-        decoding = Decoding(model, cache, request, policy, runs)
+        text = Text(model, cache, request, policy)
+        if captured is not None:
+            captured.begin()
         oracle = Oracle(request.processors, request.generator)
         oracle.start(script)
-        decoding.sampler = oracle
+        text.sampler = oracle
         with torch.inference_mode():
-            for _, record in decoding.run():
-                if record is not None:
-                    oracle.settle(record.acceptance_probabilities)
-                if decoding.num_new >= num_tokens or oracle.probability == 0:
+            for committed in decode(text, passes):
+                if committed.record is not None:
+                    oracle.settle(committed.record.acceptance_probabilities)
+                if text.num_new >= num_tokens or oracle.probability == 0:
                     break
         if oracle.probability > 0:
             first = len(PROMPT)
-            law[tuple(decoding.tokens[0, first : first + num_tokens].tolist())] += oracle.probability
+            law[tuple(text.tokens[0, first : first + num_tokens].tolist())] += oracle.probability
         script = next_script(oracle.chosen, oracle.options)
     return dict(law)
 
@@ -265,16 +269,15 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
-    original = selfspec.passes.Drafter.draft
+    original = EagerPasses.draft
 
-    def dropping(self, tokens, length, pending, **options):  # type: ignore[no-untyped-def]
-        draft = original(self, tokens, length, pending, **options)
-        if len(draft.tokens) > 1 and float(draft.q[-1][draft.tokens[-1]]) < 0.5:
-            kept = len(draft.tokens) - 1
-            return replace(draft, tokens=draft.tokens[:-1], exit_hidden=draft.exit_hidden[: kept + 1], q=draft.q[:kept])
-        return draft
+    def dropping(self: EagerPasses, turns: Sequence[Turn]) -> None:
+        original(self, turns)
+        (draft,) = self._drafts
+        if len(draft.tokens) > 1 and float(draft.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
+            del draft.tokens[-1]
 
-    monkeypatch.setattr(selfspec.passes.Drafter, "draft", dropping)
+    monkeypatch.setattr(EagerPasses, "draft", dropping)
     law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
@@ -286,15 +289,15 @@ def count_runs(
     request = sampled_run(model, top_k=3, seed=seed)
     cache = KVCache(model, len(PROMPT) + RUN_LENGTH)
     counts: Counter[tuple[int, ...]] = Counter()
-    first = len(PROMPT)
+    first, passes = len(PROMPT), EagerPasses(model)
     with torch.inference_mode():
         for _ in range(draws):
-            cache.roll_back(0)
-            decoding = Decoding(model, cache, request, policy)
-            for _ in decoding.run():
-                if decoding.num_new >= num_tokens:  # what comes later cannot change these
+            cache.declare(0)
+            text = Text(model, cache, request, policy)
+            for _ in decode(text, passes):
+                if text.num_new >= num_tokens:  # what comes later cannot change these
                     break
-            counts[tuple(decoding.tokens[0, first : first + num_tokens].tolist())] += 1
+            counts[tuple(text.tokens[0, first : first + num_tokens].tolist())] += 1
     return counts
 
 

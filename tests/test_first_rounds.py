@@ -21,7 +21,7 @@ from selfspec.graphs import first_rounds
 from selfspec.graphs.buffers import StaticRound
 from selfspec.graphs.capture import RecordedOperations
 from selfspec.graphs.captured_runner import CapturedRunner
-from selfspec.graphs.forward import PlacedRows, StaticForward
+from selfspec.graphs.forward import StaticAttention, StaticForward
 
 PROMPT = [5, 1, 7]
 pytestmark = pytest.mark.usefixtures("small_captures")
@@ -70,8 +70,12 @@ def bakes_the_position_in(patch: Patch, count: int) -> None:
 
 def writes_other_keys(patch: Patch, count: int) -> None:
     """And other values: what is left in the cache is wrong, whatever a row itself came to."""
-    copy = PlacedRows.copy_
-    patch.setattr(PlacedRows, "copy_", lambda self, rows: copy(self, rows * -1.0))
+    attend = StaticAttention.__call__
+    patch.setattr(
+        StaticAttention,
+        "__call__",
+        lambda self, layer, query, key, value: attend(self, layer, query, key * -1.0, value * -1.0),
+    )
 
 
 def gives_other_logits(patch: Patch, count: int) -> None:
@@ -92,12 +96,12 @@ def gives_nan(patch: Patch, count: int) -> None:
 def wipes_the_cache(patch: Patch, count: int) -> None:
     """A graph that fails has written over what was there."""
     replayed = [0]
-    run, replay = CapturedRunner.run, RecordedOperations.replay
+    draft, replay = CapturedRunner.draft, RecordedOperations.replay
     cache = []
 
-    def noted(self: CapturedRunner, turn: Any) -> Any:
+    def noted(self: CapturedRunner, turns: Any) -> None:
         cache.append(self.cache)
-        return run(self, turn)
+        draft(self, turns)
 
     def again(self: RecordedOperations) -> None:
         replayed[0] += 1
@@ -107,7 +111,7 @@ def wipes_the_cache(patch: Patch, count: int) -> None:
             raise RuntimeError("an illegal instruction was encountered")
         replay(self)
 
-    patch.setattr(CapturedRunner, "run", noted)
+    patch.setattr(CapturedRunner, "draft", noted)
     patch.setattr(RecordedOperations, "replay", again)
 
 

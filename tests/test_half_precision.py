@@ -9,9 +9,9 @@ from transformers import LlamaForCausalLM
 
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.conversion import arithmetic_dtype
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import compact_layout
 from selfspec import SelfSpecGenerator
-from selfspec.kv_cache import KVCache
 
 HALVES = [torch.bfloat16, torch.float16]
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], list(range(20))]
@@ -45,7 +45,7 @@ def test_the_text_is_that_of_the_float32_model_with_these_weights(dtype: torch.d
         assert (model.dtype, model.weights_dtype) == (torch.float32, dtype)
         ours, theirs = SelfSpecGenerator(model), SelfSpecGenerator(single)
         ids = torch.arange(20) % 24
-        logits = [m.logits(m.run_layers(m.embed(ids), 0, m.num_layers, KVCache(m, 20), 0)) for m in (model, single)]
+        logits = [m.logits(m.run_layers(m.embed(ids), 0, m.num_layers, KVCache(m, 20))) for m in (model, single)]
         assert torch.equal(*logits)
         torch.testing.assert_close(logits[0], full_logits(half.float(), ids.tolist()), rtol=1e-5, atol=1e-4)
         for policy in ("ar", "ls:1-4"):

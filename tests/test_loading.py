@@ -28,6 +28,7 @@ from layerskip_models import (
 )
 from layerskip_models.checkpoints.loading import resolve_device, resolve_dtype
 from layerskip_models.checkpoints.supported import check_config
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import (
     Layout,
     PackedLinear,
@@ -38,7 +39,6 @@ from layerskip_models.linear import (
     possible_layouts,
 )
 from selfspec import SelfSpecGenerator
-from selfspec.kv_cache import KVCache
 
 TEXT = [(7 * i + 3) % 24 for i in range(30)]
 CODE_LLAMA = {"rope_type": "default", "rope_theta": 1_000_000.0}
@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def forward(model: LayerSkipModel) -> Tensor:
     ids = torch.tensor(TEXT)
-    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(TEXT)), 0))
+    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(TEXT))))
 
 
 def test_every_published_shape_is_tried() -> None:

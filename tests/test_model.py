@@ -12,14 +12,14 @@ from torch import Tensor
 
 import layerskip_models.checkpoints.conversion
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import interleave_heads
-from selfspec.kv_cache import KVCache
 
 
 def forward(model: LayerSkipModel, text: list[int]) -> Tensor:
     """Logits of every position, [n, vocab]."""
     ids = torch.tensor(text)
-    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(text)), 0))
+    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(text))))
 
 
 @pytest.mark.parametrize("index", range(POOL_SIZE))
@@ -40,7 +40,7 @@ def test_rows_and_layers_in_any_grouping(index: int, text: list[int], data: st.D
     whole = KVCache(model, len(text))
     layers: dict[int, Tensor] = {}
     model.run_layers(
-        model.embed(torch.tensor(text)), 0, model.num_layers, whole, 0, lambda layer, h: layers.update({layer: h})
+        model.embed(torch.tensor(text)), 0, model.num_layers, whole, lambda layer, h: layers.update({layer: h})
     )
     assert sorted(layers) == list(range(1, model.num_layers + 1))
     cache = KVCache(model, len(text))
@@ -48,13 +48,10 @@ def test_rows_and_layers_in_any_grouping(index: int, text: list[int], data: st.D
     while start < len(text):
         stop = data.draw(st.integers(start + 1, len(text)))
         split = data.draw(st.integers(1, model.num_layers - 1))
-        low = [
-            model.run_layers(model.embed_one(token), 0, split, cache, start + i)
-            for i, token in enumerate(text[start:stop])
-        ]
+        low = [model.run_layers(model.embed_one(token), 0, split, cache) for token in text[start:stop]]
         hidden = torch.cat(low)
         kept = hidden.clone()
-        top = model.run_layers(hidden, split, model.num_layers, cache, start)
+        top = model.run_layers(hidden, split, model.num_layers, cache)
         assert torch.equal(hidden, kept)  # the input is left as it was
         torch.testing.assert_close(hidden, layers[split][start:stop], rtol=0, atol=1e-10)
         torch.testing.assert_close(top, layers[model.num_layers][start:stop], rtol=0, atol=1e-10)
@@ -70,7 +67,7 @@ def test_hidden_states_equal_transformers() -> None:
         expected = llama.model(ids, output_hidden_states=True, use_cache=False).hidden_states
     seen: dict[int, Tensor] = {}
     model.run_layers(
-        model.embed(ids[0]), 0, model.num_layers, KVCache(model, 6), 0, lambda layer, h: seen.update({layer: h})
+        model.embed(ids[0]), 0, model.num_layers, KVCache(model, 6), lambda layer, h: seen.update({layer: h})
     )
     torch.testing.assert_close(model.embed(ids[0]), expected[0][0], rtol=0, atol=0)
     for layer in range(1, model.num_layers):  # transformers' last entry has been through the norm

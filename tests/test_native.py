@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +29,12 @@ from layerskip_models.kernels.native_linear import (
     operators_only,
 )
 from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import fastest_layout, possible_layouts
 from layerskip_models.norm import RMSNorm
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.exactness import check_kernels
 from selfspec.graphs.capture import RecordedOperations
-from selfspec.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no native kernels here")
@@ -157,7 +156,7 @@ def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any])
         cache, parts = KVCache(model, len(text)), []
         for first in range(0, len(text), rows):
             chunk, seen = torch.tensor(text[first : first + rows]), dict[int, Tensor]()
-            hidden = model.run_layers(model.embed(chunk), 0, model.num_layers, cache, first, seen.__setitem__)
+            hidden = model.run_layers(model.embed(chunk), 0, model.num_layers, cache, seen.__setitem__)
             assert torch.equal(seen[model.num_layers], hidden) and len(seen) == model.num_layers
             parts.append(model.logits(hidden))
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=2e-4)
@@ -171,12 +170,10 @@ def test_what_verification_computes_is_what_decoding_would_have(variant: str) ->
     tokens = torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 7,), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         one = KVCache(model, len(tokens))
-        alone = torch.cat([model.run_layers(model.embed(t), 0, 4, one, i) for i, t in enumerate(tokens.split(1))])
+        alone = torch.cat([model.run_layers(model.embed(t), 0, 4, one) for t in tokens.split(1)])
         for rows in (2, 3, 5, 6, 7, 11, 13, 24, MOST_ROWS, len(tokens)):
             cache = KVCache(model, len(tokens))
-            together = [
-                model.run_layers(model.embed(part), 0, 4, cache, rows * i) for i, part in enumerate(tokens.split(rows))
-            ]
+            together = [model.run_layers(model.embed(part), 0, 4, cache) for part in tokens.split(rows)]
             assert torch.equal(torch.cat(together), alone)
             assert torch.equal(model.logits(torch.cat(together)), model.logits(alone))
             assert torch.equal(cache.keys, one.keys) and torch.equal(cache.values, one.values)
@@ -203,7 +200,7 @@ def test_not_a_number_is_not_lost() -> None:
         llama.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
     model = from_transformers(llama, layout="native")
     for rows in (1, 9):
-        hidden = model.run_layers(model.embed(torch.arange(rows)), 0, 4, KVCache(model, 16), 0)
+        hidden = model.run_layers(model.embed(torch.arange(rows)), 0, 4, KVCache(model, 16))
         assert model.logits(hidden).isnan().all()
 
 
@@ -218,8 +215,8 @@ def test_a_far_context_and_large_scores(variant: str) -> None:
     with use(variant):
         model = from_transformers(llama, layout="native")
     cache = KVCache(model, 600)
-    model.run_layers(model.embed(torch.tensor(text[:595])), 0, 4, cache, 0)
-    hidden = model.run_layers(model.embed(torch.tensor(text[595:])), 0, 4, cache, 595)
+    model.run_layers(model.embed(torch.tensor(text[:595])), 0, 4, cache)
+    hidden = model.run_layers(model.embed(torch.tensor(text[595:])), 0, 4, cache)
     torch.testing.assert_close(model.logits(hidden), full_logits(llama, text)[595:], rtol=1e-4, atol=5e-3)
 
 
@@ -249,7 +246,7 @@ def test_without_the_library_nothing_is_missing(no_kernels: None) -> None:
     with pytest.raises(RuntimeError, match="native kernels"):
         NativeLinear(drawn(3, 3))
     model = from_transformers(llama)
-    hidden = model.run_layers(model.embed(torch.arange(5)), 0, 4, KVCache(model, 5), 0)
+    hidden = model.run_layers(model.embed(torch.arange(5)), 0, 4, KVCache(model, 5))
     torch.testing.assert_close(model.logits(hidden), full_logits(llama, list(range(5))), rtol=1e-5, atol=1e-4)
 
 
@@ -262,24 +259,30 @@ def test_the_check_at_load_passes(variant: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("function", "row_argument", "found"),
+    ("function", "texts", "found"),
     [
-        ("linear", 2, "linear computes a row otherwise in company, on 1 threads"),
-        ("normalised_linear", 4, "normalised_linear computes a row otherwise in company, on 1 threads"),
-        ("run", 5, "run computes a row otherwise in company, on 1 threads"),
+        ("linear", 1, "linear computes a row otherwise in company, on 1 threads"),
+        ("normalised_linear", 1, "normalised_linear computes a row otherwise in company, on 1 threads"),
+        ("step", 1, "step computes a row otherwise in company, on 1 threads"),
+        ("step", 2, "step computes a row otherwise in company, on 1 threads"),
     ],
 )
 def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
-    function: str, row_argument: int, found: str, monkeypatch: pytest.MonkeyPatch
+    function: str, texts: int, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One more rounding where there are several rows, as a compiler might introduce it, is enough."""
+    """One more rounding where there are several rows, or several texts, as a compiler might introduce it, is enough."""
     chosen = library.load()
     right = getattr(chosen, function)
 
     def wrong(*arguments: Any) -> int:
         job = right(*arguments)
-        if arguments[row_argument] > 1:
-            result = arguments[{"linear": 4, "normalised_linear": 5, "run": 8}[function]]
+        if function == "step":
+            step = library.Step.from_address(arguments[0])
+            rows, result, several = step.rows, step.outputs, step.num_spans >= texts
+        else:
+            row_argument, result_argument = {"linear": (2, 4), "normalised_linear": (4, 5)}[function]
+            rows, result, several = arguments[row_argument], arguments[result_argument], True
+        if rows > 1 and several:
             number = ctypes.c_int32.from_address(result)
             number.value ^= 1  # the last bit of the first number
         return job
@@ -305,11 +308,14 @@ def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
 def test_the_check_at_load_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = library.load()
 
-    def unscaled(shape: Any, *arguments: Any) -> int:
-        return chosen.run(library.Shape(43, 6, 2, 18, 1e-5, 1.0), *arguments)
+    shape = library.Shape(43, 6, 2, 18, 1e-5, 1.0)
 
-    monkeypatch.setattr(library, "kernels", lambda: dataclasses.replace(chosen, run=unscaled))
-    assert check.fault() == "run computes something else"
+    def unscaled(step: int, threads: int) -> int:
+        library.Step.from_address(step).shape = ctypes.addressof(shape)
+        return chosen.step(step, threads)
+
+    monkeypatch.setattr(library, "kernels", lambda: dataclasses.replace(chosen, step=unscaled))
+    assert check.fault() == "step computes something else"
 
 
 @needs_native
@@ -338,49 +344,83 @@ def test_calls_that_would_read_or_write_beyond_are_refused() -> None:
 
 @needs_native
 def test_passes_that_would_read_or_write_beyond_are_refused() -> None:
+    """Before anything is written: of several texts, nothing of those that would fit either."""
     model = from_transformers(tiny_llama(seed=11), layout="native")
-    cache, hidden = KVCache(model, 12), drawn(4, model.hidden_size)
-    cache.values.fill_(1.0)  # not what memory held before, which may be NaN and then equals nothing
-    cache.keys.fill_(2.0)
-    before = cache.values.clone(), cache.keys.clone()
+    hidden, size = drawn(4, model.hidden_size), model.num_layers
 
-    def refused(message: str, *, hidden: Tensor = hidden, cache: Any = cache, position: int = 0, **where: Any) -> None:
-        start, stop = where.get("start", 0), where.get("stop", model.num_layers)
+    def made(position: int = 3, length: int = 12, **changes: Any) -> KVCache:
+        cache = KVCache(model, length)
+        cache.values.fill_(1.0)  # not what memory held before, which may be NaN and then equals nothing
+        cache.keys.fill_(2.0)
+        for name, value in changes.items():
+            setattr(cache, name, value)
+        cache.declare(position)
+        return cache
+
+    whole, other = made(), made(9)
+    before = whole.values.clone(), whole.keys.clone()
+
+    def refused(message: str, cache: Any = whole, hidden: Tensor = hidden, start: int = 0, stop: int = size) -> None:
         with pytest.raises(ValueError, match=message):
-            model.run_layers(hidden, start, stop, cache, position)
+            model.run_layers(hidden, start, stop, cache)
 
-    refused("4 rows from position 9 on do not fit into a cache of 12", position=9)
-    refused("rows from position -1 on do not fit", position=-1, hidden=hidden[:1])
-    refused("are not among", stop=model.num_layers + 1)
+    refused("4 rows from position 9 on do not fit into a cache of 12", other)
+    refused("4 rows from position 9 on do not fit into a cache of 12", [(whole, 1), (other, 4)], drawn(5, 16))
+    refused(r"4 rows were given for caches that expect \[2, 1\]", [(whole, 2), (other, 1)])
+    refused(r"4 rows were given for caches that expect \[3\]", [(whole, 3)])
+    refused("4 rows were given", [])
+    refused("rows", [(whole, 5), (other, -1)])  # as many together, but C would count backwards
+    refused("are not among", stop=size + 1)
     refused("are not among", start=-1)
     refused("are not among", start=3, stop=2)
     refused("hidden must be float32", hidden=hidden[:, 1:])
     refused("hidden must be float32", hidden=hidden.double())
-    shape = list(cache.values.shape)
+    uneven = made()
+    uneven.extend(0, 2, 1)
+    refused("hold different numbers of rows", uneven)
+    refused("hold different numbers of rows", [(whole, 2), (uneven, 2)], start=1)
+    shape = list(whole.values.shape)
     for change in ({0: 2}, {1: shape[1] + 1}, {3: shape[3] - 2}):
-        other = [change.get(i, size) for i, size in enumerate(shape)]
-        values = torch.zeros(other)
-        refused(
-            "are not among|must both be in memory", cache=SimpleNamespace(values=values, keys=torch.zeros(other).mT)
-        )
-    keys, values = cache.keys, cache.values
-    refused("must both be in memory", cache=SimpleNamespace(values=values, keys=keys.contiguous()))
-    refused("must both be in memory", cache=SimpleNamespace(values=values, keys=keys[..., 1:]))
-    refused("must be float32", cache=SimpleNamespace(values=values.double(), keys=keys))
-    refused("must be float32", cache=SimpleNamespace(values=values, keys=keys.bfloat16()))
+        sizes = [change.get(i, number) for i, number in enumerate(shape)]
+        cache = made(values=torch.zeros(sizes), keys=torch.zeros(sizes).mT)
+        refused("are not among|must both be in memory", cache)
+        refused("are not among|must both be in memory", [(whole, 2), (cache, 2)])
+    keys, values = whole.keys, whole.values
+    refused("must both be in memory", made(keys=keys.contiguous()))
+    refused("must both be in memory", made(keys=keys[..., 1:]))
+    refused("must be float32", made(values=values.double()))
+    refused("must be float32", made(keys=keys.bfloat16()))
+    short = [*shape[:2], 6, shape[3]]
+    refused("7 rows do not fit into a cache of 6", made(values=torch.zeros(short), keys=torch.zeros(short).mT))
     far = model.rotary.shape[0]
-    longer = SimpleNamespace(
-        values=torch.zeros(*shape[:2], far + 9, shape[3]), keys=torch.zeros(*shape[:2], far + 9, shape[3]).mT
-    )
-    refused("are behind the rotary table", cache=longer, position=far - 2)
-    assert torch.equal(cache.values, before[0]) and torch.equal(cache.keys, before[1])
+    long = [*shape[:2], far + 9, shape[3]]
+    longer = made(far - 2, max_length=far + 9, values=torch.zeros(long), keys=torch.zeros(long).mT)
+    refused(f"{far + 2} rows are more than the rotary table's {far}", longer)
+    assert torch.equal(whole.values, before[0]) and torch.equal(whole.keys, before[1])
+    assert (whole.length, other.length) == (3, 9)
+
+
+@needs_native
+def test_a_cache_whose_memory_was_exchanged_is_looked_at_again() -> None:
+    """What was checked once is remembered, for that memory only."""
+    model = from_transformers(tiny_llama(seed=11), layout="native")
+    cache, hidden = KVCache(model, 12), drawn(2, model.hidden_size)
+    model.run_layers(hidden, 0, 4, cache)
+    before = cache.values[:, :, :2].clone()
+    cache.keys, cache.values = torch.zeros_like(cache.values).mT, torch.zeros_like(cache.values)
+    cache.declare(0)
+    model.run_layers(hidden, 0, 4, cache)
+    assert torch.equal(cache.values[:, :, :2], before)
+    cache.values = cache.values.double()
+    with pytest.raises(ValueError, match="must be float32"):
+        model.run_layers(hidden, 0, 4, cache)
 
 
 @needs_native
 def test_no_layers_leave_the_rows_as_they_are() -> None:
     model = from_transformers(tiny_llama(seed=11), layout="native")
     hidden = drawn(3, model.hidden_size)
-    assert torch.equal(model.run_layers(hidden, 2, 2, KVCache(model, 12), 0, lambda layers, rows: None), hidden)
+    assert torch.equal(model.run_layers(hidden, 2, 2, KVCache(model, 12), lambda layers, rows: None), hidden)
 
 
 @needs_native
@@ -389,14 +429,14 @@ def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
     """Scratch memory took PyTorch's default dtype once: half as large in bfloat16, and written beyond."""
     model = from_transformers(tiny_llama(seed=12), layout="native")
     tokens = torch.arange(9)
-    expected = model.logits(model.run_layers(model.embed(tokens), 0, 4, KVCache(model, 9), 0))
+    expected = model.logits(model.run_layers(model.embed(tokens), 0, 4, KVCache(model, 9)))
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(default)
         again = from_transformers(tiny_llama(seed=12), layout="native")
         assert check.fault() is None
         for each in (model, again):
-            assert torch.equal(each.logits(each.run_layers(each.embed(tokens), 0, 4, KVCache(each, 9), 0)), expected)
+            assert torch.equal(each.logits(each.run_layers(each.embed(tokens), 0, 4, KVCache(each, 9))), expected)
     finally:
         torch.set_default_dtype(before)
 
@@ -448,6 +488,6 @@ def test_what_ran_is_said_everywhere(variant: str, monkeypatch: pytest.MonkeyPat
 @needs_native
 def test_verify_fails_where_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model = from_transformers(tiny_llama(seed=13), layout="native")
-    monkeypatch.setattr("selfspec.analysis.exactness.fault", lambda: "run computes something else")
+    monkeypatch.setattr("selfspec.analysis.exactness.fault", lambda: "step computes something else")
     verdict = check_kernels(model)
-    assert not verdict.passed and verdict.detail == "run computes something else"
+    assert not verdict.passed and verdict.detail == "step computes something else"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.choices import Choices, Detail, Look
 from layerskip_models.kernels.library import kernels
 from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
-from selfspec.decoding import Decoding
-from selfspec.kv_cache import KVCache
+from selfspec.eager import EagerPasses
+from selfspec.round import decode
+from selfspec.text import Text
 
 NUM_LAYERS = 4
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="needs the native library")
@@ -38,12 +40,10 @@ class CountingModel:
             start: int,
             stop: int,
             cache: KVCache,
-            position: int,
             capture: Callable[[int, Tensor], None] | None = None,
         ) -> Tensor:
-            rows = range(position, position + hidden.shape[0])
-            self.ran.update((layer, row) for layer in range(start, stop) for row in rows)
-            return run_layers(hidden, start, stop, cache, position, capture)
+            self._count(cache_rows(cache, hidden.shape[0]), start, stop)
+            return run_layers(hidden, start, stop, cache, capture)
 
         def counted_logits(hidden: Tensor) -> Tensor:
             self.heads += hidden.shape[0]
@@ -60,7 +60,7 @@ class CountingModel:
         for name in ("choices", "draft_choices"):
             monkeypatch.setattr(model, name, self._counted_choices(getattr(model, name)))
         steps = model.steps
-        monkeypatch.setattr(model, "steps", lambda cache: self._counted_steps(steps(cache), monkeypatch))
+        monkeypatch.setattr(model, "steps", lambda: self._counted_steps(steps(), monkeypatch))
 
     def _counted_choices(self, choices: Callable[..., Choices]) -> Callable[..., Choices]:
         def counted(hidden: Tensor, detail: Detail = "token") -> Choices:
@@ -72,26 +72,30 @@ class CountingModel:
     def _counted_steps(self, steps: NativeSteps | None, monkeypatch: pytest.MonkeyPatch) -> NativeSteps | None:
         if steps is None:
             return None
-        token, rows = steps.token, steps.rows
+        tokens, rows = steps.tokens, steps.rows
 
-        def counted_token(
-            one: int, position: int, stop: int, last: Tensor, *, head: str | None = None, **options: Any
-        ) -> Look | None:
-            self.ran.update((layer, position) for layer in range(stop))
-            self.heads += head is not None
-            return token(one, position, stop, last, head=head, **options)
+        def counted_tokens(
+            given: Sequence[int], where: CacheRows, stop: int, last: Tensor, *, head: str | None = None, **options: Any
+        ) -> list[Look]:
+            self._count(where, 0, stop)
+            self.heads += len(given) if head is not None else 0
+            return tokens(given, where, stop, last, head=head, **options)
 
         def counted_rows(
-            x: Tensor, start: int, stop: int, position: int, **options: Any
+            x: Tensor, where: CacheRows, start: int, stop: int, **options: Any
         ) -> tuple[list[int], list[float]]:
-            where = range(position, position + x.shape[0])
-            self.ran.update((layer, row) for layer in range(start, stop) for row in where)
+            self._count(where, start, stop)
             self.heads += x.shape[0]
-            return rows(x, start, stop, position, **options)
+            return rows(x, where, start, stop, **options)
 
-        monkeypatch.setattr(steps, "token", counted_token)
+        monkeypatch.setattr(steps, "tokens", counted_tokens)
         monkeypatch.setattr(steps, "rows", counted_rows)
         return steps
+
+    def _count(self, where: CacheRows, start: int, stop: int) -> None:
+        ((cache, number),) = where  # of one text
+        position = cache.position(start, stop)
+        self.ran.update((layer, position + row) for layer in range(start, stop) for row in range(number))
 
     def take(self) -> tuple[Counter[tuple[int, int]], int]:
         """What ran since the last call."""
@@ -121,9 +125,10 @@ def test_no_layer_runs_twice(
     causes: Counter[str] = Counter()
     for seed, prompt in enumerate([[7], [3, 3, 9, 1, 20], [0, 1], [12] * 8]):
         request = request_for(model, prompt, seed=seed, max_new_tokens=40, do_sample=do_sample, eos_token_id=[11])
-        decoding = Decoding(model, KVCache(model, len(prompt) + 40), request, policy)
+        text = Text(model, KVCache(model, len(prompt) + 40), request, policy)
         with torch.inference_mode():
-            for _, record in decoding.run():
+            for committed in decode(text, EagerPasses(model)):
+                record = committed.record
                 ran, heads = counting.take()
                 if record is None:
                     assert ran == Counter((layer, row) for layer in range(NUM_LAYERS) for row in range(len(prompt)))
@@ -147,15 +152,16 @@ def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.Mon
     model = from_transformers(tiny_llama(num_layers=NUM_LAYERS), layout="plain")
     counting = CountingModel(model, monkeypatch)
     policy = Policy(ScriptedExit([(2, 5)]), StopBelow(1.1))
-    decoding = Decoding(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
+    text = Text(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
     with torch.inference_mode():
-        for _, record in decoding.run():
+        for committed in decode(text, EagerPasses(model)):
+            record = committed.record
             ran, _ = counting.take()
             if record is not None and record.exit_layer is not None:
                 assert record.draft_tokens == ()
                 assert record.stop_cause == "before_draw"
                 assert record.loaded_layers == NUM_LAYERS
                 assert ran == expected_rows(record)
-    assert decoding.stats.finish(
+    assert text.stats.finish(
         num_prompt_tokens=2, seconds=1.0, prefill_seconds=0.0, first_token=0.0, cache_bytes=0
     ).etpl == pytest.approx(1 / NUM_LAYERS)

@@ -17,12 +17,12 @@ from torch.backends import cuda as backends
 from transformers import GenerationConfig
 
 from layerskip_models import from_transformers
+from layerskip_models.kv_cache import KVCache
 from policies import RoundRecord
 from selfspec import SelfSpecGenerator
 from selfspec.graphs.buffers import StaticRound
 from selfspec.graphs.capture import CudaGraph
 from selfspec.graphs.forward import StaticForward
-from selfspec.kv_cache import KVCache
 from selfspec.runtime.torch_mode import engine_mode
 
 pytestmark = pytest.mark.gpu
@@ -134,7 +134,7 @@ def test_rows_in_any_number_on_cuda(heads: int, kv_heads: int, dtype: torch.dtyp
     cache, static_cache = KVCache(model, 16), KVCache(model, 16)
     static_cache.keys.zero_()
     static_cache.values.zero_()
-    forward = StaticForward(model, static_cache.keys, static_cache.values)
+    forward = StaticForward(model, static_cache)
     assert not model.rotary.is_complex()
     with engine_mode(cuda):
         assert not backends.cudnn_sdp_enabled()
@@ -142,7 +142,7 @@ def test_rows_in_any_number_on_cuda(heads: int, kv_heads: int, dtype: torch.dtyp
         states, static = [], []
         for start, stop in ((0, 3), (3, 4), (4, 7)):
             rows = hidden[start:stop]
-            states.append(model.run_layers(rows, 0, 4, cache, start))
+            states.append(model.run_layers(rows, 0, 4, cache))
             static.append(forward.run(rows, 0, 4, torch.arange(start, stop, device=cuda), 16))
         for found in (states, static):
             bound = 0.3 if dtype == torch.bfloat16 else 1e-3

@@ -18,7 +18,7 @@ from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_
 from policies import DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, WithPreVerifier, parse_policy
 from policies.fixed import FixedExit
 from selfspec import SelfSpecGenerator
-from selfspec.exit_history import ExitHistory
+from selfspec.hidden_states import HiddenStates
 from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.network import (
     PreVerifierConfig,
@@ -231,11 +231,11 @@ def test_every_answer_is_the_modules(scope: str, estimates: str) -> None:
     assert checked.count > 60
 
 
-def test_history_holds_what_a_full_pass_gives(llama64: LlamaForCausalLM) -> None:
+def test_the_context_holds_what_a_full_pass_gives(llama64: LlamaForCausalLM) -> None:
     """Whatever was drafted and rejected between, and with plain rounds: h of every committed row at every exit layer."""
     model = from_transformers(llama64, layout="plain")
     engine = SelfSpecGenerator(model)
-    seen: list[ExitHistory] = []
+    seen: list[HiddenStates] = []
     plain = random_preverification(model)
 
     class Watching(PreVerification):

@@ -20,8 +20,8 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from selfspec.kv_cache import KVCache
 
 needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 
@@ -38,8 +38,7 @@ def passes(model: LayerSkipModel) -> Tensor:
     cache, logits = KVCache(model, len(tokens)), []
     with torch.inference_mode():
         for part in tokens.split([20, 1, 1, 7, 1, 30]):
-            position = sum(len(rows) for rows in logits)
-            hidden = model.run_layers(model.embed(part), 0, model.num_layers, cache, position)
+            hidden = model.run_layers(model.embed(part), 0, model.num_layers, cache)
             logits.append(model.logits(hidden))
     return torch.cat([*logits, cache.keys.flatten()[:VOCAB_SIZE].unsqueeze(0)])
 

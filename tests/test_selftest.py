@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,16 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import selfspec.judge
-import selfspec.passes
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from policies import LayerCost, parse_policy
 from policies.names import EXITS, STOPPINGS
 from selfspec.accept import accept_sampled
 from selfspec.analysis.exactness import Check, every_policy, num_steps, verify_engine
 from selfspec.cli.main import app
-from selfspec.kv_cache import KVCache
-from selfspec.verify import verify, verify_directly
+from selfspec.eager import EagerPasses
+from selfspec.passes import Turn
 
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -75,26 +76,27 @@ def test_all_policies_are_there() -> None:
 
 def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification writes the last layer's values one position early."""
-    original = LayerSkipModel.run_layers
+    original, original_rows = LayerSkipModel.run_layers, NativeSteps.rows
+
+    def shift(rows: CacheRows, start: int) -> None:
+        for cache, number in rows:
+            end = cache.length
+            if start > 0 and end - number > 1:
+                values = cache.values[-1]
+                values[:, end - number - 1 : end - 1] = values[:, end - number : end].clone()
 
     def shifted(
-        self: LayerSkipModel, hidden: Tensor, start: int, stop: int, cache: KVCache, position: int, *rest: Any
+        self: LayerSkipModel, hidden: Tensor, start: int, stop: int, cache: KVCache | CacheRows, *rest: Any
     ) -> Tensor:
-        out = original(self, hidden, start, stop, cache, position, *rest)
-        if start > 0 and position > 1:
-            end = position + hidden.shape[0]
-            cache.values[-1, :, position - 1 : end - 1] = cache.values[-1, :, position:end].clone()
+        out = original(self, hidden, start, stop, cache, *rest)
+        shift(cache_rows(cache, hidden.shape[0]), start)
         return out
 
-    original_rows = NativeSteps.rows
-
     def shifted_rows(
-        self: NativeSteps, x: Tensor, start: int, stop: int, position: int, **record: Any
+        self: NativeSteps, x: Tensor, rows: CacheRows, start: int, stop: int, **record: Any
     ) -> tuple[list[int], list[float]]:
-        out = original_rows(self, x, start, stop, position, **record)
-        if start > 0 and position > 1:
-            values, end = self._values, position + x.shape[0]
-            values[-1, :, position - 1 : end - 1] = values[-1, :, position:end].clone()
+        out = original_rows(self, x, rows, start, stop, **record)
+        shift(rows, start)
         return out
 
     monkeypatch.setattr(LayerSkipModel, "run_layers", shifted)
@@ -103,16 +105,21 @@ def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts stay in the text that the next round's rows attend to: verification sees one draft too many."""
+    verify = EagerPasses.verify
 
-    def off(model: LayerSkipModel, draft: Any, length: int, *rest: Any) -> Tensor:
-        return verify(model, draft, length, *rest).roll(1, dims=0)
+    def off(self: EagerPasses, turns: Sequence[Turn]) -> None:
+        verify(self, turns)
+        self._scores = [
+            replace(
+                scores,
+                tokens=[*scores.tokens[-1:], *scores.tokens[:-1]],
+                values=[*scores.values[-1:], *scores.values[:-1]],
+                logits=None if scores.logits is None else scores.logits.roll(1, dims=0),
+            )
+            for scores in self._scores
+        ]
 
-    def off_directly(*arguments: Any) -> tuple[list[int], list[float]]:
-        chosen, values = verify_directly(*arguments)
-        return [*chosen[-1:], *chosen[:-1]], [*values[-1:], *values[:-1]]
-
-    monkeypatch.setattr(selfspec.passes, "verify", off)
-    monkeypatch.setattr(selfspec.passes, "verify_directly", off_directly)
+    monkeypatch.setattr(EagerPasses, "verify", off)
 
 
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

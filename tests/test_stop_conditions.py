@@ -21,8 +21,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeC
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.decoding import Decoding
 from selfspec.stop_conditions import StopConditions
+from selfspec.text import Text
 
 PROMPT = [5, 1, 7]
 
@@ -162,7 +162,7 @@ def test_criteria_never_look_at_the_device_s_tokens(
 ) -> None:
     """Stop strings, a time limit and a criterion of one's own are decided on a copy of the text in the host's memory."""
     touched, tokens = Touched(), []
-    first_stop, run = StopConditions.first_stop, Decoding.run
+    first_stop, read = StopConditions.first_stop, Text.read
 
     def watched(self: StopConditions, block: Any, text: Any, *rest: Any) -> Any:
         touched.looking = True
@@ -173,12 +173,12 @@ def test_criteria_never_look_at_the_device_s_tokens(
         finally:
             touched.looking = False
 
-    def noted(self: Decoding) -> Any:
+    def noted(self: Text) -> Any:
         tokens.append(self.tokens)
-        return run(self)
+        return read(self)
 
     monkeypatch.setattr(StopConditions, "first_stop", watched)
-    monkeypatch.setattr(Decoding, "run", noted)
+    monkeypatch.setattr(Text, "read", noted)
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5", runner=runner)
     criterion = StopAtLength(20)
     with touched:

@@ -79,7 +79,7 @@ INLINE int widens(const Matrix *m, int64_t rows) { return m->kind != FLOAT32 && 
 
 /* How many outputs all rows are multiplied by before the next: as many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
-  if (!widens(m, rows)) return GROUP;
+  if (!widens(m, rows)) return most(BLOCK, least(GROUP, GROUP_BYTES / (m->in * bytes_of(m->kind)) / BLOCK * BLOCK));
   return most(BLOCK, least(GROUP, WIDE_BYTES / 4 / m->in / BLOCK * BLOCK));
 }
 
@@ -98,15 +98,15 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Weights are fetched ahead beyond `end`, too: what comes there is mostly this member's next piece. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *room) {
-  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m), step = group_of(m, rows);
+  int64_t step = group_of(m, rows), turns = turns_of(rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix group = group_at(m, at, size, rows, room);
-    for (int64_t r = 0; r < rows; r += together(r, rows)) {
+    for (int64_t r = 0, turn = 0; r < rows; r += together(r, rows), turn++) {
       int64_t count = together(r, rows);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float block[ROWS * BLOCK];
-        int64_t fetch = r == 0 && at + o + ahead + BLOCK <= m->out ? ahead : 0;
+        Fetch fetch = fetch_of_turn(turn, turns, at + o + ahead + BLOCK <= m->out ? ahead : 0);
         outputs(&group, o, x + r * m->in, count, fetch, block);
         for (int64_t i = 0; i < count; i++)
           put(block + i * BLOCK, residual ? residual + (r + i) * m->out + at + o : NULL, least(BLOCK, size - o),
@@ -119,15 +119,16 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 /* The same of silu(gate) * up; the matrix holds gate above up, and has half as many outputs. */
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *room) {
-  int64_t half = m->out / 2, ahead = widens(m, rows) ? 0 : outputs_ahead(m), step = group_of(m, rows);
+  int64_t half = m->out / 2, step = group_of(m, rows), turns = turns_of(rows);
+  int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix gate = group_at(m, at, size, rows, room), up = group_at(m, half + at, size, rows, room + wide_room(m, rows));
-    for (int64_t r = 0; r < rows; r += together(r, rows)) {
+    for (int64_t r = 0, turn = 0; r < rows; r += together(r, rows), turn++) {
       int64_t count = together(r, rows);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        int64_t fetch = r == 0 && at + o + ahead + BLOCK <= half ? ahead : 0;
+        Fetch fetch = fetch_of_turn(turn, turns, at + o + ahead + BLOCK <= half ? ahead : 0);
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
         outputs(&up, o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {

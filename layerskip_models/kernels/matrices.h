@@ -16,21 +16,34 @@ INLINE int64_t bytes_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT
 
 #define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
 #define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
+#define GROUP_BYTES (64 << 10) /* of their weights, at most: these and the next group's stay in the second cache */
 #define AHEAD 4096 /* bytes; what memory delivers while it is waited for */
 #define ROWS (MANY_REGISTERS ? 6 : 3) /* that a weight serves at once, with BLOCK sums in registers for each */
 
-/* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). Meanwhile the weights of the next
- * outputs are fetched: left alone, processors do that too late, at every row of the matrix anew. */
+/* Weights that are fetched while others are computed with: left alone, processors do that too late, at every row of the matrix
+ * anew. Where rows take turns with a group's weights, each turn fetches its share of the next group's, so that memory is never
+ * idle; they are the lines of 64 bytes whose number modulo 4 is in `lines`. */
+typedef struct {
+  int64_t ahead; /* outputs further on; 0: nothing is fetched */
+  int lines;     /* a bit for each number */
+} Fetch;
+
+INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
+  int64_t begin = 4 * turn / turns, end = 4 * (turn + 1) / turns;
+  return (Fetch){begin < end ? ahead : 0, (1 << end) - (1 << begin)};
+}
+
+/* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). */
 #define DOTS(T, KIND, R) \
-  INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, int64_t fetch, float *y) { \
+  INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Fetch fetch, float *y) { \
     vf total[BLOCK][R]; \
     UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
     int64_t i = 0; \
     for (; i + LANES <= in; i += LANES) { \
       vf rows[R]; \
       UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
-      if (fetch && !(i * sizeof(T) & 63)) \
-        UNROLL for (int o = 0; o < BLOCK; o++) __builtin_prefetch(w + (o + fetch) * in + i); \
+      if (fetch.ahead && !(i * sizeof(T) & 63) && fetch.lines >> (i * sizeof(T) >> 6 & 3) & 1) \
+        UNROLL for (int o = 0; o < BLOCK; o++) __builtin_prefetch(w + (o + fetch.ahead) * in + i); \
       UNROLL for (int o = 0; o < BLOCK; o++) { \
         vf v = load_##KIND(w + o * in + i); \
         UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(v, rows[r], total[o][r]); \
@@ -46,7 +59,7 @@ INLINE int64_t bytes_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT
   }
 #define DOTS_OF(T, KIND) \
   DOTS(T, KIND, 1) DOTS(T, KIND, 2) DOTS(T, KIND, 3) DOTS(T, KIND, 4) DOTS(T, KIND, 5) DOTS(T, KIND, 6) \
-  static void dots_##KIND(const T *w, const float *x, int64_t rows, int64_t in, int64_t fetch, float *y) { \
+  static void dots_##KIND(const T *w, const float *x, int64_t rows, int64_t in, Fetch fetch, float *y) { \
     switch (rows) { \
     case 1: dots_##KIND##_1(w, x, in, fetch, y); break; \
     case 2: dots_##KIND##_2(w, x, in, fetch, y); break; \
@@ -87,14 +100,15 @@ static void pack(const float *x, int64_t rows, int64_t in, float *packed) {
 }
 
 /* How many rows from `r` on go through a weight together: few, and about equally many each time. */
+INLINE int64_t turns_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
 INLINE int64_t together(int64_t r, int64_t rows) {
-  int64_t turns = (rows + ROWS - 1) / ROWS, size = (rows + turns - 1) / turns;
+  int64_t turns = turns_of(rows), size = (rows + turns - 1) / turns;
   return least(size, rows - r);
 }
 
 /* y[r * BLOCK + o] of outputs first .. first + BLOCK - 1 and at most ROWS rows; outputs behind the matrix's last are not
  * touched. Scaled, with bias. */
-static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, int64_t fetch, float *y) {
+static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
   const char *w = (const char *)m->weight + first * m->in * bytes_of(m->kind);
   int64_t count = least(BLOCK, m->out - first);
   if (count == BLOCK) {
@@ -151,9 +165,9 @@ static Matrix widened(const Matrix *m, float *room) {
   return wide;
 }
 
-/* How many outputs before their use weights are fetched. */
-INLINE int64_t outputs_ahead(const Matrix *m) {
+/* How many outputs before their use weights are fetched where rows take so many turns with a group of `group` outputs. */
+INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group) {
   int64_t bytes = BLOCK * m->in * bytes_of(m->kind);
-  return (AHEAD + bytes - 1) / bytes * BLOCK;
+  return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * BLOCK;
 }
 #endif
