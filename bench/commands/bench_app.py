@@ -38,7 +38,6 @@ from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
 from bench.commands.shapes_command import shapes
 from bench.commands.soak_command import soak
-from bench.commands.startup_command import startup
 from bench.commands.sweep_command import sweep
 from bench.engines.own import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
@@ -66,7 +65,6 @@ app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
-app.command()(startup)
 app.command()(soak)
 app.command()(busy)
 
