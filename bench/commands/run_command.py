@@ -32,7 +32,6 @@ from bench.commands.bench_options import (
     TopPOption,
     WarmupsOption,
 )
-from bench.commands.braces import expand_all
 from bench.commands.preparation import (
     configuration,
     exit_if_outputs_differ,
@@ -67,10 +66,7 @@ def run(
     model: ModelOption = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Policy to run; repeatable; several values in braces, as in spide:3,tau={0.5,0.6}, are several policies. "
-            f"Default: {', '.join(DEFAULT_POLICIES)}."
-        ),
+        typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}."),
     ] = None,
     kept: KeptOption = None,
     baseline: Annotated[
@@ -125,7 +121,7 @@ def run(
         if sampling is not None and grid:
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
-        names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
+        names = ["ar", *(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         tokenizer = open_tokenizer(checkpoint)
