@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from layerskip_models.model import LayerSkipModel, LayerWindow
@@ -19,14 +20,17 @@ from layerskip_models.model import LayerSkipModel, LayerWindow
 class PlacedRows:
     """Keys or values of one layer; what is copied into it lands at positions that only the device knows."""
 
-    __slots__ = ("_buffer", "_dim", "_order", "_positions")
+    __slots__ = ("_buffer", "_layout", "_positions", "_positions_dim")
 
-    def __init__(self, buffer: Tensor, dim: int, order: tuple[int, int, int], positions: Tensor) -> None:
-        self._buffer, self._dim, self._order, self._positions = buffer, dim, order, positions
+    def __init__(self, buffer: Tensor, layout: str, positions: Tensor) -> None:
+        """layout: the buffer's dimensions by name, with "position" for the one that rows are placed along."""
+        self._buffer, self._layout, self._positions = buffer, layout, positions
+        self._positions_dim = layout.split().index("position")
 
     def copy_(self, rows: Tensor, /) -> None:
         """Write rows [rows, num_kv_heads, head_dim] at their positions."""
-        self._buffer.index_copy_(self._dim, self._positions, rows.permute(self._order))
+        placed = rearrange(rows, f"position head dim -> {self._layout}")
+        self._buffer.index_copy_(self._positions_dim, self._positions, placed)
 
 
 class StaticForward:
@@ -62,7 +66,7 @@ class StaticForward:
         group = model.num_heads // model.num_kv_heads
         hidden_places = self._places[:span] > positions.unsqueeze(1)  # [rows, span]
         mask = torch.zeros(hidden_places.shape, dtype=model.dtype, device=model.device)
-        mask = mask.masked_fill_(hidden_places, -torch.inf).unsqueeze(1).expand(-1, group, -1).reshape(-1, span)
+        mask = repeat(mask.masked_fill_(hidden_places, -torch.inf), "rows span -> (rows group) span", group=group)
         return model.run_windows(
             hidden, start, self._windows(start, stop, positions, span), rotary, model.attend_grouped, mask, capture
         )
@@ -71,8 +75,8 @@ class StaticForward:
         for layer in range(start, stop):
             keys, values = self._keys[layer], self._values[layer]
             yield (
-                PlacedRows(keys, 2, (1, 2, 0), positions),
-                PlacedRows(values, 1, (1, 0, 2), positions),
+                PlacedRows(keys, "head dim position", positions),
+                PlacedRows(values, "head position dim", positions),
                 keys[..., :span],
                 values[:, :span],
             )

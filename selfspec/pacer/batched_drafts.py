@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from layerskip_models.model import LayerCache, LayerSkipModel
@@ -53,7 +54,7 @@ def draft_side_by_side(
     starts = torch.tensor(positions, device=model.device)
     room = (text.numel() - starts).clamp(max=window)
     longest, count = int(room.max()), len(positions)
-    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    kv_heads, dim = model.num_kv_heads, model.head_dim
     own = torch.empty(2, exit_layer, count, kv_heads, longest, dim, dtype=model.dtype, device=model.device)
     tokens = torch.zeros(count, longest, dtype=torch.long, device=model.device)
     hidden_states = torch.empty(count, longest, model.hidden_size, dtype=model.dtype, device=model.device)
@@ -70,19 +71,20 @@ def draft_side_by_side(
         rows = going.numel()
         x = model.embed(current)
         rotary = model.rotary[starts[going] - 1 + step]
-        mask = unseen[going][:, None, None, :].expand(-1, kv_heads, heads // kv_heads, -1)
+        mask = rearrange(unseen[going], "rows text -> rows 1 1 text")
         for index, (keys, values) in enumerate(context):
             query, key, value = model.project(index, x, rotary)
             own[0, index, :, :, step], own[1, index, :, :, step] = key, value
-            query = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5
-            shared = query.transpose(0, 1).reshape(kv_heads, -1, dim) @ keys  # [kv_heads, rows * group, end]
-            shared = shared.view(kv_heads, rows, -1, end).transpose(0, 1).masked_fill(mask, -torch.inf)
+            query = rearrange(query, "rows (kv group) dim -> rows kv group dim", kv=kv_heads) * dim**-0.5
+            # All rows see the same text, so that their queries are one product with it.
+            shared = rearrange(query, "rows kv group dim -> kv (rows group) dim") @ keys
+            shared = rearrange(shared, "kv (rows group) text -> rows kv group text", rows=rows)
             private = query @ own[0, index, :, :, : step + 1].mT  # [rows, kv_heads, group, step + 1]
-            weights = torch.cat([shared, private], dim=-1).softmax(dim=-1)
-            of_text = weights[..., :end].transpose(0, 1).reshape(kv_heads, -1, end) @ values
-            attended = of_text.view(kv_heads, rows, -1, dim).transpose(0, 1)
-            attended = attended + weights[..., end:] @ own[1, index, :, :, : step + 1]
-            x = model.finish_layer(index, x, attended.reshape(rows, heads * dim))
+            weights = torch.cat([shared.masked_fill(mask, -torch.inf), private], dim=-1).softmax(dim=-1)
+            of_text = rearrange(weights[..., :end], "rows kv group text -> kv (rows group) text") @ values
+            of_text = rearrange(of_text, "kv (rows group) dim -> rows kv group dim", rows=rows)
+            attended = of_text + weights[..., end:] @ own[1, index, :, :, : step + 1]
+            x = model.finish_layer(index, x, rearrange(attended, "rows kv group dim -> rows (kv group dim)"))
         logits = model.draft_logits(x)
         current = logits.argmax(dim=-1)
         tokens[going, step], hidden_states[going, step], features[going, step] = current, x, draft_features(logits)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig
@@ -233,12 +234,12 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
 def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> Tensor | None:
     """[exit layers, max_drafts + 1, hidden]; None where a row is told neither."""
     config = module.config
-    size = len(config.exit_layers), config.max_drafts + 1, -1
     parts = []
     if module.exit is not None:
-        parts.append(tensor(module.exit.weight).unsqueeze(1).expand(size))
+        parts.append(repeat(tensor(module.exit.weight), "exit hidden -> exit draft hidden", draft=config.max_drafts + 1))
     if module.position is not None:
-        parts.append(tensor(module.position.weight).unsqueeze(0).expand(size))
+        exits = len(config.exit_layers)
+        parts.append(repeat(tensor(module.position.weight), "draft hidden -> exit draft hidden", exit=exits))
     return sum(parts[1:], parts[0]).contiguous() if parts else None
 
 
@@ -282,7 +283,9 @@ class _OneTextCache:
 
     def window(self, start: int, stop: int, position: int, end: int) -> Any:
         for keys, values in zip(self.keys[start:stop, ..., :end], self.values[start:stop, :, :end]):
-            yield keys[..., position:].permute(2, 0, 1), values[:, position:].transpose(0, 1), keys, values
+            new_keys = rearrange(keys[..., position:], "head dim row -> row head dim")
+            new_values = rearrange(values[:, position:], "head row dim -> row head dim")
+            yield new_keys, new_values, keys, values
 
 
 def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> None:
