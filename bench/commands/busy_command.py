@@ -78,13 +78,13 @@ def busy(
         record.write(description)
         with progress(len(engines) * len(levels) * repeats) as advance:
             for engine in engines:  # calibrates and warms up, in quiet
-                measure_cell(engine, ids, max_new_tokens, seconds / 2, network.device, ())
+                measure_cell(engine, ids, max_new_tokens, seconds / 2, network.device)
             for repeat in range(repeats):
                 for level in levels:
-                    with busy_processes(level * cores, limit) as running:
+                    with busy_processes(level * cores, limit):
                         for offset in range(len(engines)):
                             engine = engines[(repeat + offset) % len(engines)]
-                            cell = measure_cell(engine, ids, max_new_tokens, seconds, network.device, running)
+                            cell = measure_cell(engine, ids, max_new_tokens, seconds, network.device)
                             record.write({**cell, "busy": level, "repeat": repeat})
                             advance(f"{engine.label}, {level} busy per core")
     show(record.lines)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Protocol
 
@@ -119,41 +118,22 @@ def measure_cell(
     max_new_tokens: int,
     seconds: float,
     device: torch.device,
-    busy: Sequence[int],
 ) -> Line:
     """One engine over the prompts in turn, from the first again when they are used up, until the seconds are over.
 
-    busy: ids of the busy processes. cpu_seconds: of this process, all threads. others_seconds: of processor time that
-    neither it nor the busy processes took, None where the system does not tell; much of it spoils a measurement.
+    cpu_seconds: processor time of this process, all threads.
     """
     synchronize(device)
-    others, own, tokens, turn = _others_seconds(busy), process_time(), 0, 0
+    before, tokens, turn = process_time(), 0, 0
     start = now = perf_counter()
     while now - start < seconds:
         tokens += engine.decode(prompts[turn % len(prompts)], max_new_tokens, seconds - (now - start))
         synchronize(device)
         now, turn = perf_counter(), turn + 1
-    after, cpu = _others_seconds(busy), process_time() - own
     return {
         "kind": "cell",
         "engine": engine.name,
         "tokens": tokens,
         "seconds": now - start,
-        "cpu_seconds": cpu,
-        "others_seconds": None if others is None or after is None else max(0.0, after - others - cpu),
+        "cpu_seconds": process_time() - before,
     }
-
-
-def _others_seconds(busy: Sequence[int]) -> float | None:
-    """Seconds of processor time since the start of the machine that the busy processes did not take; Linux only."""
-    try:
-        tick = os.sysconf("SC_CLK_TCK")
-        fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
-        user, nice, system, _, _, irq, softirq = map(int, fields[:7])
-        taken = 0
-        for process in busy:
-            values = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            taken += int(values[11]) + int(values[12])
-        return (user + nice + system + irq + softirq - taken) / tick
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -15,11 +15,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
@@ -52,9 +52,9 @@ class Planned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is alive. rss: bytes resident, None where the system does not say. threads: of Python."""
+    """What is alive. rss: resident bytes of this process. threads: of Python."""
 
-    rss: int | None
+    rss: int
     tensors: int
     tensor_bytes: int
     threads: int
@@ -65,7 +65,8 @@ class Memory:
         for _ in range(3):
             gc.collect()
         alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and not o.is_mkldnn]
-        return Memory(_rss(), len(alive), sum(t.untyped_storage().nbytes() for t in alive), len(threading.enumerate()))
+        rss = psutil.Process().memory_info().rss
+        return Memory(rss, len(alive), sum(t.untyped_storage().nbytes() for t in alive), len(threading.enumerate()))
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class SoakReport:
         """Add a failure for what has grown beyond its bound."""
         assert self.warm is not None and self.end is not None
         before, after = self.warm, self.end
-        if before.rss is not None and after.rss is not None and after.rss - before.rss > MOST_RSS:
+        if after.rss - before.rss > MOST_RSS:
             self.failures.append(f"resident memory grew from {before.rss} to {after.rss} bytes")
         if after.tensors - before.tensors > MOST_TENSORS:
             self.failures.append(f"live tensors grew from {before.tensors} to {after.tensors}")
@@ -89,13 +90,6 @@ class SoakReport:
             self.failures.append(f"live tensors' bytes grew from {before.tensor_bytes} to {after.tensor_bytes}")
         if after.threads > before.threads:
             self.failures.append(f"threads grew from {before.threads} to {after.threads}")
-
-
-def _rss() -> int | None:
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
-    except OSError:
-        return None
 
 
 def _llama(seed: int) -> LlamaForCausalLM:

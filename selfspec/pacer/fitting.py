@@ -40,6 +40,7 @@ from selfspec.pacer.labels import (
     pack,
     quality,
     running_products,
+    scikit_learn_metrics,
 )
 from selfspec.pacer.network import (
     PreVerifierConfig,
@@ -64,6 +65,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     run is the uninterrupted one. Raises ValueError for data that is missing, an output_dir of another run, or an exit layer
     that the model does not have.
     """
+    scikit_learn_metrics()  # the run ends with it: better to miss it now
     console = console or Console(stderr=True, highlight=False, markup=False)
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()

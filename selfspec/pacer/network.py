@@ -236,7 +236,9 @@ def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> T
     config = module.config
     parts = []
     if module.exit is not None:
-        parts.append(repeat(tensor(module.exit.weight), "exit hidden -> exit draft hidden", draft=config.max_drafts + 1))
+        parts.append(
+            repeat(tensor(module.exit.weight), "exit hidden -> exit draft hidden", draft=config.max_drafts + 1)
+        )
     if module.position is not None:
         exits = len(config.exit_layers)
         parts.append(repeat(tensor(module.position.weight), "draft hidden -> exit draft hidden", exit=exits))
