@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import isnan
 from time import perf_counter
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.graphs import first_rounds
-from selfspec.graphs.buffers import TOKEN, TOTAL, StaticRound
+from selfspec.graphs.buffers import TOKEN, TOTAL, GreedyVerdict, Look, SampledVerdict, StaticRound
 from selfspec.graphs.drafting import Drafting, is_weight
 from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.judge import NO_TOKEN
@@ -171,7 +172,7 @@ class CapturedRunner:
 
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
-        return HostRead(4 * rows, self._streams), HostRead(1 + 3 * rows, self._streams)
+        return HostRead(4 * rows, self._streams), HostRead(3 + 2 * rows, self._streams)
 
     def reserve(self, rows: int) -> None:
         """Make buffers for so many rows; new ones mean new captures."""
@@ -235,18 +236,21 @@ class CapturedRunner:
                 token, total = sampler.draw_on_device(p[0])
             else:
                 token, total = target, processed.amax(dim=-1)
-            self._verdict_read.start(torch.cat([token.double(), total.double()]))
-            rounds.settle(torch.zeros_like(token), token)
+            none = torch.zeros_like(token)  # of no drafts none is accepted
+            self._verdict_read.start(torch.cat([none.double(), token.double(), total.double()]))
+            rounds.settle(none, token)
         launched = self._look_ahead(turn, stop, 1)
         verified = perf_counter()
         numbers = self._verdict_read.wait()
-        if fast:
-            numbers = [numbers[1 + rounds.max_rows], numbers[1 + 2 * rounds.max_rows]]
-        failure = None
-        if not (is_weight(numbers[1]) if sampler.do_sample else numbers[1] == numbers[1]):
-            failure = _failure(refusal, 0, turn.length)
+        if sampler.do_sample:
+            drawn = SampledVerdict.decode(numbers)
+            chosen, is_sound = drawn.token, is_weight(drawn.total)
+        else:
+            greedy = GreedyVerdict.decode(numbers, 1)
+            chosen, is_sound = greedy.targets[0], not isnan(greedy.logits[0])
+        failure = None if is_sound else _failure(refusal, 0, turn.length)
         self._looked_ahead(launched, turn.length + 1)
-        block = [int(numbers[0]) if failure is None else NO_TOKEN]
+        block = [chosen if failure is None else NO_TOKEN]
         return replace(plain_outcome(block, target, p, started, verified), failure=failure)
 
     def _speculate(self, turn: Turn, exit_layer: int) -> Outcome:
@@ -282,16 +286,16 @@ class CapturedRunner:
         probabilities = None
         failure: Exception | None = None
         if sampler.do_sample:
-            accepted = min(int(numbers[0]), kept)
-            if not is_weight(numbers[2]):
+            drawn = SampledVerdict.decode(numbers)
+            accepted = min(drawn.num_accepted, kept)
+            if not is_weight(drawn.total):
                 failure = _failure(refusal, accepted, turn.length)
-            block = [*tokens[:accepted], int(numbers[1]) if failure is None else NO_TOKEN]
-            probabilities = tuple(numbers[3 : 3 + min(accepted + (failure is None), kept)])
+            block = [*tokens[:accepted], drawn.token if failure is None else NO_TOKEN]
+            probabilities = tuple(drawn.rates[: min(accepted + (failure is None), kept)])
         else:
-            stride = rounds.max_rows if fast else count + 1
-            chosen = [int(token) for token in numbers[1 + stride : 2 + stride + kept]]
-            values = numbers[1 + 2 * stride : 2 + 2 * stride + kept]
-            sound = next((row for row, value in enumerate(values) if value != value), kept + 1)
+            greedy = GreedyVerdict.decode(numbers, kept + 1)
+            chosen = greedy.targets
+            sound = next((row for row, value in enumerate(greedy.logits) if isnan(value)), kept + 1)
             accepted = accept_greedy(tokens[:sound], chosen)
             if accepted == sound:
                 if count and bool(rounds.logits[accepted].isnan().any()):
@@ -299,7 +303,7 @@ class CapturedRunner:
                     return self._step(turn)
                 failure = _failure(refusal, accepted, turn.length)
             block = [*chosen[:accepted], chosen[accepted] if failure is None else NO_TOKEN]
-            launched = launched and int(numbers[0]) == accepted  # else the device went on from another place
+            launched = launched and greedy.num_accepted == accepted  # else the device went on from another place
         self._looked_ahead(launched, turn.length + accepted + 1)
         return Outcome(
             draft_tokens=tuple(tokens),
@@ -321,8 +325,8 @@ class CapturedRunner:
         """Acceptance behind processors or sampling, operations one by one on the device: target tokens, p, and the row at
         which a processor raised an exception, if one did.
 
-        Both are new tensors, complete before reading starts. What is read: (m, token, sum of its weights, acceptance
-        probabilities), or when greedy the verdict with as many rows as there are.
+        Both are new tensors, complete before reading starts. What is read is a `SampledVerdict`, or when greedy a
+        `GreedyVerdict` of as many rows as there are.
         """
         rounds, sampler = self._round, turn.sampler
         drafts = rounds.drafts[:count]
@@ -331,8 +335,7 @@ class CapturedRunner:
             best = processed.max(dim=-1)
             target = best.indices
             num_accepted = accept_greedy_on_device(drafts, target)
-            padded = torch.cat([drafts, drafts.new_zeros(1)])
-            parts = (num_accepted, padded, target, best.values)
+            parts = (num_accepted, target, best.values)
             self._verdict_read.start(torch.cat([part.double() for part in parts]))
             rounds.settle(num_accepted, target.index_select(0, num_accepted))
             return target, None, refusal
@@ -391,10 +394,9 @@ class CapturedRunner:
         """Begin to read what was seen of row `index`."""
         self._look_read.start(self._round.looks[index])
 
-    def looks(self) -> list[list[float]]:
+    def looks(self) -> list[Look]:
         """What was being read, row by row."""
-        numbers = self._look_read.wait()
-        return [numbers[at : at + 4] for at in range(0, len(numbers), 4)]
+        return Look.decode(self._look_read.wait())
 
     def exit_hidden(self, index: int) -> Tensor:
         """Exit hidden state of a row, [hidden], a copy: the row's place is used again."""

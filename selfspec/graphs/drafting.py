@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import TYPE_CHECKING
 
 from policies import DraftRow
 from policies.records import StopCause
-from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL
+from selfspec.graphs.buffers import Look
 from selfspec.passes import Turn
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class Drafting:
     def __init__(self, runner: CapturedRunner, turn: Turn, exit_layer: int, fast: bool) -> None:
         self._runner, self._turn, self._exit_layer, self._fast = runner, turn, exit_layer, fast
         self.count = 0
-        self.seen: list[list[float]] = []  # of the rows read while drafting
+        self.seen: list[Look] = []  # of the rows read while drafting
         self.num_discarded = 0
         self.dropped: int | None = None  # what a greedy draft would have taken from the row stopped before
         self._cause: StopCause = "cap"
@@ -49,18 +50,17 @@ class Drafting:
                 num_drafted=index,
                 exit_layer=self._exit_layer,
                 position=turn.length - 1 + index,
-                confidence=look[CONFIDENCE] if turn.needs.confidence else None,
-                entropy=look[ENTROPY] if turn.needs.entropy else None,
+                confidence=look.confidence if turn.needs.confidence else None,
+                entropy=look.entropy if turn.needs.entropy else None,
                 exit_hidden=hidden,
             )
             if stopping.stop_before_draw(row):
                 self._stop_before()
-                self.dropped = None if turn.sampler.do_sample else int(look[TOKEN])
+                self.dropped = None if turn.sampler.do_sample else look.token
                 return
-            token = int(look[TOKEN])
-            if token in turn.eos:
+            if look.token in turn.eos:
                 self._cause = "eos"
-            elif stopping.stop_after_draw(row, token):
+            elif stopping.stop_after_draw(row, look.token):
                 self._cause = "after_draw"
 
     def finish(self) -> tuple[list[int], tuple[float, ...], StopCause]:
@@ -72,13 +72,13 @@ class Drafting:
             if self._unusable(look):
                 cause = "before_draw"
                 break
-            tokens.append(int(look[TOKEN]))
+            tokens.append(look.token)
             if tokens[-1] in self._turn.eos:
                 cause = "eos"
                 break
         looked_at = len(tokens) + (cause == "before_draw")
-        seen = [look[CONFIDENCE] for look in looks[:looked_at]]
-        return tokens, tuple(value for value in seen if value == value), cause
+        seen = [look.confidence for look in looks[:looked_at]]
+        return tokens, tuple(value for value in seen if not isnan(value)), cause
 
     def _stop_before(self) -> None:
         """End the draft before the token of the row that was looked at last."""
@@ -86,14 +86,12 @@ class Drafting:
         self.num_discarded += 1
         self._cause = "before_draw"
 
-    def _unusable(self, look: list[float]) -> bool:
+    def _unusable(self, look: Look) -> bool:
         """Whether a row gives no token, or NaN to a policy."""
         needs = self._turn.needs
-        if (needs.confidence and look[CONFIDENCE] != look[CONFIDENCE]) or (
-            needs.entropy and look[ENTROPY] != look[ENTROPY]
-        ):
+        if (needs.confidence and isnan(look.confidence)) or (needs.entropy and isnan(look.entropy)):
             return True
-        return self._turn.sampler.do_sample and not is_weight(look[TOTAL])
+        return self._turn.sampler.do_sample and not is_weight(look.total)
 
 
 def is_weight(total: float) -> bool:
