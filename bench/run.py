@@ -117,7 +117,6 @@ class Run:
             self._record.write({"kind": "fixed", "by_task": self._fixed})
 
     def measure(self) -> None:
-        """Time all engines on this process's prompts."""
         settings = self._settings
         done = {line["prompt"] for line in self._of_kind("done")}
         numbered = self._workers.share([*enumerate(self._prompts)])

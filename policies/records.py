@@ -134,7 +134,6 @@ class Spent:
     seconds: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        """Both together."""
         return Spent(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
 
 
@@ -151,17 +150,17 @@ class Shadow(Protocol):
     """
 
     @property
-    def layers(self) -> tuple[int, ...]: ...  # noqa: D102
+    def layers(self) -> tuple[int, ...]: ...
     @property
-    def tokens(self) -> Tensor: ...  # noqa: D102
+    def tokens(self) -> Tensor: ...
     @property
-    def confidences(self) -> Tensor: ...  # noqa: D102
+    def confidences(self) -> Tensor: ...
     @property
-    def target_tokens(self) -> Tensor: ...  # noqa: D102
+    def target_tokens(self) -> Tensor: ...
     @property
-    def target_probabilities(self) -> Tensor | None: ...  # noqa: D102
+    def target_probabilities(self) -> Tensor | None: ...
     @property
-    def num_rows(self) -> int: ...  # noqa: D102
+    def num_rows(self) -> int: ...
 
     def rows_of(self, layer: int) -> list[tuple[bool, float]]:
         """Of one layer, row by row: whether its token is the full model's choice, and its confidence."""
@@ -188,13 +187,12 @@ class ShadowTokens:
         return self.target_tokens.shape[0]
 
     def rows_of(self, layer: int) -> list[tuple[bool, float]]:
-        """See `Shadow`."""
         index = self.layers.index(layer)
         matches = (self.tokens[index] == self.target_tokens).tolist()
         return list(zip(matches, self.confidences[index].tolist()))
 
     def compute(self, layer: int, others: Sequence[Shadow]) -> None:
-        """It is done."""
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -50,7 +50,6 @@ class BandwidthInTurn:
         self._measured: list[float] = []
 
     def measure(self) -> None:
-        """Once more: a second."""
         self._measured.append(measure_bandwidth(self._device))
 
     def as_line(self) -> dict[str, Any]:
@@ -83,7 +82,6 @@ class WeightBytes:
         return cls(layer=limits["layer_bytes"], head=head, kv=limits["kv_bytes"], draft_head=draft_head)
 
     def as_line(self) -> dict[str, int]:
-        """For a record's line of kind "limits"."""
         return {
             "layer_bytes": self.layer,
             "head_bytes": self.head,

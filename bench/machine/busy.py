@@ -78,7 +78,6 @@ class TimedSelfSpec:
         self._generator, self._policy = generator, policy
 
     def decode(self, prompt: Tensor, max_new_tokens: int, seconds: float) -> int:
-        """See `Timed`."""
         result = self._generator.generate(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -99,7 +98,6 @@ class TimedTransformers:
         self._model = model
 
     def decode(self, prompt: Tensor, max_new_tokens: int, seconds: float) -> int:
-        """See `Timed`."""
         ids = prompt.to(self._model.device).unsqueeze(0)
         with torch.inference_mode(), generation_settings(self._model):
             sequences = self._model.generate(

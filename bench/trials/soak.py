@@ -266,7 +266,6 @@ class _Actor:
             options["logits_processor"] = LogitsProcessorList([check])
 
     def between(self) -> None:
-        """Between two rounds."""
         soak, random = self._soak, self._random
         if self._trouble == "interrupt" and random.random() < 0.2:
             raise KeyboardInterrupt

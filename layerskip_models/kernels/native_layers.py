@@ -24,17 +24,17 @@ class LayerWeights(Protocol):
     """One decoder layer; `DecoderLayer` says what each field is."""
 
     @property
-    def input_norm(self) -> RMSNorm: ...  # noqa: D102
+    def input_norm(self) -> RMSNorm: ...
     @property
-    def qkv(self) -> object: ...  # noqa: D102
+    def qkv(self) -> object: ...
     @property
-    def output(self) -> object: ...  # noqa: D102
+    def output(self) -> object: ...
     @property
-    def post_attention_norm(self) -> RMSNorm: ...  # noqa: D102
+    def post_attention_norm(self) -> RMSNorm: ...
     @property
-    def gate_up(self) -> object: ...  # noqa: D102
+    def gate_up(self) -> object: ...
     @property
-    def down(self) -> object: ...  # noqa: D102
+    def down(self) -> object: ...
 
 
 class KeysAndValues(Protocol):

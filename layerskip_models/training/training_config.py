@@ -121,7 +121,6 @@ class TrainingConfig:
             self.weights(self.num_layers)
 
     def sources(self) -> list[DataSource]:
-        """The data paths with their weights."""
         return [parse_data_source(text) for text in self.data]
 
     def weights(self, num_layers: int) -> list[float]:
@@ -133,11 +132,9 @@ class TrainingConfig:
         return exit_loss_weights(num_layers, kind, e_scale=self.e_scale, last_exit_weight=self.last_exit_weight)
 
     def sequence_length_at(self, step: int) -> int:
-        """Tokens per sequence at a step."""
         return self.long_sequence_length if step >= self.max_steps - self.long_steps else self.sequence_length
 
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence of any step."""
         own_text = OWN_TEXT_PROMPT + self.own_text_tokens if self.own_text_steps else 0
         return max(self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1), own_text)
 

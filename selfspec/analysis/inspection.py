@@ -42,7 +42,6 @@ class Inspection:
     comparison: Comparison
 
     def verdict(self) -> str:
-        """One plain sentence."""
         measured = self.comparison.speedup
         if measured >= WORTH:
             return f"worth it: {self.best.policy} runs {measured:.2f} times as fast as plain decoding here"

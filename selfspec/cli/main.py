@@ -235,7 +235,6 @@ class _Session:
         )
 
     def warm_up(self) -> None:
-        """Run what is timed later."""
         room = self._model.max_positions - len(self._tokenizer(self._prompt)["input_ids"])
         tokens = min(WARM_UP_TOKENS, room, self._max_new_tokens or WARM_UP_TOKENS)
         with self._notes.status("Warming up ..."):

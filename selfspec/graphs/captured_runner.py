@@ -71,16 +71,13 @@ class CapturedRunner:
 
     @property
     def num_captures(self) -> int:
-        """Captures made so far."""
         return self._earlier[0] + self._round.captures.num_captures
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds that they took."""
         return self._earlier[1] + self._round.captures.seconds
 
     def begin(self) -> None:
-        """See `Runner`."""
         self._ahead = None
         self._streams.resume()
 
@@ -93,7 +90,6 @@ class CapturedRunner:
             self._round.hidden.zero_()
 
     def recorder(self, layers: tuple[int, ...], max_rows: int) -> ShadowRecorder:
-        """See `Runner`."""
         self.reserve(max_rows)
         if layers not in self._recorders:
             self._recorders[layers] = ShadowRecorder(self._model, layers, self._round.max_rows)
@@ -387,15 +383,12 @@ class CapturedRunner:
         return fast or self._choose(turn, index)
 
     def advance(self, turn: Turn, index: int, exit_layer: int) -> None:
-        """Row `index` through the exit layer's layers."""
         self._round.one_row(0, exit_layer, self._span(turn.length + index), turn.recorder)
 
     def start_reading(self, index: int) -> None:
-        """Begin to read what was seen of row `index`."""
         self._look_read.start(self._round.looks[index])
 
     def looks(self) -> list[Look]:
-        """What was being read, row by row."""
         return Look.decode(self._look_read.wait())
 
     def exit_hidden(self, index: int) -> Tensor:

@@ -192,7 +192,6 @@ class LeanPreVerifier:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole network."""
         return count_parameters(self.config)
 
 

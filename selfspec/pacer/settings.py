@@ -92,7 +92,6 @@ class PreVerifierTraining:
 
     @staticmethod
     def sources(paths: tuple[str, ...]) -> list[DataSource]:
-        """Paths with their shares."""
         return [parse_data_source(text) for text in paths]
 
 
