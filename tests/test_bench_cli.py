@@ -3,7 +3,6 @@ import subprocess
 import sys
 
 import pytest
-from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
@@ -11,14 +10,6 @@ from bench.record import read_record
 from selfspec.defaults import fixed_policy
 
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny-checkpoint")
-    tiny_llama(seed=3).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
 
 
 def invoke(*arguments):

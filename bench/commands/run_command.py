@@ -69,9 +69,6 @@ def run(
         typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}."),
     ] = None,
     kept: KeptOption = None,
-    baseline: Annotated[
-        list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
-    ] = None,
     prompts: Annotated[
         list[Path] | None, typer.Option(help="File of prompts, .jsonl[.gz]; repeatable. Default: the shipped ones.")
     ] = None,
@@ -121,7 +118,7 @@ def run(
         if sampling is not None and grid:
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
-        names = ["ar", *(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
+        names = ["ar", *(policy or DEFAULT_POLICIES)]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         tokenizer = open_tokenizer(checkpoint)
@@ -242,14 +239,3 @@ def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[s
         else:
             raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")
     return list(dict.fromkeys(chosen))
-
-
-def baseline_policies(exit_layers: Sequence[int]) -> list[str]:
-    """The stopping policies that others have published, with a spread of their parameters, at some exit layers."""
-    names = []
-    for layer in exit_layers:
-        names += [f"fs:{layer}-4", *(f"dv:{layer},start={start}" for start in (0.2, 0.4, 0.8))]
-        names += [f"svip:{layer},threshold={bound}" for bound in (0.6, 1.0, 1.4)]
-        names += [f"adaedl:{layer},start={start}" for start in (0.2, 0.4)]
-        names += [f"spide:{layer},tau={tau}" for tau in (0.3, 0.5, 0.7)]
-    return names
