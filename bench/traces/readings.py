@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.record import Line
 from bench.traces.grid import ALL, SECONDS, fixed_in_hindsight, grid_lines, with_setting
@@ -129,6 +130,13 @@ def segment_speed(parts: Sequence[Segment], settings: Sequence[Setting]) -> floa
     return sum(tokens for tokens, _ in counts) / sum(cost for _, cost in counts)
 
 
+class Passes(NamedTuple):
+    """Passes per 100 tokens."""
+
+    draft: float
+    verify: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleLengths:
     """What drafting at one exit layer would give if every round's length were known beforehand.
@@ -136,7 +144,6 @@ class OracleLengths:
     fixed_length: the best one length. speeds are over plain decoding's: fixed of that length, longest of drafting exactly
     as many tokens as will be accepted (Pacer's gamma*), cheapest of the lengths with the lowest cost for the whole text,
     which may be shorter, since rows to verify cost time. lengths: gamma* of every round, text by text.
-    *_passes: (draft, verify) passes per 100 tokens.
     """
 
     exit_layer: int
@@ -145,8 +152,8 @@ class OracleLengths:
     longest: float
     cheapest: float
     lengths: tuple[tuple[int, ...], ...]
-    fixed_passes: tuple[float, float]
-    longest_passes: tuple[float, float]
+    fixed_passes: Passes
+    longest_passes: Passes
 
 
 def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
@@ -172,8 +179,11 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
         longest=plain / longest,
         cheapest=plain / sum(cheapest_cost(run, cost, exit_layer) for run in runs),
         lengths=lengths,
-        fixed_passes=(100 * sum(sum(r.drafted) for r in rounds) / tokens, 100 * sum(r.rounds for r in rounds) / tokens),
-        longest_passes=(100 * drafted / tokens, 100 * sum(map(len, lengths)) / tokens),
+        fixed_passes=Passes(
+            draft=100 * sum(sum(r.drafted) for r in rounds) / tokens,
+            verify=100 * sum(r.rounds for r in rounds) / tokens,
+        ),
+        longest_passes=Passes(draft=100 * drafted / tokens, verify=100 * sum(map(len, lengths)) / tokens),
     )
 
 

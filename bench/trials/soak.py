@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -43,7 +43,15 @@ MOST_TENSORS = 120
 MOST_TENSOR_BYTES = 640 << 10
 """The bytes of those."""
 
-Key = tuple[int, int, int, str, int | None]  # weights, prompt, length, policy, seed
+
+class Key(NamedTuple):
+    """What decides a text. weights, prompt: by number; seed: None when greedy."""
+
+    weights: int
+    prompt: int
+    length: int
+    policy: str
+    seed: int | None
 
 
 class Planned(Exception):
@@ -138,10 +146,10 @@ class Soak:
                 greedy = generator.generate(prompt, max_new_tokens=max(LENGTHS), policy="ar").new_tokens
                 for length in LENGTHS:
                     for name in (*FIXED, *LEARNING):
-                        texts[version, number, length, name, None] = greedy[:length]
+                        texts[Key(version, number, length, name, None)] = greedy[:length]
                     for name in FIXED:
                         result = generator.generate(prompt, max_new_tokens=length, policy=name, **_sampling(SEED))
-                        texts[version, number, length, name, SEED] = result.new_tokens
+                        texts[Key(version, number, length, name, SEED)] = result.new_tokens
         return texts
 
     def _phase(self, seconds: float, advance: Callable[[str], object], phase: int) -> None:
@@ -183,7 +191,7 @@ class Soak:
             if seed is not None:
                 return "skipped"  # captured passes draw in another order
             text = self._captured.generate(PROMPTS[number], **options).new_tokens
-            assert text == self._expected[1, number, length, name, None], ("captured", name, number, length)
+            assert text == self._expected[Key(1, number, length, name, None)], ("captured", name, number, length)
             return "captured"
         trouble = random.choice((None, None, None, "refused", "streamer", "criterion", "processor", "interrupt"))
         generator = random.choice((self._shared, self._own[index]))
@@ -204,7 +212,7 @@ class Soak:
         with actor.binding():
             stream = generator.stream(PROMPTS[number], **options)
             version = self._version if generator is self._shared else 0
-        expected = self._expected[version, number, length, name, seed]
+        expected = self._expected[Key(version, number, length, name, seed)]
         read: list[int] = []
         kind = "exact"
         try:
@@ -279,7 +287,7 @@ class _Actor:
                 stream = self._generator.stream(PROMPTS[1], max_new_tokens=32, policy="auto")
                 version = soak._version if self._generator is soak._shared else 0
             text = [token for piece in stream for token in piece]
-            assert text == soak._expected[version, 1, 32, "auto", None], "a call within a call"
+            assert text == soak._expected[Key(version, 1, 32, "auto", None)], "a call within a call"
 
 
 def _sampling(seed: int) -> dict[str, Any]:

@@ -292,10 +292,10 @@ def check_sampling(
             outside += 1
         advance(f"sampling, {policy}")
     cells = [(counts[course], draws * share) for course, share in reference.sampled.items()]
-    large = [cell for cell in cells if cell[1] >= 5]
-    rest = (draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large))
-    if rest[1] >= 5:
-        large.append(rest)
+    large = [(seen, expected) for seen, expected in cells if expected >= 5]
+    rest_seen, rest_expected = draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large)
+    if rest_expected >= 5:
+        large.append((rest_seen, rest_expected))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
     freedom = len(large) - 1
     chance = _chi_squared_tail(statistic, freedom) if freedom > 0 else 1.0
@@ -310,8 +310,8 @@ def check_sampling(
 
 
 def _chi_squared_tail(statistic: float, freedom: int) -> float:
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    shape, bound = (torch.tensor(value / 2, dtype=torch.float64) for value in (freedom, statistic))
+    return float(torch.special.gammaincc(shape, bound))
 
 
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:

@@ -351,15 +351,15 @@ def evaluate(
         else:
             products = network
         own = torch.cat(network), torch.cat(products)
-        theirs = confidence_estimates(traces, table)
+        spides = confidence_estimates(traces, table)
         labels = torch.cat([trace.labels() for trace in traces])
         known = torch.cat([trace.fate_known() for trace in traces])
         results["/".join(map(str, layers))] = {
             name: {
-                "token": asdict(quality(scores[0][known], labels[known])),
-                "prefix": asdict(quality(scores[1], labels)),
+                "token": asdict(quality(of_tokens[known], labels[known])),
+                "prefix": asdict(quality(of_prefixes, labels)),
             }
-            for name, scores in (("preverifier", own), ("confidence", theirs))
+            for name, (of_tokens, of_prefixes) in (("preverifier", own), ("confidence", spides))
         }
     module.train()
     return results
