@@ -72,7 +72,9 @@ app.command()(busy)
 @app.command()
 def peers(
     model: ModelOption = None,
-    policy: Annotated[str | None, typer.Option(help='"ls:E-G"; default: the checkpoint\'s best known.')] = None,
+    policy: Annotated[
+        str | None, typer.Option(help='Fixed setting "ls:E-G". Default: the checkpoint\'s best known.')
+    ] = None,
     prompts: PromptsOption = None,
     num_samples: NumSamplesOption = 4,
     prompt_tokens: PromptTokensOption = 320,
@@ -149,7 +151,9 @@ def report(
     ] = None,
     into: Annotated[
         list[Path] | None,
-        typer.Option(help="Fill a document's <!-- report:NAME --> places; NAME: a record's file name, no ending."),
+        typer.Option(
+            help="Fill the <!-- report:NAME --> markers of a document; NAME is a record's file name without its ending."
+        ),
     ] = None,
 ) -> None:
     """Turn records into one HTML page with pictures, or into Markdown tables."""
@@ -186,8 +190,8 @@ def show_readings(
     record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
     segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
 ) -> None:
-    """What the traces in a record say, with no decoding: how settings transfer between tasks and along a text, the best
-    length of every round in hindsight, acceptance by position in the draft.
+    """Analyse the traces in a record, without decoding: how settings transfer between tasks and along a text, the best
+    length of every round, acceptance by position in the draft.
     """
     with one_line_errors():
         lines = read_record(record)
@@ -215,7 +219,7 @@ def compare(
 
 def main() -> None:
     """Entry point of `selfspec-bench`."""
-    # Its hints and loading bars would tear the progress bar apart; errors are still raised.
+    # transformers' hints and loading bars would break the progress bar; errors are still raised.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     app()

@@ -75,7 +75,7 @@ def run(
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task to take from the prompts, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
+            help="Task of the prompt files, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
         ),
     ] = None,
     num_samples: TaskSamplesOption = 2,
@@ -101,7 +101,7 @@ def run(
     device: DeviceOption = "auto",
     runner: RunnerOption = "auto",
     output: OutputOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run to --output.")] = False,
 ) -> None:
     """Measure policies and engines over tasks: speed, rounds and memory, beside plain decoding in the same run.
 
@@ -136,7 +136,7 @@ def run(
             measure=lambda: LayerCost(num_layers),
             preverifier=generator.load_preverifier,
         )
-        for name in names:  # mistakes are told before anything is measured
+        for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = kept_policies(kept or [], names, parse)
         settings = RunSettings(
@@ -205,10 +205,9 @@ def _resuming() -> str:
 
 
 def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
-    """The first `num_samples` prompts of every task, of all files or the shipped ones, task by task; a task that they lack
-    comes from the hub.
+    """The first `num_samples` prompts of every task, from the files or the shipped ones; a task they lack comes from the hub.
 
-    Raises ValueError for a task that is nowhere, or when two files share an id.
+    Raises ValueError for an unknown task, or when two files share an id.
     """
     found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
     if len({prompt.id for prompt in found}) < len(found):
@@ -226,7 +225,7 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
 
 
 def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
-    """The policies to run a second time with what they have learned: those asked for, "all" meaning all that learn.
+    """The policies to run a second time with what they have learned: the named ones; "all" means all that learn.
 
     Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
     """

@@ -68,13 +68,15 @@ def sweep(
     num_samples: NumSamplesOption = 8,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
-    num_timed: Annotated[int, typer.Option(min=1, help="Cells to time for real, the best by prediction.")] = 6,
+    num_timed: Annotated[int, typer.Option(min=1, help="Number of settings to time, best predictions first.")] = 6,
     repeats: RepeatsOption = 5,
     warmups: WarmupsOption = 2,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep the best beside the checkpoint's weights.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Save the best setting beside the checkpoint's weights.")
+    ] = False,
 ) -> None:
     """Find the best exit layer and length, or the best of some policies; the most promising are timed; greedy.
 

@@ -1,7 +1,7 @@
 """Speed beside processes that want the same cores: what of its quiet speed an engine keeps.
 
-A cell is one engine decoding for some seconds beside so many busy processes per core. It is bounded by time, not by tokens:
-an engine that comes to a halt ends its cell as soon as its next token is there.
+A cell is one engine decoding for some seconds beside a number of busy processes per core. It is bounded by time, not by
+tokens: an engine that comes to a halt ends its cell as soon as its next token is there.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ while time.monotonic() < end and os.getppid() == parent:
 
 @contextmanager
 def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
-    """Within it so many processes of one thread each compute without a pause. Yields their ids.
+    """Run `count` processes of one thread each, which compute without a pause, within the block. Yields their ids.
 
-    seconds: after which they end by themselves, as they do when this process is gone; all are killed at the end of the block.
+    seconds: they end by themselves after this time, or when this process is gone; all are killed at the end of the block.
     """
     command = [sys.executable, "-I", "-S", "-c", _WORK, str(os.getpid()), str(seconds)]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            # No session of their own: where Linux shares the processor out by session first, the fair share would be another.
+            # In this session: Linux may divide the processor between sessions first, which would change the fair share.
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         for process in started:
             assert process.stdout is not None

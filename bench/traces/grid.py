@@ -1,4 +1,4 @@
-"""Fixed settings as a yardstick: the whole grid over exit layer and length on every prompt, by replay of one traced run.
+"""Every fixed setting (exit layer and length) on every prompt, by replay of one traced run per prompt.
 
 A fixed setting "chosen on the other half" is what a careful user gets: each task's prompts alternate between two halves, and
 each half is scored with the setting that was best on the other one. The "oracle" setting is the best on the very prompts that

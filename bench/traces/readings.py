@@ -1,11 +1,11 @@
 """What the traces in a record say beyond the runs that were timed; nothing is decoded for it.
 
 A record's "grid" lines hold, for each prompt, the cost of every fixed setting and which layers agree with the last one at
-every position of the model's own greedy text. From these four questions are answered by replay (`selfspec.analysis.replay`):
+every position of the model's own greedy text. Replay answers four questions from these lines (`selfspec.analysis.replay`):
 
 - transfer: how much of the best speed a setting keeps that was tuned on another task (DEL, Fig. 1a);
 - segments: whether one setting stays the best along a text (DEL, Fig. 1b);
-- oracle: what the best length of every single round would have been, in hindsight (Pacer, Fig. 2);
+- oracle: what the best length of every single round would have been (Pacer, Fig. 2);
 - positions: how often a draft token is accepted, by its position in the draft (Pacer, Fig. 6).
 
 Speeds are tokens per measured cost of decoding, prefill left out.
@@ -39,7 +39,7 @@ class Traces:
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Traces | None:
-        """From a record's lines; None where it holds no traces (a run without a grid, or an older one)."""
+        """From a record's lines; None where it holds no traces."""
         grid = [line for line in grid_lines(lines) if line.get("agrees")]
         costs = next((line for line in lines if line["kind"] == "costs"), None)
         if not grid or costs is None:
@@ -157,7 +157,7 @@ class OracleLengths:
 
 
 def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
-    """The best length per round in hindsight, at one exit layer, over all texts.
+    """The oracle's length per round at one exit layer, over all texts.
 
     Source: Pacer (Zhang et al. 2025), section 3.1 and Fig. 2: gamma* of a round is the longest draft that is accepted whole.
     """

@@ -109,7 +109,8 @@ def _llama(seed: int) -> LlamaForCausalLM:
 
 
 class Soak:
-    """seed: of all choices. threads: that make calls at the same time. captured: one call in so many, 0 for none."""
+    """seed: random seed of all choices. threads: how many make calls at the same time. captured: one call in this many runs
+    on captured passes; 0 for none."""
 
     def __init__(self, *, threads: int, seed: int, captured: int = 40) -> None:
         self.report = SoakReport()
@@ -130,7 +131,7 @@ class Soak:
         self._count = threading.Lock()
 
     def run(self, seconds: float, advance: Callable[[str], object]) -> SoakReport:
-        """Warm up for a quarter of the time, then the rest; advance: told what was counted about once a second."""
+        """Warm up for a quarter of the time, then the rest; advance: called about once a second with the counts."""
         self._phase(seconds / 4, advance, 0)
         self.report.warm = Memory.now()
         self._phase(seconds * 3 / 4, advance, 1)

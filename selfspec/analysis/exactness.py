@@ -78,7 +78,7 @@ def ask_reference(
     max_new_tokens: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Reference:
-    """Greedy texts, their logits and the law of sampling, all by transformers; advance: told prompts + 1 times."""
+    """Greedy texts, their logits and the law of sampling, all by transformers; advance: called prompts + 1 times."""
     texts, every_logits = [], []
     with torch.no_grad():
         for prompt in prompts:
@@ -135,7 +135,7 @@ def verify_engine(
 ) -> Iterator[Check]:
     """Yield one check after the other; takes the model's weights over, which it cannot be used without afterwards.
 
-    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: told `num_steps` times.
+    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: called `num_steps` times.
     """
     reference = ask_reference(llama, prompts, max_new_tokens, advance)
     model = from_transformers(llama, release=True)

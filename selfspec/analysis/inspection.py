@@ -64,7 +64,7 @@ def inspect_model(
 ) -> Inspection:
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
-    advance: told what was done, 2 * texts + 2 times. Raises ValueError if there is no text of at least 4 tokens.
+    advance: called with a label after each of 2 * texts + 2 steps. Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None

@@ -76,7 +76,7 @@ _SPECULATION, _TEXT, _OUTPUT = "Speculation", "Text", "Output"
 @app.command()
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help='Text to continue; "-" reads standard input. Without one: an example.')
+        str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
     ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
