@@ -204,9 +204,7 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
         return value.detach().to(device=device, dtype=dtype, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
-        converted = convert_layer(
-            module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: layout, dtype
-        )
+        converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
         layer = LayerSkipModel(
             llama,
             dtype=dtype,
