@@ -22,7 +22,7 @@ SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/sp
 class HubTask:
     """One task. path, config, split: of `datasets.load_dataset`. render: a row as (prompt, answer); shots: how many
     examples stand before it, out of shot_split; files: for a path that reads files; revision: of the repository, where its
-    main one holds a loading script, which `datasets` no longer runs. kind: a row's own task name."""
+    main one holds a loading script, which `datasets` no longer runs. task_of: a row's task, where there are several."""
 
     path: str
     split: str
@@ -32,7 +32,7 @@ class HubTask:
     shot_split: str = "train"
     files: str | None = None
     revision: str | None = None
-    kind: Callable[[Row], str] | None = None
+    task_of: Callable[[Row], str] | None = None
 
 
 def _gsm8k(row: Row) -> tuple[str, str | None]:
@@ -75,7 +75,7 @@ HUB_TASKS: Mapping[str, HubTask] = {
     "wmt14_de_en": HubTask(path="wmt/wmt14", config="de-en", split="test", render=_translation),
     "spec_bench": HubTask(
         path="json", files=SPEC_BENCH, split="train", render=lambda row: (row["turns"][0], None),
-        kind=lambda row: f"spec_bench/{row['category']}",
+        task_of=lambda row: f"spec_bench/{row['category']}",
     ),
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def load_hub_task(
 ) -> list[Prompt]:
     """`num_samples` prompts of a task, drawn by the seed and kept in the data's order; all if there are fewer.
 
-    Of a task that holds several (`kind`), so many of each. load: `datasets.load_dataset` unless told.
+    Of a data set that holds several tasks (`task_of`), `num_samples` of each. load: `datasets.load_dataset` by default.
     Raises ValueError for an unknown name, or where `datasets` is not installed.
     """
     if name not in HUB_TASKS:
@@ -108,7 +108,7 @@ def load_hub_task(
         prompts.append(
             Prompt(
                 id=f"{name}/{index}",
-                task=name if task.kind is None else task.kind(rows[index]),
+                task=name if task.task_of is None else task.task_of(rows[index]),
                 prompt=before + prompt,
                 reference=answer,
                 source=task.path if task.files is None else task.files,
@@ -119,11 +119,11 @@ def load_hub_task(
 
 def _draw(rows: Sequence[Row], task: HubTask, num_samples: int, random: Random) -> list[int]:
     groups: dict[str, list[int]] = {}
-    if task.kind is None:
+    if task.task_of is None:
         groups[""] = list(range(len(rows)))
     else:
         for index in range(len(rows)):
-            groups.setdefault(task.kind(rows[index]), []).append(index)
+            groups.setdefault(task.task_of(rows[index]), []).append(index)
     return [i for group in groups.values() for i in sorted(random.sample(group, min(num_samples, len(group))))]
 
 

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -34,8 +35,8 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "kernels": native_variant(device, dtype),
-        "ram_gib": ram_gib(),
-        "load_average": load_average(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average": round(psutil.getloadavg()[0], 2),  # well above 1: the machine was busy with other things
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -67,22 +68,6 @@ def available_cores() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-def ram_gib() -> float | None:
-    """Memory of the machine in GiB."""
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def load_average() -> float | None:
-    """Processes that wanted to run in the last minute: well above 1 before a run, the machine was busy with others."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):
-        return None
 
 
 def git_commit(folder: Path) -> str | None:

@@ -1,7 +1,7 @@
 """One measurement over tasks and policies: replayed grid, timed runs in turn, memory; resumable, shared by processes.
 
-Everything about one prompt is written at once behind its last run ("done"), so that a run which was killed goes on with the
-first prompt that is not done, and several processes can take prompts each. What does not depend on the clock (rounds, drafts,
+The lines of a prompt are complete once its "done" line is written. A run that was killed goes on with the first prompt that
+is not done, and several processes can share the prompts. What does not depend on the clock (rounds, drafts,
 layers, outputs) is the same either way: policies forget before every prompt, and costs are measured once and then kept.
 """
 
@@ -43,9 +43,11 @@ class RunSettings:
 
 
 class Run:
-    """A measurement in progress. engines: the first is the one whose outputs are compared with. advance: told each step.
+    """A measurement in progress.
 
-    score: of outputs, for prompts with a reference."""
+    engines: the outputs of all are compared with the first one's. advance: called after each step. score: of outputs, for
+    prompts with a reference.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Run:
         return settings.grid * num_prompts + runs * (settings.warmups + num_prompts * settings.repeats)
 
     def costs(self) -> MeasuredCost:
-        """The first process's calibration, or the one of the run that is resumed; in use from now on in every process."""
+        """The first process's calibration, or the resumed run's; every process uses it from now on."""
         known = self._of_kind("costs")
         mine = None
         if known:
@@ -89,7 +91,7 @@ class Run:
         return cost
 
     def limits(self) -> None:
-        """Write what the device's memory allows; the first process does."""
+        """Write the device's bandwidth and the bytes of the weights; only the first process does."""
         if self._workers.is_main and not self._of_kind("limits"):
             model = self._generator.model
             weights = WeightBytes.of(model)
@@ -117,7 +119,6 @@ class Run:
             self._record.write({"kind": "fixed", "by_task": self._fixed})
 
     def measure(self) -> None:
-        """Time all engines on this process's prompts."""
         settings = self._settings
         done = {line["prompt"] for line in self._of_kind("done")}
         numbered = self._workers.share([*enumerate(self._prompts)])
@@ -154,7 +155,7 @@ class Run:
             self._record.write({"kind": "done", "prompt": prompt.id})
 
     def memory(self) -> None:
-        """Each engine's most memory in use, on the longest prompt; the first process measures."""
+        """Each engine's peak memory on the longest prompt; only the first process measures it."""
         known = {line["engine"] for line in self._of_kind("memory")}
         if not self._settings.memory or not self._workers.is_main:
             return

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.commands.braces import GridPolicy
 from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
 from bench.record import Line
@@ -20,6 +19,14 @@ from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
 from selfspec.defaults import SETTINGS_FILE
 from selfspec.stats import mean, ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridPolicy:
+    """One policy of a grid. values: its place on each of the grid's axes."""
+
+    name: str
+    values: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +80,15 @@ def fixed_setting_of(policy: str) -> tuple[int, int] | None:
     """(exit layer, length) of "ls:E-G", None for any other policy, whose rounds no replay decides."""
     match = re.fullmatch(r"\s*ls:(\d+)-(\d+)\s*", policy)
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def fixed_grid(exit_layers: Sequence[int], lengths: Sequence[int]) -> list[GridPolicy]:
+    """Every fixed setting of these exit layers and drafts a round, the length varying fastest."""
+    return [
+        GridPolicy(name=f"ls:{layer}-{length}", values={"exit layer": str(layer), "drafts a round": str(length)})
+        for layer in exit_layers
+        for length in lengths
+    ]
 
 
 def parse_range(text: str, what: str) -> list[int]:

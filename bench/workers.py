@@ -44,5 +44,4 @@ class Workers:
         return broadcast_object_list([value])[0]
 
     def wait(self) -> None:
-        """Until all are here."""
         self._state.wait_for_everyone()

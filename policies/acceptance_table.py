@@ -81,7 +81,6 @@ class AcceptanceTable:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the prior."""
         self.accepted: dict[int, list[float]] = {layer: [0.0] * len(self.bins) for layer in self.layers}
         self.seen: dict[int, list[float]] = {layer: [0.0] * len(self.bins) for layer in self.layers}
 

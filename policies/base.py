@@ -16,9 +16,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow, Spent
+
+if TYPE_CHECKING:
+    from policies.building import Setup
 
 
 class Learner(Protocol):
@@ -98,19 +101,18 @@ class Unlearning:
     exit_layers: tuple[int, ...] | None = None  # an exit policy's: it may choose any
 
     def begin_text(self) -> None:
-        """Nothing to do."""
+        pass
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """Nothing to learn."""
+        pass
 
     def observe(self, record: RoundRecord) -> None:
-        """Nothing to learn."""
+        pass
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        pass
 
     def state(self) -> dict[str, Any]:
-        """Empty."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -122,23 +124,24 @@ class Unlearning:
 class NeverStop(Unlearning):
     """Defaults for a stopping policy: drafts to the plan's cap and learns nothing."""
 
+    @classmethod
+    def from_args(cls, setup: Setup, **options: Any) -> NeverStop:
+        """The policy that a name's ARGS stand for (`policies.names`); override it to use the setup."""
+        return cls(**options)
+
     def start_round(self, plan: Plan) -> None:
-        """Nothing to do."""
+        pass
 
     def stop_before_draw(self, row: DraftRow) -> bool:
-        """Never."""
         return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """Never."""
         return False
 
     def threshold(self, exit_layer: int) -> float | None:
-        """None."""
         return None
 
     def spent(self) -> Spent:
-        """Nothing."""
         return Spent()
 
 
@@ -156,7 +159,6 @@ class Policy:
 
     @property
     def needs(self) -> Needs:
-        """What they ask for together."""
         own = self.exit.needs | self.stopping.needs if self.stopping is not None else self.exit.needs
         return own | self.also
 
@@ -182,25 +184,21 @@ class Policy:
             expect(texts)
 
     def begin_text(self) -> None:
-        """Tell both that a new text begins."""
         self.exit.begin_text()
         if self.stopping is not None:
             self.stopping.begin_text()
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """Show the last prompt rows to both."""
         self.exit.observe_prompt(shadow)
         if self.stopping is not None:
             self.stopping.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
-        """Show a finished round to both."""
         self.exit.observe(record)
         if self.stopping is not None:
             self.stopping.observe(record)
 
     def reset(self) -> None:
-        """Make both forget what they learned."""
         self.exit.reset()
         if self.stopping is not None:
             self.stopping.reset()

@@ -48,7 +48,6 @@ class LayerCost:
     num_layers: int
 
     def autoregressive(self) -> float:
-        """L."""
         return float(self.num_layers)
 
     def look(self, exit_layer: int) -> float:
@@ -171,15 +170,12 @@ class WithPreVerifier:
 
     @property
     def num_layers(self) -> int:
-        """L; the pre-verifier is not among them."""
         return self.cost.num_layers
 
     def autoregressive(self) -> float:
-        """As without it."""
         return self.cost.autoregressive()
 
     def look(self, exit_layer: int) -> float:
-        """As without it."""
         return self.cost.look(exit_layer)
 
     def round(self, exit_layer: int, num_drafts: int) -> float:

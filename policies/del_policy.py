@@ -61,7 +61,6 @@ class DecayedMatches:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rounds."""
         self.matches = {layer: DecayedMean() for layer in self.layers}  # S(c) / S(n)
         self.matched = {layer: DecayedMean() for layer in self.layers}  # S(tcs) / S(c)
         self.mismatched = {layer: DecayedMean() for layer in self.layers}  # S(fcs) / S(n - c)
@@ -70,7 +69,6 @@ class DecayedMatches:
         self._rows_waiting = dict.fromkeys(self.layers, 0)
 
     def observe(self, shadow: Shadow) -> None:
-        """Add one round."""
         rows = shadow.num_rows
         for layer in shadow.layers:
             if layer not in self.matches:
@@ -82,7 +80,6 @@ class DecayedMatches:
                 self.learn(layer)
 
     def learn(self, layer: int) -> None:
-        """Add what waits of this layer."""
         waiting = self._waiting[layer]
         if not waiting:
             return
@@ -181,13 +178,11 @@ class DelEstimates:
         self._current = self.rounds
 
     def begin_text(self) -> None:
-        """Forget what belongs to the text before."""
         self._current = self.rounds
         if self._forgets:
             self.rounds.reset()
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """The prompt's last rows."""
         if self._counts_prompt:
             self.rounds.observe(shadow)
             return
@@ -196,29 +191,23 @@ class DelEstimates:
         self._current = self._prompt
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round's shadow tokens."""
         if record.shadow is not None:
             self.rounds.observe(record.shadow)
             self._current = self.rounds
 
     def acceptance(self, layer: int) -> float | None:
-        """See `DecayedMatches`."""
         return self._current.acceptance(layer)
 
     def most_accepted(self, layer: int) -> float | None:
-        """See `DecayedMatches`."""
         return self._current.most_accepted(layer)
 
     def knows(self, layer: int) -> bool:
-        """See `DecayedMatches`."""
         return self._current.knows(layer)
 
     def threshold(self, layer: int) -> float:
-        """See `DecayedMatches`."""
         return self._current.threshold(layer)
 
     def reset(self) -> None:
-        """Forget all."""
         self.rounds.reset()
         self._current = self.rounds
 
@@ -272,7 +261,6 @@ class DelExit:
 
     @classmethod
     def from_args(cls, setup: Setup, *, cost: str = "layers", d_max: int = MAX_SPECULATIONS, **options: Any) -> DelExit:
-        """Built from its name's ARGS (`policies.names`)."""
         return cls(num_layers=setup.num_layers, cost=setup.cost(cost), max_speculations=d_max, **options)
 
     def own_stopping(self, on_stop: str = "drop") -> DelThreshold | None:
@@ -317,23 +305,18 @@ class DelExit:
             bounds[layer] = exact
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """What the first round is planned from."""
         self.estimates.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round's shadow tokens."""
         self.estimates.observe(record)
 
     def reset(self) -> None:
-        """Forget all."""
         self.estimates.reset()
 
     def state(self) -> dict[str, Any]:
-        """What lasts from text to text."""
         return self.estimates.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
         self.estimates.restore(state)
 
 
@@ -369,7 +352,6 @@ class DelThreshold(NeverStop):
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> DelThreshold:
-        """Built from its name's ARGS (`policies.names`)."""
         return cls(num_layers=setup.num_layers, layers=setup.layers_to_learn, **options)
 
     def begin_text(self) -> None:
@@ -378,11 +360,9 @@ class DelThreshold(NeverStop):
             self._own.begin_text()
 
     def stop_before_draw(self, row: DraftRow) -> bool:
-        """With "drop", when confidence < tau."""
         return self._drops and self._below(row)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """With "keep", when confidence < tau."""
         return not self._drops and self._below(row)
 
     def threshold(self, exit_layer: int) -> float:
@@ -394,26 +374,21 @@ class DelThreshold(NeverStop):
         return row.confidence < self.threshold(row.exit_layer)
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """What the first round's threshold comes from."""
         if self._own is not None:
             self._own.observe_prompt(shadow)
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round's shadow tokens."""
         if self._own is not None:
             self._own.observe(record)
 
     def reset(self) -> None:
-        """Forget all."""
         if self._own is not None:
             self._own.reset()
 
     def state(self) -> dict[str, Any]:
-        """What lasts from text to text, if it is its own."""
         return {} if self._own is None else self._own.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
         if self._own is not None:
             self._own.restore(state)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop
-from policies.building import Setup
 from policies.records import DraftRow, Needs, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
@@ -46,16 +45,13 @@ class AdaptiveThreshold:
         self.value = min(max(THRESHOLD_DECAY * self.value + (1 - THRESHOLD_DECAY) * moved, 0.0), 1.0)
 
     def reset(self) -> None:
-        """Back to the start, with no rate seen."""
         self.value = self._start
         self.rate = None
 
     def state(self) -> dict[str, Any]:
-        """Threshold and smoothed rate."""
         return {"value": self.value, "rate": self.rate}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
         self.value = float(state["value"])
         self.rate = None if state["rate"] is None else float(state["rate"])
 
@@ -72,23 +68,18 @@ class AdaptiveStopping(NeverStop):
         return score < self.adaptive.value or row.num_drafted + 1 >= self.max_length
 
     def threshold(self, exit_layer: int) -> float:
-        """The current threshold, in [0, 1]."""
         return self.adaptive.value
 
     def observe(self, record: RoundRecord) -> None:
-        """Move the threshold."""
         self.adaptive.observe(record, self.max_length)
 
     def reset(self) -> None:
-        """Back to the first threshold."""
         self.adaptive.reset()
 
     def state(self) -> dict[str, Any]:
-        """As of `AdaptiveThreshold`."""
         return self.adaptive.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
         self.adaptive.restore(state)
 
 
@@ -106,12 +97,6 @@ class DraftVerifyThreshold(AdaptiveStopping):
         super().__init__(AdaptiveThreshold(start, target=target, step=step), max_length)
         self.needs = Needs(confidence=True)
 
-    @classmethod
-    def from_args(cls, setup: Setup, **options: Any) -> DraftVerifyThreshold:
-        """Built from its name's ARGS (`policies.names`)."""
-        return cls(**options)
-
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """When the row's confidence is below the threshold."""
         assert row.confidence is not None
         return self.stops(row.confidence, row)

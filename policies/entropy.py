@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from policies.base import NeverStop
-from policies.building import Setup
 from policies.draft_verify import AdaptiveStopping, AdaptiveThreshold
 from policies.records import DraftRow, Needs
 
@@ -31,18 +29,11 @@ class SvipThreshold(NeverStop):
         self._threshold = threshold
         self.max_length = max_length
 
-    @classmethod
-    def from_args(cls, setup: Setup, **options: Any) -> SvipThreshold:
-        """Built from its name's ARGS (`policies.names`)."""
-        return cls(**options)
-
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """When the row's sqrt(H) is above the threshold."""
         assert row.entropy is not None
         return math.sqrt(max(row.entropy, 0.0)) > self._threshold or row.num_drafted + 1 >= self.max_length
 
     def threshold(self, exit_layer: int) -> float:
-        """The bound of sqrt(H)."""
         return self._threshold
 
 
@@ -57,12 +48,6 @@ class AdaEdlThreshold(AdaptiveStopping):
         super().__init__(AdaptiveThreshold(start), max_length)
         self.needs = Needs(entropy=True)
 
-    @classmethod
-    def from_args(cls, setup: Setup, **options: Any) -> AdaEdlThreshold:
-        """Built from its name's ARGS (`policies.names`)."""
-        return cls(**options)
-
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """When the bound is below lambda."""
         assert row.entropy is not None
         return self.stops(1 - math.sqrt(max(ADAEDL_GAMMA * row.entropy, 0.0)), row)

@@ -31,9 +31,7 @@ class FixedExit(Unlearning):
 
     @classmethod
     def from_args(cls, setup: Setup, exit_layer: int | None = None, length: int = 0) -> FixedExit:
-        """Built from its name's ARGS (`policies.names`)."""
         return cls(exit_layer, length, num_layers=setup.num_layers)
 
     def plan(self, context: RoundContext) -> Plan:
-        """The same plan each time."""
         return self._plan

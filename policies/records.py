@@ -141,7 +141,6 @@ class Spent:
     seconds: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        """Both together."""
         return Spent(layers=self.layers + other.layers, seconds=self.seconds + other.seconds)
 
 
@@ -195,13 +194,12 @@ class ShadowTokens:
         return self.target_tokens.shape[0]
 
     def rows_of(self, layer: int) -> list[tuple[bool, float]]:
-        """See `Shadow`."""
         index = self.layers.index(layer)
         matches = (self.tokens[index] == self.target_tokens).tolist()
         return list(zip(matches, self.confidences[index].tolist()))
 
     def compute(self, layer: int, others: Sequence[Shadow]) -> None:
-        """It is done."""
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

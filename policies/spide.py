@@ -67,7 +67,6 @@ class SpideStopping(NeverStop):
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> SpideStopping:
-        """Built from its name's ARGS (`policies.names`)."""
         built = cls(setup.layers_to_learn, num_layers=setup.num_layers, **options)
         if "learn_every" in options and not built.learns_from_shadow_tokens:
             raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
@@ -79,17 +78,14 @@ class SpideStopping(NeverStop):
         return self._shadow
 
     def start_round(self, plan: Plan) -> None:
-        """Gamma starts at 1."""
         self.reliability = 1.0
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """Multiply Gamma by the row's rate; stop at tau or below."""
         assert row.confidence is not None
         self.reliability *= self.table.rate(row.exit_layer, row.confidence)
         return self.reliability <= self.tau or row.num_drafted + 1 >= self.max_length
 
     def threshold(self, exit_layer: int) -> float:
-        """tau."""
         return self.tau
 
     def observe_prompt(self, shadow: Shadow) -> None:
@@ -98,17 +94,13 @@ class SpideStopping(NeverStop):
             self.table.observe_shadow(shadow)
 
     def observe(self, record: RoundRecord) -> None:
-        """Update the tables."""
         self.table.observe(record if self._shadow else replace(record, shadow=None))
 
     def reset(self) -> None:
-        """Back to the prior."""
         self.table.reset()
 
     def state(self) -> dict[str, Any]:
-        """The tables."""
         return self.table.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up tables that `state` gave."""
         self.table.restore(state)

@@ -164,7 +164,9 @@ def assert_same(found: Course, expected: Course, *, rounds: bool = True, exact: 
 
 def random_wish(random: Random, policy: str) -> Wish:
     """One text: greedy or sampled, some with processors, with any stop, joining and leaving at any time."""
-    prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.choice([random.randint(1, 5), random.randint(12, 34)]))]
+    prompt = [
+        random.randrange(VOCAB_SIZE) for _ in range(random.choice([random.randint(1, 5), random.randint(12, 34)]))
+    ]
     options: dict[str, Any] = {"max_new_tokens": random.choice([random.randint(1, 5), *[random.randint(6, 26)] * 3])}
     # Where a policy drafts otherwise in company, a sampled text would be drawn otherwise.
     if policy not in BY_COMPANY and random.random() < 0.4:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tiny_llama import tiny_llama
+from tiny_llama import tiny_llama, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
+import bench.run
 import selfspec.graphs.captured_runner
 from layerskip_models import from_transformers
+from policies import MeasuredCost
 from selfspec import SelfSpecGenerator
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
@@ -39,3 +43,19 @@ def llama64() -> LlamaForCausalLM:
 def engine64(llama64: LlamaForCausalLM) -> SelfSpecGenerator:
     """A fresh generator over that model."""
     return SelfSpecGenerator(from_transformers(llama64, layout="plain"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its tokenizer."""
+    path = tmp_path_factory.mktemp("tiny-checkpoint")
+    tiny_llama(seed=3).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `selfspec-bench run` measures the same seconds."""
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-3, 1.1e-3), head_seconds=(5e-4, 6e-4))
+    monkeypatch.setattr(bench.run, "measured_cost", lambda model, runner: cost)

@@ -123,7 +123,7 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     assert "was not read): runs whose text is not plain decoding's: 0." in parts["headline"]
     assert all(row.endswith("| – | – |") for row in parts["contexts"].splitlines()[4:])  # neither's first token
     both = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--no-prefill"])
-    assert "give --no-peers and --no-memory, too" in both.stderr
+    assert "--no-prefill needs --no-peers and --no-memory" in both.stderr
     none = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--contexts", "64"])
     assert none.exit_code == 2
     assert "the model has 64 positions" in none.stderr

@@ -42,7 +42,7 @@ class Balanced(HTMLParser):
             assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("name", ["run", "sweep", "peers", "startup"])
+@pytest.mark.parametrize("name", ["run", "sweep", "peers"])
 def test_a_page_stands_alone(name: str, tmp_path: Path) -> None:
     record = DATA / f"{name}.jsonl.gz"
     target = tmp_path / "report.html"

@@ -14,7 +14,7 @@ from torch import Tensor
 from layerskip_models import from_transformers
 from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.linear import possible_layouts
+from layerskip_models.linear import default_layout, possible_layouts
 from selfspec import SelfSpecGenerator
 
 CPU = torch.device("cpu")
@@ -60,6 +60,13 @@ def test_half_refuses_what_it_would_round() -> None:
     assert "half" not in possible_layouts(drawn(4, 4))
     assert "half" in possible_layouts(drawn(4, 4).bfloat16().float())
     assert "int8" not in possible_layouts(drawn(4, 4).bfloat16().float())
+
+
+@needs_half
+def test_without_our_kernels_large_weights_stay_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerskip_models.linear.native_works", lambda *_: False)
+    assert default_layout(drawn(512, 512).bfloat16().float()) == "half"
+    assert default_layout(drawn(512, 512)) == default_layout(drawn(64, 64).bfloat16().float()) == "plain"
 
 
 @needs_half

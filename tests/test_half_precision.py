@@ -10,13 +10,13 @@ from transformers import LlamaForCausalLM
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.conversion import arithmetic_dtype
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.linear import compact_layout
+from layerskip_models.linear import default_layout
 from selfspec import SelfSpecGenerator
 
 HALVES = [torch.bfloat16, torch.float16]
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], list(range(20))]
 needs_kernels = pytest.mark.skipif(
-    compact_layout(torch.zeros(4, 4)) != "native", reason="without our kernels rows may differ in the last bits"
+    default_layout(torch.zeros(4, 4)) != "native", reason="without our kernels rows may differ in the last bits"
 )
 
 
@@ -73,7 +73,7 @@ def test_16_bit_weights_stay_16_bits(dtype: torch.dtype) -> None:
     model = from_transformers(llama)
     assert model.embed_one(3).dtype == torch.float32
     assert torch.equal(model.embed_one(3), llama.model.embed_tokens.weight[3:4].float())
-    if dtype == torch.bfloat16 and compact_layout(torch.zeros(4, 4)) != "plain":
+    if dtype == torch.bfloat16 and default_layout(torch.zeros(4, 4)) != "plain":
         full = from_transformers(tiny_llama(dtype=dtype, seed=1).float(), layout="plain")
         assert 2 * (model.layer_bytes - 2 * 16 * 4) == full.layer_bytes - 2 * 16 * 4  # two norms of 16 stay float32
 

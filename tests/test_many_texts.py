@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from companies import (
     BY_COMPANY,
+    NUM_LAYERS,
     POLICIES,
+    Wish,
     assert_same,
     model_of,
     random_wish,
@@ -20,13 +24,19 @@ from companies import (
 )
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tiny_llama import tiny_tokenizer
+from tiny_llama import reference_greedy, tiny_tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import selfspec.engine
-from layerskip_models import LayerSkipModel
+from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
+from selfspec.engine import Engine, Progress
+from selfspec.text import Text
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no native kernels here")
@@ -53,12 +63,16 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     monkeypatch.setattr(selfspec.engine, "PIECE_ROWS", 7)
     count: Counter[str] = Counter()
     names = itertools.cycle(POLICIES)
+    count_steps(count, monkeypatch)
 
     @given(seed=st.integers(0, 2**32))
     @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
     def check(seed: int) -> None:
         random = Random(seed)
         texts = [random_wish(random, next(names)) for _ in range(random.randint(2, 7))]
+        if random.random() < 0.3:  # whole passes are single calls where all are greedy, and have no processors
+            plain = {"do_sample": False, "generation_config": None}
+            texts = [replace(text, options={**text.options, **plain}) for text in texts]
         courses = run_together(generator_of(layout), texts)
         for text, course in zip(texts, courses):
             expected = run_alone(shared_model(layout), text)
@@ -85,3 +99,133 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     assert count["in company"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3
     assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 3
+    assert layout == "plain" or min(count["tokens"], count["rows"]) >= 2 * EXAMPLES
+
+
+def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often several texts went through layers in a single call."""
+    tokens, rows = NativeSteps.tokens, NativeSteps.rows
+
+    def counted_tokens(self: NativeSteps, given: list[int], *rest: Any, **options: Any) -> Any:
+        count["tokens"] += len(given) > 1
+        return tokens(self, given, *rest, **options)
+
+    def counted_rows(self: NativeSteps, x: Tensor, where: CacheRows, *rest: Any, **options: Any) -> Any:
+        count["rows"] += len(where) > 1
+        return rows(self, x, where, *rest, **options)
+
+    monkeypatch.setattr(NativeSteps, "tokens", counted_tokens)
+    monkeypatch.setattr(NativeSteps, "rows", counted_rows)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in BY_COMPANY])
+def test_one_policy_for_all_is_a_policy_for_each(name: str, layout: Layout) -> None:
+    """One `Policy` that several texts are given: each decides by what it has seen itself, greedy or sampled."""
+    model = shared_model(layout)
+    one = Wish(prompt=[], policy=name).arguments(model)["policy"]
+    prompts = [[5, 1, 7], [3] * 9, [20, 4], [11, 2, 2, 8]]
+    options: list[dict[str, Any]] = [
+        {},
+        {"do_sample": True, "seed": 3},
+        {"eos_token_id": [9]},
+        {"repetition_penalty": 1.2},
+    ]
+    texts = [Wish(prompt=p, policy=name, options={"max_new_tokens": 15, **o}) for p, o in zip(prompts, options)]
+    given = [replace(text, options={**text.options, "policy": one}) for text in texts]
+    for text, course in zip(texts, run_together(generator_of(layout), given)):
+        assert_same(course, run_alone(model, text), exact=layout == "native")
+
+
+def test_greedy_texts_in_company_are_transformers_own(llama64: LlamaForCausalLM) -> None:
+    generator = SelfSpecGenerator(from_transformers(llama64, layout="plain"), tiny_tokenizer())
+    prompts = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], list(range(20))]
+    options: list[dict[str, Any]] = [{}, {"eos_token_id": [4]}, {"repetition_penalty": 1.3}, {"stop_strings": ["a"]}]
+    for name in ("ar", "ls:2-4", "dv:1", "auto:cost=layers"):
+        texts = [Wish(prompt=p, policy=name, options={"max_new_tokens": 25, **o}) for p, o in zip(prompts, options)]
+        for text, course in zip(texts, run_together(generator, texts)):
+            assert course.tokens == reference_greedy(llama64, text.prompt, **text.options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever decodes gets a token in every step; of the prompts no more rows are read in a step than may be."""
+    monkeypatch.setattr(selfspec.engine, "PIECE_ROWS", 4)
+    read: list[int] = []
+    original = Text.read
+
+    def counted(self: Text, *most: int) -> list[int]:
+        before, tokens = self.cache.length, original(self, *most)
+        read[-1] += (self.cache.length if self.reading else self.length - 1) - before
+        return tokens
+
+    monkeypatch.setattr(Text, "read", counted)
+    texts = [
+        Wish(prompt=[5, 1, 7], policy="ls:{E}-4", options={"max_new_tokens": 40}),
+        Wish(prompt=[3, 9] * 11, policy="dv:{E}", options={"max_new_tokens": 20}, joins=2),
+        Wish(prompt=[8, 2, 4], policy="ar", options={"max_new_tokens": 20}, joins=3),
+        Wish(prompt=[6] * 14, policy="ls:{E}-4", options={"max_new_tokens": 20}, joins=4),
+    ]
+
+    def watch(engine: Engine, found: list[Progress]) -> None:
+        decoding = {ticket for ticket, seat in engine._seats.items() if not seat.text.reading}
+        got = {progress.ticket: progress.tokens for progress in found}
+        assert all(got.get(ticket) for ticket in decoding)
+        read.append(0)
+
+    read.append(0)
+    courses = run_together(generator_of(layout), texts, watch)
+    for text, course in zip(texts, courses):
+        expected = run_alone(shared_model(layout), text)
+        assert_same(course, expected, exact=layout == "native")
+        assert course.steps == [*range(course.steps[0], course.steps[-1] + 1)]  # once it decodes, in every step
+    # 22, 3 and 14 rows, four in every step, the third prompt with what is left of the second's last piece.
+    assert [course.steps[0] for course in courses] == [0, 2 + 5, 2 + 6, 2 + 9]
+    assert read[:12] == [3, 0, *[4] * 9, 3]
+
+
+def test_with_nobody_decoding_a_prompt_is_read_at_once() -> None:
+    """Whole prompts, in the order in which they came: nobody waits for a token meanwhile."""
+    texts = [Wish(prompt=[token] * 30, options={"max_new_tokens": 6}) for token in (1, 2, 3)]
+    courses = run_together(generator_of("plain"), texts)
+    assert [course.steps for course in courses] == [[*range(6)], [*range(1, 7)], [*range(2, 8)]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_text_takes_as_much_memory_as_alone(layout: Layout) -> None:
+    """Its cache has room for its own tokens, whatever the others need."""
+    texts = [
+        Wish(prompt=[3] * size, policy="ls:{E}-4", options={"max_new_tokens": new})
+        for size, new in ((3, 5), (30, 20), (1, 30), (12, 9))
+    ]
+    for text, course in zip(texts, run_together(generator_of(layout), texts)):
+        expected = run_alone(shared_model(layout), text)
+        assert course.result is not None and expected.result is not None
+        assert course.result.stats.peak_cache_bytes == expected.result.stats.peak_cache_bytes
+        numbers = NUM_LAYERS * 2 * 2 * 8 * (len(text.prompt) + text.options["max_new_tokens"])
+        assert course.result.stats.peak_cache_bytes == numbers * shared_model(layout).dtype.itemsize
+
+
+@pytest.mark.usefixtures("small_captures")
+@pytest.mark.parametrize("leaves", [None, 9])
+def test_a_captured_text_that_gets_company_goes_on_eagerly(leaves: int | None, llama64: LlamaForCausalLM) -> None:
+    """And so does one that was in company and is then alone; the next one that is alone is captured again."""
+    model = from_transformers(llama64, layout="plain")
+    generator = SelfSpecGenerator(model, tiny_tokenizer(), runner="captured")
+    options = {"max_new_tokens": 24}
+    sampled = {**options, "do_sample": True, "seed": 5}
+    for policy in ("ar", "ls:{E}-3", "changing plans", "auto:cost=layers", "stop after a draw"):
+        texts = [
+            Wish(prompt=[5, 1, 7], policy=policy, options=options, leaves=leaves),
+            Wish(prompt=[2, 2, 9], policy=policy, options=sampled, joins=3),
+            Wish(prompt=[8], policy=policy, options=options, joins=60),
+        ]
+        courses = run_together(generator, texts)
+        for text, course in zip(texts, courses):
+            expected = run_alone(model, text)
+            if text.leaves is None:
+                assert_same(course, expected, exact=False)
+            assert course.tokens == expected.tokens[: len(course.tokens)]
+        kinds = [None if course.result is None else course.result.stats.runner for course in courses]
+        assert kinds == ["eager" if leaves is None else None, "eager", "captured"]
+    assert generator.runner == "captured"

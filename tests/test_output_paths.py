@@ -18,7 +18,6 @@ WRITERS = [
     (bench.commands.bench_app.app, ["peers", "-o"]),
     (bench.commands.bench_app.app, ["roofline", "-o"]),
     (bench.commands.bench_app.app, ["context", "-o"]),
-    (bench.commands.bench_app.app, ["startup", "-o"]),
     (bench.commands.bench_app.app, ["busy", "-o"]),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),

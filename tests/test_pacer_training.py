@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,33 @@ def test_metrics_by_hand() -> None:
     measured = quality(scores, labels)  # stops at the first three, of which two are rejected
     assert (measured.stop_precision, measured.stop_recall) == (pytest.approx(2 / 3), 1.0)
     assert measured.share_accepted == 0.5
+
+
+@pytest.mark.parametrize("distinct", [3, 1000])
+def test_auc_counts_the_pairs(distinct: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randint(distinct, (60,), generator=generator) / distinct
+    labels = torch.randint(2, (60,), generator=generator).float()
+    gaps = scores[labels == 1, None] - scores[labels == 0]
+    assert auc(scores, labels) == pytest.approx(
+        float((gaps > 0).float().mean() + (gaps == 0).float().mean() / 2), rel=1e-5
+    )
+    assert math.isnan(auc(scores, torch.ones(60)))
+
+
+def test_quality_of_nothing_stopped_and_nothing_rejected_is_unknown() -> None:
+    measured = quality(torch.tensor([0.9, 0.8]), torch.ones(2))
+    assert math.isnan(measured.auc) and math.isnan(measured.stop_precision) and math.isnan(measured.stop_recall)
+
+
+def test_training_without_scikit_learn_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    config = PreVerifierTraining(data=(str(Path(__file__)),), output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
+        train_preverifier(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_baseline_is_spides_table_and_its_running_product() -> None:

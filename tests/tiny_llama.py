@@ -14,7 +14,7 @@ from bench.trials.fuzz_models import ROPES, random_llama, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
-from layerskip_models.linear import Layout, packing_works
+from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
 from selfspec.passes import RunnerName
 from selfspec.request import GenerationHost, Request, make_request
@@ -85,7 +85,7 @@ def pool_model(
         dtype=dtype,
         seed=index,
     )
-    layout: Layout = "packed" if index % 4 == 1 and packing_works(llama.lm_head.weight) else "plain"
+    layout: Layout = "plain"
     if index % 4 == 2 and native_works(llama.device, dtype):
         layout = "native"
     if index % 4 == 3 and half_works(llama.device, dtype):

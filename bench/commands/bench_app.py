@@ -39,7 +39,6 @@ from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
 from bench.commands.shapes_command import shapes
 from bench.commands.soak_command import soak
-from bench.commands.startup_command import startup
 from bench.commands.sweep_command import sweep
 from bench.engines.own import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
@@ -67,7 +66,6 @@ app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
-app.command()(startup)
 app.command()(soak)
 app.command()(busy)
 app.command()(batch)
@@ -76,7 +74,9 @@ app.command()(batch)
 @app.command()
 def peers(
     model: ModelOption = None,
-    policy: Annotated[str | None, typer.Option(help='"ls:E-G"; default: the checkpoint\'s best known.')] = None,
+    policy: Annotated[
+        str | None, typer.Option(help='Fixed setting "ls:E-G". Default: the checkpoint\'s best known.')
+    ] = None,
     prompts: PromptsOption = None,
     num_samples: NumSamplesOption = 4,
     prompt_tokens: PromptTokensOption = 320,
@@ -153,7 +153,9 @@ def report(
     ] = None,
     into: Annotated[
         list[Path] | None,
-        typer.Option(help="Fill a document's <!-- report:NAME --> places; NAME: a record's file name, no ending."),
+        typer.Option(
+            help="Fill the <!-- report:NAME --> markers of a document; NAME is a record's file name without its ending."
+        ),
     ] = None,
 ) -> None:
     """Turn records into one HTML page with pictures, or into Markdown tables."""
@@ -190,8 +192,8 @@ def show_readings(
     record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
     segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
 ) -> None:
-    """What the traces in a record say, with no decoding: how settings transfer between tasks and along a text, the best
-    length of every round in hindsight, acceptance by position in the draft.
+    """Analyse the traces in a record, without decoding: how settings transfer between tasks and along a text, the best
+    length of every round, acceptance by position in the draft.
     """
     with one_line_errors():
         lines = read_record(record)
@@ -219,7 +221,7 @@ def compare(
 
 def main() -> None:
     """Entry point of `selfspec-bench`."""
-    # Its hints and loading bars would tear the progress bar apart; errors are still raised.
+    # transformers' hints and loading bars would break the progress bar; errors are still raised.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     app()

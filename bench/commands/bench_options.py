@@ -12,7 +12,7 @@ from selfspec.cli.arguments import one_line_errors
 
 
 def _record_path(path: Path | None) -> Path | None:
-    """The command ends before it starts if its record could not be written."""
+    """Fails before anything runs if the record could not be written."""
     with one_line_errors():
         return None if path is None else output_file(path, replaced=True)
 
@@ -26,18 +26,17 @@ ModelOption = Annotated[
 PromptsOption = Annotated[
     Path | None, typer.Option(help='Prompts, .jsonl[.gz] with "id", "task", "prompt". Default: the shipped ones.')
 ]
-NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from the tasks in turn.")]
-TaskSamplesOption = Annotated[int, typer.Option(min=1, help="Prompts of each task.")]
+NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from each task in turn.")]
+TaskSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts of each task.")]
 PromptTokensOption = Annotated[int, typer.Option(min=1, help="Maximum prompt length; longer prompts keep their end.")]
 NewTokensOption = Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="Timed runs of each engine on each prompt.")]
-WarmupsOption = Annotated[int, typer.Option(min=0, help="Runs of each engine beforehand, not counted.")]
+WarmupsOption = Annotated[int, typer.Option(min=0, help="Untimed runs of each engine before the timed ones.")]
 KeptOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Policy to run a second time, keeping what it learns from prompt to prompt, as in use; repeatable. "
-        "'all' means every policy of the run that learns. "
-        "Not with --resume."
+        help="Policy to run a second time without forgetting between prompts, as in ordinary use; repeatable. "
+        "'all' means every policy of the run that learns. Not with --resume."
     ),
 ]
 PeersOption = Annotated[
@@ -46,20 +45,18 @@ PeersOption = Annotated[
 MemoryOption = Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")]
 DoSampleOption = Annotated[
     bool,
-    typer.Option(
-        "--do-sample", help="Draw tokens instead of taking the likeliest; every repeat of a prompt has another seed."
-    ),
+    typer.Option("--do-sample", help="Sample instead of decoding greedily; every repeat of a prompt has another seed."),
 ]
-TemperatureOption = Annotated[float | None, typer.Option(help="For --do-sample (default 1).")]
-TopPOption = Annotated[float | None, typer.Option(help="For --do-sample (default 1: all tokens).")]
-TopKOption = Annotated[int | None, typer.Option(help="For --do-sample (default 0: all tokens).")]
-SeedOption = Annotated[int | None, typer.Option(help="For --do-sample: seed of the first repeat (default 0).")]
+TemperatureOption = Annotated[float | None, typer.Option(help="Sampling temperature, with --do-sample (default 1).")]
+TopPOption = Annotated[float | None, typer.Option(help="Top-p, with --do-sample (default 1: all tokens).")]
+TopKOption = Annotated[int | None, typer.Option(help="Top-k, with --do-sample (default 0: all tokens).")]
+SeedOption = Annotated[int | None, typer.Option(help="Random seed of the first repeat, with --do-sample (default 0).")]
 DtypeOption = Annotated[
     str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 RunnerOption = Annotated[
-    str, typer.Option(help="eager, captured (on a CPU a slow stand-in), or auto: captured on CUDA, else eager.")
+    str, typer.Option(help="eager, captured (slow on a CPU, for tests), or auto: captured on CUDA, else eager.")
 ]
 OutputOption = Annotated[
     Path | None,

@@ -36,9 +36,9 @@ def busy(
     prompt_tokens: PromptTokensOption = 64,
     max_new_tokens: NewTokensOption = 128,
     processes: Annotated[
-        str, typer.Option(help="Busy processes per core, as in 1,2,3; quiet is measured, too.")
+        str, typer.Option(help="Busy processes per core, for example 1,2,3; 0 is always measured.")
     ] = "1,2,3",
-    seconds: Annotated[float, typer.Option(min=0.1, max=120, help="Seconds of each measurement.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=120, help="Seconds per measurement.")] = 3.0,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each engine at each load.")] = 3,
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' generate beside plain decoding and auto.")
@@ -78,13 +78,13 @@ def busy(
         record.write(description)
         with progress(len(engines) * len(levels) * repeats) as advance:
             for engine in engines:  # calibrates and warms up, in quiet
-                measure_cell(engine, ids, max_new_tokens, seconds / 2, network.device, ())
+                measure_cell(engine, ids, max_new_tokens, seconds / 2, network.device)
             for repeat in range(repeats):
                 for level in levels:
-                    with busy_processes(level * cores, limit) as running:
+                    with busy_processes(level * cores, limit):
                         for offset in range(len(engines)):
                             engine = engines[(repeat + offset) % len(engines)]
-                            cell = measure_cell(engine, ids, max_new_tokens, seconds, network.device, running)
+                            cell = measure_cell(engine, ids, max_new_tokens, seconds, network.device)
                             record.write({**cell, "busy": level, "repeat": repeat})
                             advance(f"{engine.label}, {level} busy per core")
     show(record.lines)

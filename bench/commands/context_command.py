@@ -38,7 +38,9 @@ from selfspec.cli.arguments import one_line_errors
 
 def context(
     model: ModelOption = None,
-    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, as in 128,1024.")] = ",".join(map(str, CONTEXTS)),
+    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, for example 128,1024.")] = ",".join(
+        map(str, CONTEXTS)
+    ),
     max_new_tokens: NewTokensOption = 64,
     repeats: RepeatsOption = 3,
     peers: PeersOption = True,
@@ -47,8 +49,8 @@ def context(
         bool,
         typer.Option(
             "--prefill/--no-prefill",
-            help="Read the prompt; else its keys and values are random: for the speed of decoding at a length that takes"
-            " minutes to read.",
+            help="Run the prompt through the model. Without it, keys and values are random: for decoding speed at lengths"
+            " that take minutes to read.",
         ),
     ] = True,
     dtype: DtypeOption = "auto",
@@ -62,7 +64,9 @@ def context(
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         if not prefill and (peers or memory):
-            raise ValueError("--no-prefill leaves nothing to compare or weigh: give --no-peers and --no-memory, too")
+            raise ValueError(
+                "--no-prefill needs --no-peers and --no-memory: without a prefill, both have nothing to measure"
+            )
         wanted = parse_range(contexts, "--contexts")
         tokenizer = open_tokenizer(checkpoint)
         network = load_network(checkpoint, dtype, device) if peers else None

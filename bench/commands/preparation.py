@@ -89,7 +89,7 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
 
 
 def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
-    """The model alone: nothing of it is in memory twice."""
+    """The model alone, so that its weights are in memory once."""
     if is_synthetic(checkpoint):
         if dtype == "int8":
             return from_transformers(load_network(checkpoint, "float32", device), layout="int8", release=True)
@@ -121,7 +121,7 @@ def transformers_engines(
 
 @contextmanager
 def progress(total: int, *, visible: bool = True) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr with the time left; yields what moves it by one. Silent where stderr is no terminal."""
+    """A progress bar on stderr; yields a function that advances it by one. Hidden where stderr is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

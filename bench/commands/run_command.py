@@ -32,7 +32,6 @@ from bench.commands.bench_options import (
     TopPOption,
     WarmupsOption,
 )
-from bench.commands.braces import expand_all
 from bench.commands.preparation import (
     configuration,
     exit_if_outputs_differ,
@@ -67,22 +66,16 @@ def run(
     model: ModelOption = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Policy to run; repeatable; several values in braces, as in spide:3,tau={0.5,0.6}, are several policies. "
-            f"Default: {', '.join(DEFAULT_POLICIES)}."
-        ),
+        typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}."),
     ] = None,
     kept: KeptOption = None,
-    baseline: Annotated[
-        list[int] | None, typer.Option(help="Exit layers at which fs, dv, svip, adaedl and spide run, too; repeatable.")
-    ] = None,
     prompts: Annotated[
         list[Path] | None, typer.Option(help="File of prompts, .jsonl[.gz]; repeatable. Default: the shipped ones.")
     ] = None,
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task to take from the prompts, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
+            help="Task of the prompt files, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
         ),
     ] = None,
     num_samples: TaskSamplesOption = 2,
@@ -108,7 +101,7 @@ def run(
     device: DeviceOption = "auto",
     runner: RunnerOption = "auto",
     output: OutputOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run to --output that broke off.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run to --output.")] = False,
 ) -> None:
     """Measure policies and engines over tasks: speed, rounds and memory, beside plain decoding in the same run.
 
@@ -125,7 +118,7 @@ def run(
         if sampling is not None and grid:
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
-        names = ["ar", *expand_all(policy or DEFAULT_POLICIES), *baseline_policies(baseline or [])]
+        names = ["ar", *(policy or DEFAULT_POLICIES)]
         workers = Workers(resolve_device(device))
         chosen = choose_prompts(prompts or [], task or [], num_samples)
         tokenizer = open_tokenizer(checkpoint)
@@ -143,7 +136,7 @@ def run(
             measure=lambda: LayerCost(num_layers),
             preverifier=generator.load_preverifier,
         )
-        for name in names:  # mistakes are told before anything is measured
+        for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = kept_policies(kept or [], names, parse)
         settings = RunSettings(
@@ -212,10 +205,9 @@ def _resuming() -> str:
 
 
 def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int) -> list[Prompt]:
-    """The first `num_samples` prompts of every task, of all files or the shipped ones, task by task; a task that they lack
-    comes from the hub.
+    """The first `num_samples` prompts of every task, from the files or the shipped ones; a task they lack comes from the hub.
 
-    Raises ValueError for a task that is nowhere, or when two files share an id.
+    Raises ValueError for an unknown task, or when two files share an id.
     """
     found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
     if len({prompt.id for prompt in found}) < len(found):
@@ -233,7 +225,7 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
 
 
 def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[str], Policy]) -> list[str]:
-    """The policies to run a second time with what they have learned: those asked for, "all" meaning all that learn.
+    """The policies to run a second time with what they have learned: the named ones; "all" means all that learn.
 
     Raises ValueError for one that learns nothing, or keeps nothing of it from prompt to prompt.
     """
@@ -246,14 +238,3 @@ def kept_policies(asked: Sequence[str], names: Sequence[str], parse: Callable[[s
         else:
             raise ValueError(f"--kept {name}: this policy learns nothing that it could keep from prompt to prompt")
     return list(dict.fromkeys(chosen))
-
-
-def baseline_policies(exit_layers: Sequence[int]) -> list[str]:
-    """The stopping policies that others have published, with a spread of their parameters, at some exit layers."""
-    names = []
-    for layer in exit_layers:
-        names += [f"fs:{layer}-4", *(f"dv:{layer},start={start}" for start in (0.2, 0.4, 0.8))]
-        names += [f"svip:{layer},threshold={bound}" for bound in (0.6, 1.0, 1.4)]
-        names += [f"adaedl:{layer},start={start}" for start in (0.2, 0.4)]
-        names += [f"spide:{layer},tau={tau}" for tau in (0.3, 0.5, 0.7)]
-    return names

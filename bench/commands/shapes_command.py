@@ -38,7 +38,7 @@ def shapes(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="As in --model synthetic:SHAPE; repeatable. Default: "
+            help="Shape, as in --model synthetic:SHAPE; repeatable. Default: "
             f"{', '.join(GPU_SHAPES)} on CUDA, else {', '.join(CPU_SHAPES)}."
         ),
     ] = None,

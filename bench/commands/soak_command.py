@@ -12,9 +12,9 @@ from bench.trials.soak import MOST_RSS, Soak
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long, the first quarter being warm-up.")] = 30,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that make calls at the same time.")] = 4,
-    seed: Annotated[int, typer.Option(help="Random seed of all choices.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes to run; the first quarter is warm-up.")] = 30,
+    threads: Annotated[int, typer.Option(min=1, help="Number of threads that make calls at the same time.")] = 4,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Run calls of all kinds from several threads: policies, sampling, streams, errors, weight updates, nested calls.
 

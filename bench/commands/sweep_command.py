@@ -1,4 +1,4 @@
-"""`selfspec-bench sweep`: the grid over exit layer and length, or over any policy's parameters."""
+"""`selfspec-bench sweep`: the grid over exit layer and length, or a list of any policies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from bench.commands.bench_options import (
     RepeatsOption,
     WarmupsOption,
 )
-from bench.commands.braces import GridPolicy, expand
 from bench.commands.preparation import (
     configuration,
     encoded,
@@ -35,8 +34,10 @@ from bench.measure import measure, num_runs
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import (
+    GridPolicy,
     agreement_line,
     best_line,
+    fixed_grid,
     fixed_setting_of,
     parse_range,
     replay_grid,
@@ -56,10 +57,8 @@ from selfspec.cli.arguments import one_line_errors
 def sweep(
     model: ModelOption = None,
     policy: Annotated[
-        str | None,
-        typer.Option(
-            help='Sweep these instead of exit layer and length: a name with values in braces, "spide:3,tau={0.5,0.6}".'
-        ),
+        list[str] | None,
+        typer.Option(help="Compare these policies instead of all exit layers and lengths; repeatable."),
     ] = None,
     exit_layers: Annotated[str | None, typer.Option(help='As "1-8" or "2,4,6"; default: the first half.')] = None,
     num_speculations: Annotated[
@@ -69,15 +68,17 @@ def sweep(
     num_samples: NumSamplesOption = 8,
     prompt_tokens: PromptTokensOption = 320,
     max_new_tokens: NewTokensOption = 128,
-    num_timed: Annotated[int, typer.Option(min=1, help="Cells to time for real, the best by prediction.")] = 6,
+    num_timed: Annotated[int, typer.Option(min=1, help="Number of settings to time, best predictions first.")] = 6,
     repeats: RepeatsOption = 5,
     warmups: WarmupsOption = 2,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep the best beside the checkpoint's weights.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Save the best setting beside the checkpoint's weights.")
+    ] = False,
 ) -> None:
-    """Find the best exit layer and length, or a policy's best parameters; the promising cells are timed; greedy.
+    """Find the best exit layer and length, or the best of some policies; the most promising are timed; greedy.
 
     Fixed settings are ranked by replay of traced runs, other policies by one run each. Ends with status 1 if an output
     differs from autoregressive decoding by more than a near-tie.
@@ -88,17 +89,18 @@ def sweep(
             raise ValueError(f"--write needs a local checkpoint folder, got {checkpoint!r}: download it first")
         num_layers = num_layers_of(checkpoint)
         lengths: list[int] = []
-        if policy is None:
+        if not policy:
             layers, lengths = _ranges(exit_layers, num_speculations, num_layers)
-            policy = f"ls:{{{','.join(map(str, layers))}}}-{{{','.join(map(str, lengths))}}}"
+            grid = fixed_grid(layers, lengths)
         elif exit_layers is not None or num_speculations is not None:
             raise ValueError("give --policy, or --exit-layers and --num-speculations, not both")
-        grid = expand(policy)
+        else:
+            grid = [GridPolicy(name=name, values={"policy": name}) for name in dict.fromkeys(policy)]
         replayed = [_is_fixed(cell, num_layers) for cell in grid]
         if write and not all(replayed):
             raise ValueError(
-                f'--write keeps fixed settings ("ls:E-G"), which `generate` looks up; {policy!r} are others: name the best'
-                " one as --policy when generating"
+                '--write keeps fixed settings ("ls:E-G"), which `generate` looks up; name any other policy as --policy when'
+                " generating"
             )
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
@@ -113,7 +115,6 @@ def sweep(
         "command": "sweep",
         "configuration": {
             **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
-            "policy": policy,
             "runner": generator.runner,
             "axes": axes,
             "num_layers": network.num_layers,

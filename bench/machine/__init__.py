@@ -1,1 +1,1 @@
-"""What the machine gives and takes: bandwidth, roofline, memory, contexts, start-up, busy neighbours."""
+"""What the machine gives and takes: bandwidth, roofline, memory, contexts, busy neighbours."""

@@ -8,7 +8,7 @@ can seem to: their weights do not come from memory at all.)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -50,7 +50,6 @@ class BandwidthInTurn:
         self._measured: list[float] = []
 
     def measure(self) -> None:
-        """Once more: a second."""
         self._measured.append(measure_bandwidth(self._device))
 
     def as_line(self) -> dict[str, Any]:
@@ -77,23 +76,15 @@ class WeightBytes:
 
     @classmethod
     def from_line(cls, limits: Mapping[str, Any]) -> WeightBytes:
-        """From a record's line of kind "limits"; older ones know one head only."""
-        head = limits["head_bytes"]
-        draft_head = limits.get("draft_head_bytes", head)
-        return cls(layer=limits["layer_bytes"], head=head, kv=limits["kv_bytes"], draft_head=draft_head)
+        """From a record's line of kind "limits"."""
+        return cls(**{field.name: limits[f"{field.name}_bytes"] for field in fields(cls)})
 
     def as_line(self) -> dict[str, int]:
-        """For a record's line of kind "limits"."""
-        return {
-            "layer_bytes": self.layer,
-            "head_bytes": self.head,
-            "kv_bytes": self.kv,
-            "draft_head_bytes": self.draft_head,
-        }
+        return {f"{name}_bytes": size for name, size in asdict(self).items()}
 
     def moved(self, stats: Mapping[str, Any]) -> float:
         """Bytes that a run's rounds had to read, learning aside; `stats` is of `GenerationStats.as_dict`."""
         context = stats["num_prompt_tokens"] + stats["num_new_tokens"] / 2
-        loaded = stats["loaded_layers"] + stats.get("preverifier_layers", 0)  # Pacer's layer is one of the model's kind
+        loaded = stats["loaded_layers"] + stats["preverifier_layers"]  # Pacer's layer is one of the model's kind
         layers = loaded * (self.layer + self.kv * context)
         return float(layers + stats["rounds"] * self.head + stats["num_drafted"] * self.draft_head)

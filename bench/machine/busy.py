@@ -1,7 +1,7 @@
 """Speed beside processes that want the same cores: what of its quiet speed an engine keeps.
 
-A cell is one engine decoding for some seconds beside so many busy processes per core. It is bounded by time, not by tokens:
-an engine that comes to a halt ends its cell as soon as its next token is there.
+A cell is one engine decoding for some seconds beside a number of busy processes per core. It is bounded by time, not by
+tokens: an engine that comes to a halt ends its cell as soon as its next token is there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Protocol
 
@@ -37,15 +36,15 @@ while time.monotonic() < end and os.getppid() == parent:
 
 @contextmanager
 def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
-    """Within it so many processes of one thread each compute without a pause. Yields their ids.
+    """Run `count` processes of one thread each, which compute without a pause, within the block. Yields their ids.
 
-    seconds: after which they end by themselves, as they do when this process is gone; all are killed at the end of the block.
+    seconds: they end by themselves after this time, or when this process is gone; all are killed at the end of the block.
     """
     command = [sys.executable, "-I", "-S", "-c", _WORK, str(os.getpid()), str(seconds)]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            # No session of their own: where Linux shares the processor out by session first, the fair share would be another.
+            # In this session: Linux may divide the processor between sessions first, which would change the fair share.
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         for process in started:
             assert process.stdout is not None
@@ -79,7 +78,6 @@ class TimedSelfSpec:
         self._generator, self._policy = generator, policy
 
     def decode(self, prompt: Tensor, max_new_tokens: int, seconds: float) -> int:
-        """See `Timed`."""
         result = self._generator.generate(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -100,7 +98,6 @@ class TimedTransformers:
         self._model = model
 
     def decode(self, prompt: Tensor, max_new_tokens: int, seconds: float) -> int:
-        """See `Timed`."""
         ids = prompt.to(self._model.device).unsqueeze(0)
         with torch.inference_mode(), generation_settings(self._model):
             sequences = self._model.generate(
@@ -119,41 +116,22 @@ def measure_cell(
     max_new_tokens: int,
     seconds: float,
     device: torch.device,
-    busy: Sequence[int],
 ) -> Line:
     """One engine over the prompts in turn, from the first again when they are used up, until the seconds are over.
 
-    busy: ids of the busy processes. cpu_seconds: of this process, all threads. others_seconds: of processor time that
-    neither it nor the busy processes took, None where the system does not tell; much of it spoils a measurement.
+    cpu_seconds: processor time of this process, all threads.
     """
     synchronize(device)
-    others, own, tokens, turn = _others_seconds(busy), process_time(), 0, 0
+    before, tokens, turn = process_time(), 0, 0
     start = now = perf_counter()
     while now - start < seconds:
         tokens += engine.decode(prompts[turn % len(prompts)], max_new_tokens, seconds - (now - start))
         synchronize(device)
         now, turn = perf_counter(), turn + 1
-    after, cpu = _others_seconds(busy), process_time() - own
     return {
         "kind": "cell",
         "engine": engine.name,
         "tokens": tokens,
         "seconds": now - start,
-        "cpu_seconds": cpu,
-        "others_seconds": None if others is None or after is None else max(0.0, after - others - cpu),
+        "cpu_seconds": process_time() - before,
     }
-
-
-def _others_seconds(busy: Sequence[int]) -> float | None:
-    """Seconds of processor time since the start of the machine that the busy processes did not take; Linux only."""
-    try:
-        tick = os.sysconf("SC_CLK_TCK")
-        fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
-        user, nice, system, _, _, irq, softirq = map(int, fields[:7])
-        taken = 0
-        for process in busy:
-            values = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            taken += int(values[11]) + int(values[12])
-        return (user + nice + system + irq + softirq - taken) / tick
-    except (AttributeError, OSError, ValueError):
-        return None

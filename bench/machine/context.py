@@ -34,7 +34,7 @@ CONTEXTS = (128, 1024, 4096, 16384)
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
-    """The shipped prompts one behind the other, from the start again when they are used up, cut to so many tokens."""
+    """The shipped prompts one after another, repeated as often as needed, cut to `num_tokens` tokens."""
     text = "\n\n".join(prompt.prompt for prompt in load_prompts())
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     repeated = ids.repeat(-(-num_tokens // ids.numel()))[:num_tokens]

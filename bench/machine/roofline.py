@@ -32,7 +32,6 @@ class Call:
     num_bytes: float
 
     def as_line(self) -> dict[str, Any]:
-        """The record's line."""
         return {"kind": "call", "name": self.name, "seconds": self.seconds, "bytes": self.num_bytes}
 
 

@@ -4,7 +4,7 @@
 record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
 (speed, rounds, phases, speedups, tasks, etpl, figures; of a run's traces transfer, segments, oracle, positions,
 conditional, which only come by name; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
-phases; of contexts contexts, memory; of a start startup; of a busy machine speed, cost). `report:headline` is short for
+phases; of contexts contexts, memory; of a busy machine speed, cost). `report:headline` is short for
 `report:peers:headline`.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.machine.startup import startup_headline, startup_tables
 from bench.record import KEPT, Line
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
@@ -32,14 +31,12 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "sweep": sweep_tables,
     "roofline": roofline_tables,
     "context": context_tables,
-    "startup": startup_tables,
     "busy": busy_tables,
     "batch": batch_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
     "context": context_headline,
-    "startup": startup_headline,
     "busy": busy_headline,
     "batch": batch_headline,
 }

@@ -1,11 +1,11 @@
 """What the traces in a record say beyond the runs that were timed; nothing is decoded for it.
 
 A record's "grid" lines hold, for each prompt, the cost of every fixed setting and which layers agree with the last one at
-every position of the model's own greedy text. From these four questions are answered by replay (`selfspec.analysis.replay`):
+every position of the model's own greedy text. Replay answers four questions from these lines (`selfspec.analysis.replay`):
 
 - transfer: how much of the best speed a setting keeps that was tuned on another task (DEL, Fig. 1a);
 - segments: whether one setting stays the best along a text (DEL, Fig. 1b);
-- oracle: what the best length of every single round would have been, in hindsight (Pacer, Fig. 2);
+- oracle: what the best length of every single round would have been (Pacer, Fig. 2);
 - positions: how often a draft token is accepted, by its position in the draft (Pacer, Fig. 6).
 
 Speeds are tokens per measured cost of decoding, prefill left out.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.record import Line
 from bench.traces.grid import ALL, SECONDS, fixed_in_hindsight, grid_lines, with_setting
@@ -38,7 +39,7 @@ class Traces:
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Traces | None:
-        """From a record's lines; None where it holds no traces (a run without a grid, or an older one)."""
+        """From a record's lines; None where it holds no traces."""
         grid = [line for line in grid_lines(lines) if line.get("agrees")]
         costs = next((line for line in lines if line["kind"] == "costs"), None)
         if not grid or costs is None:
@@ -129,6 +130,13 @@ def segment_speed(parts: Sequence[Segment], settings: Sequence[Setting]) -> floa
     return sum(tokens for tokens, _ in counts) / sum(cost for _, cost in counts)
 
 
+class Passes(NamedTuple):
+    """Passes per 100 tokens."""
+
+    draft: float
+    verify: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleLengths:
     """What drafting at one exit layer would give if every round's length were known beforehand.
@@ -136,7 +144,6 @@ class OracleLengths:
     fixed_length: the best one length. speeds are over plain decoding's: fixed of that length, longest of drafting exactly
     as many tokens as will be accepted (Pacer's gamma*), cheapest of the lengths with the lowest cost for the whole text,
     which may be shorter, since rows to verify cost time. lengths: gamma* of every round, text by text.
-    *_passes: (draft, verify) passes per 100 tokens.
     """
 
     exit_layer: int
@@ -145,12 +152,12 @@ class OracleLengths:
     longest: float
     cheapest: float
     lengths: tuple[tuple[int, ...], ...]
-    fixed_passes: tuple[float, float]
-    longest_passes: tuple[float, float]
+    fixed_passes: Passes
+    longest_passes: Passes
 
 
 def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
-    """The best length per round in hindsight, at one exit layer, over all texts.
+    """The oracle's length per round at one exit layer, over all texts.
 
     Source: Pacer (Zhang et al. 2025), section 3.1 and Fig. 2: gamma* of a round is the longest draft that is accepted whole.
     """
@@ -172,8 +179,11 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
         longest=plain / longest,
         cheapest=plain / sum(cheapest_cost(run, cost, exit_layer) for run in runs),
         lengths=lengths,
-        fixed_passes=(100 * sum(sum(r.drafted) for r in rounds) / tokens, 100 * sum(r.rounds for r in rounds) / tokens),
-        longest_passes=(100 * drafted / tokens, 100 * sum(map(len, lengths)) / tokens),
+        fixed_passes=Passes(
+            draft=100 * sum(sum(r.drafted) for r in rounds) / tokens,
+            verify=100 * sum(r.rounds for r in rounds) / tokens,
+        ),
+        longest_passes=Passes(draft=100 * drafted / tokens, verify=100 * sum(map(len, lengths)) / tokens),
     )
 
 

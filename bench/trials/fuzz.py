@@ -1,7 +1,7 @@
 """Generated calls against transformers: does the engine do exactly what the model's own `generate` does?
 
     python -m bench.trials.fuzz --cases 10000 --seed 0 --processes 2     # minutes
-    python -m bench.trials.fuzz --seed 0 --case 4711                     # one of them again, told in full
+    python -m bench.trials.fuzz --seed 0 --case 4711                     # one of them again, in full
 
 Greedy texts must be equal in float64. In float32 they may part where transformers' own two best logits are closer than
 `NEAR_TIE_LOGIT_GAPS` (`selfspec.analysis.comparison`); such near-ties are counted. On our own kernels every text must also

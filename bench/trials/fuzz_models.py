@@ -57,12 +57,10 @@ class FuzzModel:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return self.engine.model.num_layers
 
     @property
     def vocab_size(self) -> int:
-        """Tokens."""
         return self.engine.model.vocab_size
 
 

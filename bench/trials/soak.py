@@ -15,11 +15,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
@@ -43,7 +43,15 @@ MOST_TENSORS = 120
 MOST_TENSOR_BYTES = 640 << 10
 """The bytes of those."""
 
-Key = tuple[int, int, int, str, int | None]  # weights, prompt, length, policy, seed
+
+class Key(NamedTuple):
+    """What decides a text. weights, prompt: by number; seed: None when greedy."""
+
+    weights: int
+    prompt: int
+    length: int
+    policy: str
+    seed: int | None
 
 
 class Planned(Exception):
@@ -52,9 +60,9 @@ class Planned(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is alive. rss: bytes resident, None where the system does not say. threads: of Python."""
+    """What is alive. rss: resident bytes of this process. threads: of Python."""
 
-    rss: int | None
+    rss: int
     tensors: int
     tensor_bytes: int
     threads: int
@@ -65,7 +73,8 @@ class Memory:
         for _ in range(3):
             gc.collect()
         alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and not o.is_mkldnn]
-        return Memory(_rss(), len(alive), sum(t.untyped_storage().nbytes() for t in alive), len(threading.enumerate()))
+        rss = psutil.Process().memory_info().rss
+        return Memory(rss, len(alive), sum(t.untyped_storage().nbytes() for t in alive), len(threading.enumerate()))
 
 
 @dataclass(slots=True)
@@ -81,7 +90,7 @@ class SoakReport:
         """Add a failure for what has grown beyond its bound."""
         assert self.warm is not None and self.end is not None
         before, after = self.warm, self.end
-        if before.rss is not None and after.rss is not None and after.rss - before.rss > MOST_RSS:
+        if after.rss - before.rss > MOST_RSS:
             self.failures.append(f"resident memory grew from {before.rss} to {after.rss} bytes")
         if after.tensors - before.tensors > MOST_TENSORS:
             self.failures.append(f"live tensors grew from {before.tensors} to {after.tensors}")
@@ -89,13 +98,6 @@ class SoakReport:
             self.failures.append(f"live tensors' bytes grew from {before.tensor_bytes} to {after.tensor_bytes}")
         if after.threads > before.threads:
             self.failures.append(f"threads grew from {before.threads} to {after.threads}")
-
-
-def _rss() -> int | None:
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
-    except OSError:
-        return None
 
 
 def _llama(seed: int) -> LlamaForCausalLM:
@@ -107,7 +109,8 @@ def _llama(seed: int) -> LlamaForCausalLM:
 
 
 class Soak:
-    """seed: of all choices. threads: that make calls at the same time. captured: one call in so many, 0 for none."""
+    """seed: random seed of all choices. threads: how many make calls at the same time. captured: one call in this many runs
+    on captured passes; 0 for none."""
 
     def __init__(self, *, threads: int, seed: int, captured: int = 40) -> None:
         self.report = SoakReport()
@@ -128,7 +131,7 @@ class Soak:
         self._count = threading.Lock()
 
     def run(self, seconds: float, advance: Callable[[str], object]) -> SoakReport:
-        """Warm up for a quarter of the time, then the rest; advance: told what was counted about once a second."""
+        """Warm up for a quarter of the time, then the rest; advance: called about once a second with the counts."""
         self._phase(seconds / 4, advance, 0)
         self.report.warm = Memory.now()
         self._phase(seconds * 3 / 4, advance, 1)
@@ -144,10 +147,10 @@ class Soak:
                 greedy = generator.generate(prompt, max_new_tokens=max(LENGTHS), policy="ar").new_tokens
                 for length in LENGTHS:
                     for name in (*FIXED, *LEARNING):
-                        texts[version, number, length, name, None] = greedy[:length]
+                        texts[Key(version, number, length, name, None)] = greedy[:length]
                     for name in FIXED:
                         result = generator.generate(prompt, max_new_tokens=length, policy=name, **_sampling(SEED))
-                        texts[version, number, length, name, SEED] = result.new_tokens
+                        texts[Key(version, number, length, name, SEED)] = result.new_tokens
         return texts
 
     def _phase(self, seconds: float, advance: Callable[[str], object], phase: int) -> None:
@@ -189,7 +192,7 @@ class Soak:
             if seed is not None:
                 return "skipped"  # captured passes draw in another order
             text = self._captured.generate(PROMPTS[number], **options).new_tokens
-            assert text == self._expected[1, number, length, name, None], ("captured", name, number, length)
+            assert text == self._expected[Key(1, number, length, name, None)], ("captured", name, number, length)
             return "captured"
         trouble = random.choice((None, None, None, "refused", "streamer", "criterion", "processor", "interrupt"))
         generator = random.choice((self._shared, self._own[index]))
@@ -210,7 +213,7 @@ class Soak:
         with actor.binding():
             stream = generator.stream(PROMPTS[number], **options)
             version = self._version if generator is self._shared else 0
-        expected = self._expected[version, number, length, name, seed]
+        expected = self._expected[Key(version, number, length, name, seed)]
         read: list[int] = []
         kind = "exact"
         try:
@@ -272,7 +275,6 @@ class _Actor:
             options["logits_processor"] = LogitsProcessorList([check])
 
     def between(self) -> None:
-        """Between two rounds."""
         soak, random = self._soak, self._random
         if self._trouble == "interrupt" and random.random() < 0.2:
             raise KeyboardInterrupt
@@ -286,7 +288,7 @@ class _Actor:
                 stream = self._generator.stream(PROMPTS[1], max_new_tokens=32, policy="auto")
                 version = soak._version if self._generator is soak._shared else 0
             text = [token for piece in stream for token in piece]
-            assert text == soak._expected[version, 1, 32, "auto", None], "a call within a call"
+            assert text == soak._expected[Key(version, 1, 32, "auto", None)], "a call within a call"
 
 
 def _sampling(seed: int) -> dict[str, Any]:

@@ -15,15 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from layerskip_models.checkpoints.supported import check_transformers
-from layerskip_models.compact_linear import fits_half
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
     Layout,
     PlainLinear,
     check_layout,
-    compact_layout,
-    fastest_layout,
+    default_layout,
 )
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
@@ -59,18 +57,11 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     decoder = model.model
     stored = decoder.norm.weight.dtype
     dtype = arithmetic_dtype(stored, decoder.norm.weight.device)
-    layouts: dict[str, Layout] = {}
     if layout is not None:
         check_layout(layout, model.lm_head.weight.new_empty(0, dtype=dtype))
 
-    def layout_of(kind: str, weight: Tensor) -> Layout:
-        if layout is not None:
-            return layout
-        if kind not in layouts:  # layers are alike, so the first one's timing serves them all
-            layouts[kind] = fastest_layout(weight) if dtype == stored else compact_layout(weight)
-        if layouts[kind] == "half" and not fits_half(weight):
-            return "plain"
-        return layouts[kind]
+    def layout_of(weight: Tensor) -> Layout:
+        return default_layout(weight) if layout is None else layout
 
     def norm(weight: Tensor) -> RMSNorm:
         return RMSNorm(weight.detach().to(dtype, copy=True), config.rms_norm_eps)
@@ -88,13 +79,13 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
     head_weight = head_weight.to(dtype)
-    head_layout = layout_of("head", head_weight)
+    head_layout = layout_of(head_weight)
     head = LAYOUTS[head_layout](head_weight, None)
     draft_head = None
     if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
         draft_head = LAYOUTS["int8"](head_weight, None)
     if tied and isinstance(head, PlainLinear):
-        embedding = head.weight  # of a transposed head a view: one copy serves both
+        embedding = head.weight  # one copy serves both
     elif (
         dtype == stored and head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding)
     ):
@@ -119,11 +110,11 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
 
 
 def convert_layer(
-    layer: LlamaDecoderLayer, config: LlamaConfig, layout_of: Callable[[str, Tensor], Layout], dtype: torch.dtype
+    layer: LlamaDecoderLayer, config: LlamaConfig, layout_of: Callable[[Tensor], Layout], dtype: torch.dtype
 ) -> DecoderLayer:
     """Copy a transformers layer into the fused layout.
 
-    layout_of: the layout of one of its four matrices, (kind, weight). dtype: what the layer is computed in.
+    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in.
     """
     norms = {
         "qkv": RMSNorm(layer.input_layernorm.weight.detach().to(dtype, copy=True), config.rms_norm_eps),
@@ -133,7 +124,7 @@ def convert_layer(
         kind: (weight.to(dtype), None if bias is None else bias.to(dtype))
         for kind, (weight, bias) in _fuse_layer(layer, config).items()
     }
-    layouts = {kind: layout_of(kind, weight) for kind, (weight, _) in fused.items()}
+    layouts = {kind: layout_of(weight) for kind, (weight, _) in fused.items()}
     for kind, before in norms.items():
         factors = None if layouts[kind] in COMPACT else before.fold()
         if factors is not None:

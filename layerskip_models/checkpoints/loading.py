@@ -60,7 +60,7 @@ def load_model(
     dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype. On a CPU "bfloat16" and
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
         weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
-    layout: of the weights; None times the possible ones and takes the fastest for each shape.
+    layout: of the weights; None for the default on this device (`linear.default_layout`).
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights whose early layers agree with the last one about as often as asked for.
+"""Models of real shapes with random weights whose early layers agree with the last one about as often as the recipe says.
 
 They cost what the real ones cost, at an acceptance that one chooses, without a download. They say nothing of text quality,
 and whatever is measured with them is to be called "synthetic weights".
@@ -191,7 +191,7 @@ def _fill(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -
 def _scale(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) -> None:
     """Scale every layer's output matrices, in order, on random tokens.
 
-    Attention's and the MLP's updates are uncorrelated with the stream, so each gets the size that was asked for.
+    Attention's and the MLP's updates are uncorrelated with the stream, so each gets the size of the recipe.
     """
     count = min(_CALIBRATION_TOKENS, model.config.max_position_embeddings)
     device = model.lm_head.weight.device

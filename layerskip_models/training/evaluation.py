@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from einops import rearrange
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
@@ -43,8 +44,11 @@ def exit_sums(model: LlamaForCausalLM, input_ids: Tensor, labels: Tensor, first_
     """
     num_layers = len(model.model.layers)
     states = exit_hidden_states(model, input_ids, range(num_layers))
-    flat_labels = labels[:, first_row:].reshape(-1)
-    flat = {layer: state[:, first_row:].reshape(-1, state.shape[-1]) for layer, state in states.items()}
+    flat_labels = rearrange(labels[:, first_row:], "batch length -> (batch length)")
+    flat = {
+        layer: rearrange(state[:, first_row:], "batch length hidden -> (batch length) hidden")
+        for layer, state in states.items()
+    }
     sums = torch.zeros(2, num_layers, dtype=torch.float64)
     for start in range(0, len(flat_labels), CHUNK_ROWS):
         chunk = slice(start, start + CHUNK_ROWS)

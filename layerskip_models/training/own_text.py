@@ -46,8 +46,8 @@ def own_text(model: LlamaForCausalLM, prompts: Tensor, num_tokens: int) -> OwnTe
     """Continue prompts, int64 [rows, prompt length], greedily by num_tokens, and label the continuations.
 
     The last layer has a loss only where a token closes a loop (unlikelihood, Welleck et al. 2020, "Neural Text Generation
-    with Unlikelihood Training", section 5.2, with a higher bar than any repeated n-gram); the exits below it also learn
-    its other tokens, which is distillation of the last layer on the text that a greedy decoder will meet.
+    with Unlikelihood Training", section 5.2; it penalises every repeated n-gram, this one those seen ALLOWED times before).
+    The exits below it also learn its other tokens: distillation of the last layer on the text that greedy decoding meets.
     """
     was_training = model.training
     continuations = greedy_continuations(model, prompts.tolist(), num_tokens)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -190,13 +191,14 @@ def early_exit_backward(
     Logits exist for one exit and chunk_rows rows at a time: each chunk is taken back to its hidden state at once, and
     the decoder's own backward pass then runs a single time from the gradients gathered at the exits.
     """
-    flat_unwanted = None if unwanted is None else unwanted.reshape(-1)
+    flat_unwanted = None if unwanted is None else rearrange(unwanted, "batch length -> (batch length)")
     losses: dict[int, Tensor] = {}
     roots, gradients = [], []
     for layer, weight in weights.items():
         state = states[layer]
-        flat = state.detach().reshape(-1, state.shape[-1])
-        flat_labels = (labels if isinstance(labels, Tensor) else labels[layer]).reshape(-1)
+        flat = rearrange(state.detach(), "batch length hidden -> (batch length) hidden")
+        layer_labels = labels if isinstance(labels, Tensor) else labels[layer]
+        flat_labels = rearrange(layer_labels, "batch length -> (batch length)")
         num_rows = (flat_labels != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), device=state.device)
         pieces = []

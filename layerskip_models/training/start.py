@@ -25,9 +25,7 @@ class TrainingOptions(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def output_dir(self) -> str:
-        """Folder of the run."""
-        ...
+    def output_dir(self) -> str: ...
 
 
 PREPARATION = ("tokenizer", "tokens", "log.jsonl")

@@ -27,8 +27,8 @@ class TrainingConfig:
 
     data: tuple[str, ...] = field(metadata={"help": "PATH[:weight] of a .txt, .txt.gz or .py file or a folder."})
     output_dir: str = field(metadata={"help": "Folder for log, checkpoints and the finished model."})
-    init: str | None = option(None, "Llama checkpoint to continue (hub name or path); without it, from scratch.")
-    tokenizer: str | None = option(None, "Tokenizer folder; without it, init's, or one trained on the data.")
+    init: str | None = option(None, "Llama checkpoint to continue, hub name or path (default: train from scratch).")
+    tokenizer: str | None = option(None, "Tokenizer folder (default: init's, or one trained on the data).")
     exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
     holdout_fraction: float = option(0.01, "Share of the documents kept out of training, for evaluation.")
 
@@ -55,10 +55,12 @@ class TrainingConfig:
     decay_fraction: float = option(0.4, "Share of the steps in which wsd goes down.")
     warmup_steps: int = option(30, "Steps in which the learning rate rises.")
     weight_decay: float = option(0.1, "Decoupled weight decay of matrices (not embeddings, not norms).")
-    max_grad_norm: float = option(1.0, "The gradient is scaled down to this norm.")
-    precision: str = option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
+    max_grad_norm: float = option(1.0, "Maximum norm of the gradient.")
+    precision: str = option("fp32", "fp32, or bf16 for autocast.")
 
-    compile: bool = option(False, "torch.compile the layers: faster steps, rounded otherwise; needs a C++ compiler.")
+    compile: bool = option(
+        False, "Compile the layers with torch.compile: faster steps, slightly different rounding; needs a C++ compiler."
+    )
 
     layer_dropout: float = option(0.0, "p_max: the last layer's dropout probability at its highest.")
     dropout_time: str = option("scratch", "S(t): scratch (rises from 0) or continual (constant 1).")
@@ -75,9 +77,9 @@ class TrainingConfig:
     eval_every: int = option(100, "Steps between evaluations on held-out text.")
     eval_tokens: int = option(8192, "Held-out tokens per evaluation.")
     log_every: int = option(10, "Steps between lines in the log.")
-    save_every: int = option(100, "Steps between checkpoints; at most so many are lost when killed.")
+    save_every: int = option(100, "Steps between checkpoints, the most that an interruption loses.")
     export_dtype: str = option("bfloat16", "Type of the finished model: bfloat16, float16 or float32.")
-    seed: int = option(0, "Seed of initial weights, data order and dropout.")
+    seed: int = option(0, "Random seed.")
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -121,7 +123,6 @@ class TrainingConfig:
             self.weights(self.num_layers)
 
     def sources(self) -> list[DataSource]:
-        """The data paths with their weights."""
         return [parse_data_source(text) for text in self.data]
 
     def weights(self, num_layers: int) -> list[float]:
@@ -133,11 +134,9 @@ class TrainingConfig:
         return exit_loss_weights(num_layers, kind, e_scale=self.e_scale, last_exit_weight=self.last_exit_weight)
 
     def sequence_length_at(self, step: int) -> int:
-        """Tokens per sequence at a step."""
         return self.long_sequence_length if step >= self.max_steps - self.long_steps else self.sequence_length
 
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence of any step."""
         own_text = OWN_TEXT_PROMPT + self.own_text_tokens if self.own_text_steps else 0
         return max(self.sequence_length_at(0), self.sequence_length_at(self.max_steps - 1), own_text)
 

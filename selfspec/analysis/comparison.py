@@ -80,8 +80,8 @@ def compare(
 ) -> Comparison | None:
     """Alternate `repeats` runs of each mode and compare them; warm up first (`warm_up`).
 
-    before_run: told the number of the run, 0 to 2 * repeats - 1. interrupted: asked after every run; the pair in which it
-    says yes does not count. Returns None without a complete pair.
+    before_run: called with the number of the run, 0 to 2 * repeats - 1. interrupted: called after every run; a pair in which
+    it returns True does not count. Returns None without a complete pair.
     """
     results: list[GenerationResult] = []
     baselines: list[GenerationResult] = []

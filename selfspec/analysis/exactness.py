@@ -81,7 +81,7 @@ def ask_reference(
     max_new_tokens: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Reference:
-    """Greedy texts, their logits and the law of sampling, all by transformers; advance: told prompts + 1 times."""
+    """Greedy texts, their logits and the law of sampling, all by transformers; advance: called prompts + 1 times."""
     texts, every_logits = [], []
     with torch.no_grad():
         for prompt in prompts:
@@ -138,7 +138,7 @@ def verify_engine(
 ) -> Iterator[Check]:
     """Yield one check after the other; takes the model's weights over, which it cannot be used without afterwards.
 
-    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: told `num_steps` times.
+    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: called `num_steps` times.
     """
     reference = ask_reference(llama, prompts, max_new_tokens, advance)
     model = from_transformers(llama, release=True)
@@ -295,10 +295,10 @@ def check_sampling(
             outside += 1
         advance(f"sampling, {policy}")
     cells = [(counts[course], draws * share) for course, share in reference.sampled.items()]
-    large = [cell for cell in cells if cell[1] >= 5]
-    rest = (draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large))
-    if rest[1] >= 5:
-        large.append(rest)
+    large = [(seen, expected) for seen, expected in cells if expected >= 5]
+    rest_seen, rest_expected = draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large)
+    if rest_expected >= 5:
+        large.append((rest_seen, rest_expected))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
     freedom = len(large) - 1
     chance = _chi_squared_tail(statistic, freedom) if freedom > 0 else 1.0
@@ -313,8 +313,8 @@ def check_sampling(
 
 
 def _chi_squared_tail(statistic: float, freedom: int) -> float:
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    shape, bound = (torch.tensor(value / 2, dtype=torch.float64) for value in (freedom, statistic))
+    return float(torch.special.gammaincc(shape, bound))
 
 
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,6 @@ class Inspection:
     comparison: Comparison
 
     def verdict(self) -> str:
-        """One plain sentence."""
         measured = self.comparison.speedup
         if measured >= WORTH:
             return f"worth it: {self.best.policy} runs {measured:.2f} times as fast as plain decoding here"
@@ -66,7 +65,7 @@ def inspect_model(
 ) -> Inspection:
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
-    advance: told what was done, 2 * texts + 2 times. Raises ValueError if there is no text of at least 4 tokens.
+    advance: called with a label after each of 2 * texts + 2 steps. Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None

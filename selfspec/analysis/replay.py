@@ -32,7 +32,6 @@ class TraceEveryLayer(Unlearning):
         self.needs = Needs(shadow_layers=tuple(range(1, num_layers)), learn_every=learn_every)
 
     def plan(self, context: RoundContext) -> Plan:
-        """No speculation."""
         return Plan(exit_layer=None, max_speculations=0)
 
 
@@ -111,7 +110,6 @@ class Replay:
 
     @property
     def rounds(self) -> int:
-        """How many."""
         return len(self.drafted)
 
     @property
@@ -131,7 +129,6 @@ class Replay:
 
     @property
     def tokens_per_round(self) -> float | None:
-        """With the target's own token."""
         return ratio(self.num_tokens, self.rounds)
 
     @property
@@ -140,7 +137,6 @@ class Replay:
         return ratio(self.num_tokens, self.loaded_layers)
 
     def cost(self, cost: CostModel) -> float:
-        """Cost of these rounds."""
         return sum(cost.round(self.exit_layer, count) if count else cost.autoregressive() for count in self.drafted)
 
 
@@ -175,7 +171,6 @@ class Setting:
 
     @property
     def policy(self) -> str:
-        """The setting's name."""
         return f"ls:{self.exit_layer}-{self.num_speculations}"
 
 

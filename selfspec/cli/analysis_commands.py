@@ -32,7 +32,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 def trace_command(
     prompt: Annotated[
-        str | None, typer.Argument(help='Text to continue; "-" reads standard input. Without one: an example.')
+        str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
     ] = None,
     output: Annotated[
         Path | None,
@@ -71,12 +71,12 @@ def trace_command(
 
 
 def inspect_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder; without it, the demo model.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable. Without one, a short example.")
+        list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable (default: a short example).")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each continuation.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs to measure.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of pairs of runs to measure.")] = 3,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
@@ -93,15 +93,17 @@ def inspect_command(
 
 
 def verify_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder; without it, the demo model.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
     file: Annotated[
-        list[Path] | None, typer.Option(help="UTF-8 file with a prompt; repeatable. Without one: two examples.")
+        list[Path] | None, typer.Option(help="UTF-8 file with a prompt; repeatable (default: two examples).")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policy to verify; repeatable. Default: one of each.")
+        list[str] | None, typer.Option(help="Policy to verify; repeatable (default: one of each).")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=4, help="Tokens of each greedy continuation.")] = 48,
-    draws: Annotated[int, typer.Option(min=0, help="Samples to compare with exact probabilities; 0: none.")] = 400,
+    max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per greedy text.")] = 48,
+    draws: Annotated[
+        int, typer.Option(min=0, help="Number of samples to compare with exact probabilities; 0 for none.")
+    ] = 400,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:

@@ -21,19 +21,19 @@ from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 
 MODEL_PANEL = "Model"
 ModelOption = Annotated[
-    str | None, typer.Option(help="Hub name or folder; without it, the demo model.", rich_help_panel=MODEL_PANEL)
+    str | None, typer.Option(help="Hub name or folder (default: the demo model).", rich_help_panel=MODEL_PANEL)
 ]
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16, float16, float64 or int8. On a CPU the 8- and 16-bit ones are of the weights only.",
+        help="auto, float32, bfloat16, float16, float64 or int8. On a CPU, 8- and 16-bit types apply to the weights only.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
 POLICY_HELP = (
-    'As "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
-    "docs/policies.md has all. Without it: auto."
+    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
+    "docs/policies.md has all (default: auto)."
 )
 
 
@@ -74,7 +74,7 @@ def _loading(model: str | None, notes: Console) -> Iterator[str]:
 
 @contextmanager
 def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
-    """A bar with the time left, gone when it is done; yields what moves it by one and says what was done."""
+    """A progress bar with the time left, removed at the end; yields a function that advances it by one with a label."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("starting", total=total)
@@ -82,20 +82,20 @@ def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
 
 
 def checked_output_file(path: Path | None) -> Path | None:
-    """An option's callback: the command ends before it starts if the file could not be written."""
+    """Callback of an option: fails before the command runs if the file could not be written."""
     with one_line_errors():
         return None if path is None else output_file(path)
 
 
 def checked_output_folder(path: Path | None) -> Path | None:
-    """The same for a folder of results, which is made."""
+    """The same for a folder of results, which is created."""
     with one_line_errors():
         return None if path is None else output_folder(path)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What a caller can mend becomes one line and status 2; a model that cannot go on, one line and status 1."""
+    """Print an error as one line. Exit status 2 for errors that the user can fix, 1 for a model that cannot go on."""
     try:
         yield
     except BrokenPipeError:  # `| head`: typer ends quietly

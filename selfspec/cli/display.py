@@ -56,11 +56,9 @@ class TextWriter:
 
     @property
     def shows_styles(self) -> bool:
-        """Whether fates can be seen."""
         return self._colors is not None
 
     def write(self, text: str, style: Style | None = None) -> None:
-        """Write at once, all of it."""
         if text:
             text = text.translate(_VISIBLE) if self.is_terminal else text
             encoding = (

@@ -18,7 +18,7 @@ class InterruptCriteria(StoppingCriteria):
 
     def __init__(self) -> None:
         self.requested = False
-        # Made once, since they are asked for at every token.
+        # Made once: `generate` reads one at every token.
         self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
         self._previous: object = None
 

@@ -78,7 +78,7 @@ _SPECULATION, _TEXT, _OUTPUT, _MANY = "Speculation", "Text", "Output", "Many tex
 @app.command()
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help='Text to continue; "-" reads standard input. Without one: an example.')
+        str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
     ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
@@ -282,7 +282,6 @@ class _Session:
         )
 
     def warm_up(self) -> None:
-        """Run what is timed later."""
         room = self._model.max_positions - len(self._tokenizer(self._prompt)["input_ids"])
         tokens = min(WARM_UP_TOKENS, room, self._max_new_tokens or WARM_UP_TOKENS)
         with self._notes.status("Warming up ..."):

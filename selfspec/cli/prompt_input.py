@@ -11,9 +11,9 @@ EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
     "Translate German to English: Das Wetter ist heute sehr gut.\nEnglish:"
 )
-"""What is continued when nothing else is given."""
+"""The default prompt."""
 CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers."""\n'
-"""A second one, of another kind."""
+"""A second example: code."""
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

@@ -7,7 +7,8 @@ pieces themselves, so that the host can launch one after the other without knowi
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +23,57 @@ from selfspec.hidden_states import HiddenStates
 from selfspec.sampling import confidences, entropies
 
 CONFIDENCE, ENTROPY, TOKEN, TOTAL = range(4)
-"""Columns of `StaticRound.looks`."""
+"""Columns of `StaticRound.looks`, which the host reads as `Look`s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was seen of one drafted row. total: sum of the weights that the token was drawn from; 0 when greedy."""
+
+    confidence: float
+    entropy: float
+    token: int
+    total: float
+
+    @classmethod
+    def decode(cls, numbers: Sequence[float]) -> list[Look]:
+        """From the rows of `StaticRound.looks`, one behind the other."""
+        rows = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
+        return [cls(confidence, entropy, int(token), total) for confidence, entropy, token, total in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyVerdict:
+    """What verification chose. num_accepted: as the device counted; targets, logits: of every verified row, its argmax and
+    that token's logit."""
+
+    num_accepted: int
+    targets: list[int]
+    logits: list[float]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[float], num_rows: int) -> GreedyVerdict:
+        """From the first `num_rows` rows of a verdict, which may hold more: (num_accepted, targets, logits)."""
+        size = (len(numbers) - 1) // 2
+        targets, logits = numbers[1 : 1 + size], numbers[1 + size :]
+        return cls(int(numbers[0]), list(map(int, targets[:num_rows])), list(logits[:num_rows]))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledVerdict:
+    """What verification drew. total: sum of the weights that the token was drawn from; rates: each draft's chance of
+    acceptance."""
+
+    num_accepted: int
+    token: int
+    total: float
+    rates: list[float]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[float]) -> SampledVerdict:
+        """From (num_accepted, token, total, *rates)."""
+        num_accepted, token, total, *rates = numbers
+        return cls(int(num_accepted), int(token), total, rates)
 
 
 class StaticRound:
@@ -33,8 +84,7 @@ class StaticRound:
     drafts: int64 [max_rows], the token drafted from each row. looks: float64 [max_rows, 4], what was seen of each row:
         confidence, entropy, token, sum of the weights it was drawn from (0 where not asked for).
     row_logits: float32 [1, vocab] of the row looked at; logits: float32 [max_rows, vocab] of the verified rows.
-    targets: int64 [max_rows], the verified rows' argmax. verdict: float64 [1 + 3 * max_rows], for the host: how many drafts
-        are accepted; drafts; targets; their logits.
+    targets: int64 [max_rows], the verified rows' argmax. verdict: float64 [1 + 2 * max_rows], see `GreedyVerdict`.
     """
 
     def __init__(self, model: LayerSkipModel, cache: KVCache, max_rows: int, block: int, streams: Streams) -> None:
@@ -51,7 +101,7 @@ class StaticRound:
         self.row_logits = torch.zeros(1, model.vocab_size, dtype=torch.float32, device=device)
         self.logits = torch.zeros(max_rows, model.vocab_size, dtype=torch.float32, device=device)
         self.targets = torch.zeros(max_rows, dtype=torch.long, device=device)
-        self.verdict = torch.zeros(1 + 3 * max_rows, dtype=torch.float64, device=device)
+        self.verdict = torch.zeros(1 + 2 * max_rows, dtype=torch.float64, device=device)
         self._index = torch.arange(max_rows, dtype=torch.long, device=device)
         self._nothing = torch.zeros(1, 1, dtype=torch.float64, device=device)
         self.captures = Captures(device, (self._state, self.hidden), streams)
@@ -153,8 +203,7 @@ class StaticRound:
         drafts = self.drafts[: rows - 1].masked_fill(self._index[: rows - 1] >= self.last, -1)
         num_accepted = accept_greedy_on_device(drafts, best.indices)
         self.verdict[:1].copy_(num_accepted)
-        drafted, chosen, values = self.verdict[1:].view(3, self.max_rows)
-        drafted[:rows].copy_(self.drafts[:rows])
+        chosen, values = self.verdict[1:].view(2, self.max_rows)
         chosen[:rows].copy_(best.indices)
         values[:rows].copy_(best.values)
         self.settle(num_accepted, best.indices.index_select(0, num_accepted))

@@ -64,7 +64,6 @@ class CudaGraph:
         current.wait_stream(stream)
 
     def replay(self) -> None:
-        """Launch it on the current stream."""
         self._graph.replay()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampled_on_device, acceptance_probabilities
 from selfspec.graphs import first_rounds
-from selfspec.graphs.buffers import TOKEN, TOTAL, StaticRound
+from selfspec.graphs.buffers import TOKEN, TOTAL, GreedyVerdict, Look, SampledVerdict, StaticRound
 from selfspec.graphs.drafting import Drafting, is_weight
 from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.hidden_states import HiddenStates
@@ -71,12 +72,10 @@ class CapturedRunner:
 
     @property
     def num_captures(self) -> int:
-        """Captures made so far."""
         return self._earlier[0] + self._round.captures.num_captures
 
     @property
     def capture_seconds(self) -> float:
-        """Seconds that they took."""
         return self._earlier[1] + self._round.captures.seconds
 
     def begin(self) -> None:
@@ -197,7 +196,7 @@ class CapturedRunner:
 
     def _reads(self) -> tuple[HostRead, HostRead]:
         rows = self._round.max_rows
-        return HostRead(4 * rows, self._streams), HostRead(1 + 3 * rows, self._streams)
+        return HostRead(4 * rows, self._streams), HostRead(3 + 2 * rows, self._streams)
 
     def reserve(self, rows: int) -> None:
         """Make buffers for so many rows; new ones mean new captures."""
@@ -258,23 +257,27 @@ class CapturedRunner:
                 token, total = sampler.draw_on_device(launched.p[0])
             else:
                 token, total = launched.target, processed.amax(dim=-1)
-            self._verdict_read.start(torch.cat([token.double(), total.double()]))
-            rounds.settle(torch.zeros_like(token), token)
+            none = torch.zeros_like(token)  # of no drafts none is accepted
+            self._verdict_read.start(torch.cat([none.double(), token.double(), total.double()]))
+            rounds.settle(none, token)
         launched.ahead = self._look_ahead(turn, stop, 1)
         return launched
 
     def _read_plain(self, turn: Turn, launched: _Launched) -> Outcome:
         numbers = self._verdict_read.wait()
         if turn.greedy:
-            numbers = [numbers[1 + self._round.max_rows], numbers[1 + 2 * self._round.max_rows]]
-        failure = None
-        if not (is_weight(numbers[1]) if turn.sampler.do_sample else numbers[1] == numbers[1]):
-            failure = _failure(launched.refusal, 0, turn.length)
+            greedy = GreedyVerdict.decode(numbers, 1)
+            chosen, is_sound = greedy.targets[0], not isnan(greedy.logits[0])
+        else:
+            taken = SampledVerdict.decode(numbers)  # `total` is the token's logit where none is drawn
+            chosen = taken.token
+            is_sound = is_weight(taken.total) if turn.sampler.do_sample else not isnan(taken.total)
+        failure = None if is_sound else _failure(launched.refusal, 0, turn.length)
         self._looked_ahead(launched.ahead, turn.length + 1)
         return Outcome(
             draft_tokens=(),
             num_accepted=0,
-            block=[int(numbers[0]) if failure is None else NO_TOKEN],
+            block=[chosen if failure is None else NO_TOKEN],
             target_tokens=launched.target,
             p=launched.p,
             stop_cause="none",
@@ -311,16 +314,16 @@ class CapturedRunner:
         probabilities = None
         failure: Exception | None = None
         if sampler.do_sample:
-            accepted = min(int(numbers[0]), kept)
-            if not is_weight(numbers[2]):
+            drawn = SampledVerdict.decode(numbers)
+            accepted = min(drawn.num_accepted, kept)
+            if not is_weight(drawn.total):
                 failure = _failure(launched.refusal, accepted, turn.length)
-            block = [*tokens[:accepted], int(numbers[1]) if failure is None else NO_TOKEN]
-            probabilities = tuple(numbers[3 : 3 + min(accepted + (failure is None), kept)])
+            block = [*tokens[:accepted], drawn.token if failure is None else NO_TOKEN]
+            probabilities = tuple(drawn.rates[: min(accepted + (failure is None), kept)])
         else:
-            stride = rounds.max_rows if turn.greedy else count + 1
-            chosen = [int(token) for token in numbers[1 + stride : 2 + stride + kept]]
-            values = numbers[1 + 2 * stride : 2 + 2 * stride + kept]
-            sound = next((row for row, value in enumerate(values) if value != value), kept + 1)
+            greedy = GreedyVerdict.decode(numbers, kept + 1)
+            chosen = greedy.targets
+            sound = next((row for row, value in enumerate(greedy.logits) if isnan(value)), kept + 1)
             accepted = accept_greedy(tokens[:sound], chosen)
             if accepted == sound:
                 if count and bool(rounds.logits[accepted].isnan().any()):
@@ -328,7 +331,7 @@ class CapturedRunner:
                     return self._read_plain(turn, self._verify_plain(turn))
                 failure = _failure(launched.refusal, accepted, turn.length)
             block = [*chosen[:accepted], chosen[accepted] if failure is None else NO_TOKEN]
-            ahead = ahead and int(numbers[0]) == accepted  # else the device went on from another place
+            ahead = ahead and greedy.num_accepted == accepted  # else the device went on from another place
         self._looked_ahead(ahead, turn.length + accepted + 1)
         return Outcome(
             draft_tokens=tuple(tokens),
@@ -348,8 +351,8 @@ class CapturedRunner:
         """Acceptance behind processors or sampling, operations one by one on the device: target tokens, p, and the row at
         which a processor raised an exception, if one did.
 
-        Both are new tensors, complete before reading starts. What is read: (m, token, sum of its weights, acceptance
-        probabilities), or when greedy the verdict with as many rows as there are.
+        Both are new tensors, complete before reading starts. What is read is a `SampledVerdict`, or when greedy a
+        `GreedyVerdict` of as many rows as there are.
         """
         rounds, sampler = self._round, turn.sampler
         drafts = rounds.drafts[:count]
@@ -358,8 +361,7 @@ class CapturedRunner:
             best = processed.max(dim=-1)
             target = best.indices
             num_accepted = accept_greedy_on_device(drafts, target)
-            padded = torch.cat([drafts, drafts.new_zeros(1)])
-            parts = (num_accepted, padded, target, best.values)
+            parts = (num_accepted, target, best.values)
             self._verdict_read.start(torch.cat([part.double() for part in parts]))
             rounds.settle(num_accepted, target.index_select(0, num_accepted))
             return target, None, refusal
@@ -415,13 +417,10 @@ class CapturedRunner:
         self._round.one_row(0, exit_layer, self._span(turn.length + index), turn.states)
 
     def start_reading(self, index: int) -> None:
-        """Begin to read what was seen of row `index`."""
         self._look_read.start(self._round.looks[index])
 
-    def looks(self) -> list[list[float]]:
-        """What was being read, row by row."""
-        numbers = self._look_read.wait()
-        return [numbers[at : at + 4] for at in range(0, len(numbers), 4)]
+    def looks(self) -> list[Look]:
+        return Look.decode(self._look_read.wait())
 
     def exit_hidden(self, index: int) -> Tensor:
         """Exit hidden state of a row, [hidden], a copy: the row's place is used again."""

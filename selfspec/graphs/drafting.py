@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from math import isnan
 from typing import TYPE_CHECKING
 
 from policies import DraftRow
 from policies.records import StopCause
 from selfspec.draft import next_draft
-from selfspec.graphs.buffers import CONFIDENCE, ENTROPY, TOKEN, TOTAL
+from selfspec.graphs.buffers import Look
 from selfspec.passes import Turn
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Drafting:
     def __init__(self, runner: CapturedRunner, turn: Turn, exit_layer: int, fast: bool) -> None:
         self._runner, self._turn, self._exit_layer, self._fast = runner, turn, exit_layer, fast
         self.count = 0
-        self.seen: list[list[float]] = []  # of the rows read while drafting
+        self.seen: list[Look] = []  # of the rows read while drafting
         self.num_discarded = 0
         self.dropped: int | None = None  # what a greedy draft would have taken from the row stopped before
         self._cause: StopCause = "cap"
@@ -48,8 +49,8 @@ class Drafting:
                 num_drafted=index,
                 exit_layer=self._exit_layer,
                 position=turn.length - 1 + index,
-                confidence=look[CONFIDENCE] if turn.needs.confidence else None,
-                entropy=look[ENTROPY] if turn.needs.entropy else None,
+                confidence=look.confidence if turn.needs.confidence else None,
+                entropy=look.entropy if turn.needs.entropy else None,
                 exit_hidden=hidden,
             )
             token, stop, self.dropped = next_draft(turn, row, partial(self._token, look))
@@ -59,9 +60,9 @@ class Drafting:
             if stop is not None:
                 self._cause = stop
 
-    def _token(self, look: list[float]) -> int | None:
+    def _token(self, look: Look) -> int | None:
         """What was drafted from a row, None if it cannot be drawn from."""
-        return None if self._turn.sampler.do_sample and not is_weight(look[TOTAL]) else int(look[TOKEN])
+        return None if self._turn.sampler.do_sample and not is_weight(look.total) else look.token
 
     def finish(self) -> tuple[list[int], tuple[float, ...], StopCause]:
         """Drafts up to an EOS, confidences of the rows looked at, and why it ended."""
@@ -72,22 +73,20 @@ class Drafting:
             if self._unusable(look):
                 cause = "before_draw"
                 break
-            tokens.append(int(look[TOKEN]))
+            tokens.append(look.token)
             if tokens[-1] in self._turn.eos:
                 cause = "eos"
                 break
         looked_at = len(tokens) + (cause == "before_draw")
-        seen = [look[CONFIDENCE] for look in looks[:looked_at]]
-        return tokens, tuple(value for value in seen if value == value), cause
+        seen = [look.confidence for look in looks[:looked_at]]
+        return tokens, tuple(value for value in seen if not isnan(value)), cause
 
-    def _unusable(self, look: list[float]) -> bool:
+    def _unusable(self, look: Look) -> bool:
         """Whether a row gives no token, or NaN to a policy."""
         needs = self._turn.needs
-        if (needs.confidence and look[CONFIDENCE] != look[CONFIDENCE]) or (
-            needs.entropy and look[ENTROPY] != look[ENTROPY]
-        ):
+        if (needs.confidence and isnan(look.confidence)) or (needs.entropy and isnan(look.entropy)):
             return True
-        return self._turn.sampler.do_sample and not is_weight(look[TOTAL])
+        return self._turn.sampler.do_sample and not is_weight(look.total)
 
 
 def is_weight(total: float) -> bool:

@@ -34,9 +34,7 @@ class Event(Protocol):
 class Streams(Protocol):
     """The queues of one device, as one runner uses them."""
 
-    def event(self) -> Event:
-        """A new event."""
-        ...
+    def event(self) -> Event: ...
 
     def host_memory(self, size: int) -> Tensor:
         """Zeros, float64 [size], in the host's memory, which the device can write to while the host goes on."""
@@ -64,32 +62,28 @@ class _Over:
     """An event where all work is over when its call returns."""
 
     def record(self) -> None:
-        """Nothing is left to wait for."""
+        pass
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        pass
 
 
 class NoStreams:
     """A device whose work is over when its call returns."""
 
     def event(self) -> Event:
-        """See `Streams`."""
         return _Over()
 
     def host_memory(self, size: int) -> Tensor:
-        """See `Streams`."""
         return torch.zeros(size, dtype=torch.float64, device="cpu")
 
     def resume(self) -> None:
-        """See `Streams`."""
+        pass
 
     def beside(self, event: Event) -> AbstractContextManager[None]:
-        """See `Streams`."""
         return nullcontext()
 
     def capturing(self) -> AbstractContextManager[object]:
-        """See `Streams`."""
         return _capturing
 
 
@@ -101,11 +95,9 @@ class CudaEvent:
         self.event = torch.cuda.Event()
 
     def record(self) -> None:
-        """See `Event`."""
         self.event.record(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        """See `Event`."""
         self.event.synchronize()
 
 
@@ -118,16 +110,13 @@ class CudaStreams:
         self._last = torch.cuda.current_stream(device)
 
     def event(self) -> Event:
-        """See `Streams`."""
         return CudaEvent(self._device)
 
     def host_memory(self, size: int) -> Tensor:
-        """See `Streams`."""
         with torch.cuda.device(self._device):
             return torch.zeros(size, dtype=torch.float64, device="cpu", pin_memory=True)
 
     def resume(self) -> None:
-        """See `Streams`."""
         current = torch.cuda.current_stream(self._device)
         if current != self._last:
             current.wait_stream(self._last)
@@ -135,7 +124,6 @@ class CudaStreams:
 
     @contextmanager
     def beside(self, event: Event) -> Iterator[None]:
-        """See `Streams`."""
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self._device)
         self._side.wait_event(event.event)
@@ -146,7 +134,6 @@ class CudaStreams:
             current.wait_stream(self._side)
 
     def capturing(self) -> AbstractContextManager[object]:
-        """See `Streams`."""
         return _capturing
 
 

@@ -102,7 +102,7 @@ def make_data(
     folder: Path,
     advance: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Write the shards that are missing. advance: told how many responses have been made.
+    """Write the shards that are missing. advance: called with the number of responses made.
 
     Raises ValueError when the folder's data were made by another plan, from other prompts or with another model.
     """

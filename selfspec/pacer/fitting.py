@@ -40,6 +40,7 @@ from selfspec.pacer.labels import (
     pack,
     quality,
     running_products,
+    scikit_learn_metrics,
 )
 from selfspec.pacer.network import (
     PreVerifierConfig,
@@ -64,6 +65,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     run is the uninterrupted one. Raises ValueError for data that is missing, an output_dir of another run, or an exit layer
     that the model does not have.
     """
+    scikit_learn_metrics()  # the run ends with it: better to miss it now
     console = console or Console(stderr=True, highlight=False, markup=False)
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
@@ -349,15 +351,15 @@ def evaluate(
         else:
             products = network
         own = torch.cat(network), torch.cat(products)
-        theirs = confidence_estimates(traces, table)
+        spides = confidence_estimates(traces, table)
         labels = torch.cat([trace.labels() for trace in traces])
         known = torch.cat([trace.fate_known() for trace in traces])
         results["/".join(map(str, layers))] = {
             name: {
-                "token": asdict(quality(scores[0][known], labels[known])),
-                "prefix": asdict(quality(scores[1], labels)),
+                "token": asdict(quality(of_tokens[known], labels[known])),
+                "prefix": asdict(quality(of_prefixes, labels)),
             }
-            for name, scores in (("preverifier", own), ("confidence", theirs))
+            for name, (of_tokens, of_prefixes) in (("preverifier", own), ("confidence", spides))
         }
     module.train()
     return results

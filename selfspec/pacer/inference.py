@@ -50,7 +50,6 @@ class PreVerification:
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
-        """Those it was trained on."""
         return self.network.config.exit_layers
 
     @property
@@ -141,7 +140,6 @@ class _Zeros:
         self.max_length, self._states = states.shape[0], states
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
-        """See `ContextStates`."""
         return self._states[start:stop]
 
 

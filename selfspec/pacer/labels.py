@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,20 +188,27 @@ def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     return scale, shift
 
 
+def scikit_learn_metrics() -> Any:
+    """The module `sklearn.metrics`. Raises ValueError where scikit-learn, of the extra `dev`, is not installed."""
+    try:
+        from sklearn import metrics
+    except ImportError:
+        raise ValueError("measuring a pre-verifier needs scikit-learn: pip install scikit-learn") from None
+    return metrics
+
+
 def auc(scores: Tensor, labels: Tensor) -> float:
     """Chance that an accepted token has a higher score than a rejected one, ties counting half; NaN if either is missing."""
-    positives = int(labels.sum())
-    negatives = len(labels) - positives
-    if positives == 0 or negatives == 0:
+    if not 0 < float(labels.mean()) < 1:
         return float("nan")
-    _, inverse, counts = scores.double().unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    ranks = (last - (counts - 1) / 2)[inverse]  # the mean rank of equals
-    return float((ranks[labels > 0].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+    return float(scikit_learn_metrics().roc_auc_score(labels.numpy(), scores.double().numpy()))
 
 
 def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
-    """Expected calibration error: mean of |mean score - share accepted| over equally filled bins, by their sizes."""
+    """Expected calibration error: mean of |mean score - share accepted| over equally filled bins, by their sizes.
+
+    scikit-learn's `calibration_curve` has such bins, but doesn't tell their sizes; torchmetrics' bins are equally wide.
+    """
     order = scores.argsort()
     total = 0.0
     for part in order.tensor_split(min(bins, len(order))):
@@ -223,13 +231,13 @@ class Quality:
 
 def quality(scores: Tensor, labels: Tensor, threshold: float = 0.5) -> Quality:
     """Measure scores in [0, 1] against labels 0 and 1, float32 [tokens] each."""
-    stops, rejected = scores <= threshold, labels < 0.5
-    hits = int((stops & rejected).sum())
+    metrics = scikit_learn_metrics()
+    stops, rejected = (scores <= threshold).numpy(), (labels < 0.5).numpy()
     return Quality(
         auc=auc(scores, labels),
         calibration_error=calibration_error(scores, labels),
-        stop_precision=hits / int(stops.sum()) if stops.any() else float("nan"),
-        stop_recall=hits / int(rejected.sum()) if rejected.any() else float("nan"),
+        stop_precision=float(metrics.precision_score(rejected, stops, zero_division=float("nan"))),
+        stop_recall=float(metrics.recall_score(rejected, stops, zero_division=float("nan"))),
         num_tokens=len(labels),
         share_accepted=float(labels.mean()),
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import repeat
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig
@@ -193,7 +194,6 @@ class LeanPreVerifier:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole network."""
         return count_parameters(self.config)
 
 
@@ -206,9 +206,7 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
         return value.detach().to(device=device, dtype=dtype, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
-        converted = convert_layer(
-            module.layer.to(device=device, dtype=dtype), llama, lambda kind, weight: layout, dtype
-        )
+        converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
         layer = LayerSkipModel(
             llama,
             dtype=dtype,
@@ -235,12 +233,14 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
 def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> Tensor | None:
     """[exit layers, max_drafts + 1, hidden]; None where a row is told neither."""
     config = module.config
-    size = len(config.exit_layers), config.max_drafts + 1, -1
     parts = []
     if module.exit is not None:
-        parts.append(tensor(module.exit.weight).unsqueeze(1).expand(size))
+        parts.append(
+            repeat(tensor(module.exit.weight), "exit hidden -> exit draft hidden", draft=config.max_drafts + 1)
+        )
     if module.position is not None:
-        parts.append(tensor(module.position.weight).unsqueeze(0).expand(size))
+        exits = len(config.exit_layers)
+        parts.append(repeat(tensor(module.position.weight), "draft hidden -> exit draft hidden", exit=exits))
     return sum(parts[1:], parts[0]).contiguous() if parts else None
 
 

@@ -20,12 +20,12 @@ class PreVerifierTraining:
         }
     )
     output_dir: str = field(metadata={"help": "Folder for data, log, checkpoints and the finished pre-verifier."})
-    model: str | None = option(None, "Hub name or folder of the LayerSkip checkpoint; without it, the demo model.")
+    model: str | None = option(None, "LayerSkip checkpoint: hub name or folder (default: the demo model).")
     dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
-    exit_layers: tuple[int, ...] = option((), "Exit layer to judge; repeatable. Without it, a quarter of the layers.")
+    exit_layers: tuple[int, ...] = option((), "Exit layer to judge; repeatable (default: a quarter of the layers).")
     evaluate_on: tuple[str, ...] = option(
-        (), "As data, for the held-out figures; without it, held-out documents of data."
+        (), "Prompts for the held-out figures, as for data (default: held-out documents of data)."
     )
     exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
     holdout_fraction: float = option(0.02, "Share of the documents kept out of training, for evaluation.")
@@ -36,19 +36,21 @@ class PreVerifierTraining:
     )
     num_prompts: int = option(1000, "Responses to train on.")
     num_held_out: int = option(64, "Responses to evaluate on.")
-    prompt_tokens: int = option(256, "Most tokens of a prompt; pieces of text have an eighth of it at least.")
-    response_tokens: int = option(128, "Most tokens of a response.")
+    prompt_tokens: int = option(256, "Maximum prompt length in tokens; pieces of text have at least an eighth of it.")
+    response_tokens: int = option(128, "Maximum length of a response in tokens.")
     window: int = option(50, "Tokens per draft, fewer at the response's end.")
     behind: int = option(
         4, "Tokens that a draft goes on for behind its first mismatch; the window for the paper's labels."
     )
     positions: int = option(48, "Positions to draft from, a random sample of each response's; 0 for all.")
     ignore_eos: bool = option(False, "Neither responses nor drafts end with an EOS token.")
-    shard_responses: int = option(16, "Responses per file of data; at most so many are lost when killed.")
+    shard_responses: int = option(16, "Responses per file of data, the most that an interruption loses.")
 
-    position_embedding: bool = option(True, "Tell the network the number of a draft token.")
-    features: bool = option(True, "Tell it confidence, margin and entropy of a draft token's distribution.")
-    estimates: str = option("conditional", "Of a token: conditional (earlier drafts hold), or prefix, as in the paper.")
+    position_embedding: bool = option(True, "Give the network the position of each token in its draft.")
+    features: bool = option(True, "Give the network confidence, margin and entropy of each draft token's distribution.")
+    estimates: str = option(
+        "conditional", "What is estimated: conditional (given that earlier drafts hold), or prefix, as in the paper."
+    )
     scope: str = option("full", "What a draft token attends to: full, draft, or block.")
     block: int = option(4, "Block size for scope block.")
 
@@ -59,11 +61,11 @@ class PreVerifierTraining:
     )
     warmup_steps: int = option(40, "Steps in which the learning rate rises.")
     weight_decay: float = option(0.05, "Decoupled weight decay of matrices.")
-    max_grad_norm: float = option(1.0, "The gradient is scaled down to this norm.")
-    precision: str = option("fp32", "fp32, or bf16 autocast where the device is faster with it.")
+    max_grad_norm: float = option(1.0, "Maximum norm of the gradient.")
+    precision: str = option("fp32", "fp32, or bf16 for autocast.")
     log_every: int = option(20, "Steps between lines in the log.")
-    save_every: int = option(100, "Steps between checkpoints; at most so many are lost when killed.")
-    seed: int = option(0, "Seed of prompts, positions, initial weights and order.")
+    save_every: int = option(100, "Steps between checkpoints, the most that an interruption loses.")
+    seed: int = option(0, "Random seed.")
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -92,7 +94,6 @@ class PreVerifierTraining:
 
     @staticmethod
     def sources(paths: tuple[str, ...]) -> list[DataSource]:
-        """Paths with their shares."""
         return [parse_data_source(text) for text in paths]
 
 
