@@ -24,7 +24,7 @@ from bench.engines.own import Generation
 from layerskip_models.kernels.threads import num_threads
 
 # What llama.cpp rounds a matrix's inputs to, as its outputs are judged by; Q8_0 is another model than the full weights.
-_ARITHMETIC = {"F32": torch.float16, "F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None}
+_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None}
 
 logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
 
