@@ -18,11 +18,14 @@ from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where an engine's tokens first leave the reference's. gap: between the reference's top two logits there."""
+    """Where an engine's tokens first leave the reference's. gap: between the reference's top two logits there.
+
+    near_tie: whether that gap excuses it; None where the two have other weights.
+    """
 
     position: int
     gap: float
-    near_tie: bool
+    near_tie: bool | None
 
 
 def measure(
@@ -82,7 +85,7 @@ def measure_prompt(
     sampled: bool = False,
     score: Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None] | None = None,
 ) -> None:
-    """Time every engine on one prompt, `repeats` times, and compare their outputs with the first engine's.
+    """Time every engine on one prompt, `repeats` times, and compare their outputs (`reference_of` says with which).
 
     sampled: every repeat draws with another seed, and outputs are not compared. score: of a run's tokens, for its sample.
 
@@ -106,11 +109,12 @@ def measure_prompt(
             scores = None if score is None else score(prompt, generation.tokens)
             write(_sample(engine, prompt, repeat, generation, scores))
             advance(engine.label)
-    reference = engines[0]
     for engine in engines:
         difference = None
+        reference = reference_of(engine, engines)
         if not sampled:
-            difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, dtype)
+            judged = (engine.arithmetic or dtype) if engine.weights == reference.weights else None
+            difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, judged)
         write(
             {
                 "kind": "output",
@@ -132,13 +136,19 @@ def num_runs(num_engines: int, num_prompts: int, *, repeats: int, warmups: int) 
     return num_engines * (warmups + num_prompts * repeats)
 
 
+def reference_of(engine: Engine, engines: Sequence[Engine]) -> Engine:
+    """The engine that another's outputs are compared with: the first with its weights. That one's, with the first of all."""
+    first = next(other for other in engines if other.weights == engine.weights)
+    return engines[0] if first is engine else first
+
+
 def compare_outputs(
-    prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: Engine, dtype: torch.dtype
+    prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: Engine, dtype: torch.dtype | None
 ) -> Difference | None:
     """The first difference between two continuations of a prompt, or None.
 
     engine: made `reference`, and is asked for its logits there. What follows a first difference has another prefix, so
-    it is not compared.
+    it is not compared. dtype: whose near-ties count as such; None for outputs of other weights, which are not judged.
     """
     position = first_difference(list(reference), list(tokens))
     if position is None:
@@ -146,7 +156,7 @@ def compare_outputs(
     prefix = torch.cat([prompt, torch.tensor(reference[:position], dtype=torch.long)])
     top = engine.next_logits(prefix).topk(2).values
     gap = float(top[0] - top[1])
-    return Difference(position=position, gap=gap, near_tie=gap <= NEAR_TIE_LOGIT_GAPS[dtype])
+    return Difference(position=position, gap=gap, near_tie=None if dtype is None else gap <= NEAR_TIE_LOGIT_GAPS[dtype])
 
 
 def _sample(

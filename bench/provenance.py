@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "llama_cpp": _llama_cpp(),
         "os": platform.platform(),
         "cpu": cpu_model(),
         "cores": available_cores(),
@@ -40,6 +42,15 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def _llama_cpp() -> str | None:
+    """Version and processor features of llama.cpp; None where it is not measured, for then it is not loaded."""
+    loaded = sys.modules.get("llama_cpp")
+    if loaded is None:
+        return None
+    features = re.findall(r"(\w+) = 1", loaded.llama_print_system_info().decode())
+    return f"{loaded.__version__} ({' '.join(features)})"
 
 
 def public_argument(argument: str) -> str:

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
 from bench.record import read_record
+from layerskip_models.kernels.library import kernels
 from selfspec.defaults import fixed_policy
 
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
@@ -23,14 +24,15 @@ def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_
     lines = read_record(record)
     engines = list(lines[0]["engines"])
     assert engines == [
-        "transformers:generate",
         "selfspec:ar",
         "selfspec:ls:2-3",
+        "selfspec:auto",
+        "transformers:generate",
         "transformers:early-exit:2-3",
         "transformers:early-exit:2-default",
     ]
     samples = [line for line in lines if line["kind"] == "sample"]
-    assert len(samples) == 5 * 2 * 2
+    assert len(samples) == 6 * 2 * 2
     assert all(line["num_new_tokens"] == 10 and line["seconds"] > 0 for line in samples)
     assert lines[0]["provenance"]["dtype"] == "float32"
     assert str(tmp_path) not in json.dumps(lines)  # nothing of this machine's folders
@@ -41,6 +43,35 @@ def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_
     page.write_text("<!-- report:peers:speedups -->\n<!-- /report:peers:speedups -->\n")
     assert invoke("report", record, "--into", page).exit_code == 0
     assert "| selfspec, ls:2-3 |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the native library")
+def test_peers_with_int8_weights_judges_these_among_themselves(checkpoint, tmp_path):
+    record = tmp_path / "peers.jsonl"
+    result = invoke("peers", "--model", checkpoint, "--int8", "--output", record, *RUN)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    assert [name for name in lines[0]["engines"] if "int8" in name] == ["selfspec:int8:ar", "selfspec:int8:auto"]
+    outputs = [line for line in lines if line["kind"] == "output"]
+    assert {line["reference"] for line in outputs if line["engine"] != "selfspec:int8:auto"} == {"selfspec:ar"}
+    drafting = [line for line in outputs if line["engine"] == "selfspec:int8:auto"]
+    assert [(line["reference"], line["first_difference"]) for line in drafting] == [("selfspec:int8:ar", None)] * 2
+    assert "| selfspec int8, auto |" in invoke("report", record).output
+
+
+def test_a_peer_that_is_not_installed_is_left_out_in_one_line(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    record = tmp_path / "peers.jsonl"
+    result = invoke("peers", "--model", checkpoint, "--llama-cpp", "all", "--output", record, *RUN)
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.stderr.splitlines() if "llama" in line]
+    assert len(said) == 1
+    assert said[0].startswith("llama.cpp is left out: it needs llama-cpp-python")
+    assert said[0].endswith("pip install 'selfspec[llama]'")
+    lines = read_record(record)
+    assert "transformers:generate" in lines[0]["engines"]
+    assert not [name for name in lines[0]["engines"] if "llama" in name]
+    assert lines[0]["provenance"]["llama_cpp"] is None
 
 
 def test_sweep_writes_the_setting_that_generate_finds(checkpoint, tmp_path):
@@ -98,6 +129,7 @@ def test_sweep_over_policies_ranks_by_runs_and_times_the_best(checkpoint, tmp_pa
         (["peers", "--policy", "ls:9-2"], "exit_layer must be in [1, 3]"),
         (["peers", "--prompts", "missing.jsonl"], "missing.jsonl"),
         (["peers", "--dtype", "int4"], "dtype must be one of"),
+        (["peers", "--llama-cpp", "Q4"], "--llama-cpp must be BF16, F16, Q8_0 or all, got Q4"),
         (["sweep", "--exit-layers", "2-x"], '--exit-layers must look like "1-8"'),
         (["sweep", "--exit-layers", "1-4"], "--exit-layers must be in [1, 3]"),
         (["sweep", "--num-speculations", "0-2"], "--num-speculations must be numbers from 1 on"),

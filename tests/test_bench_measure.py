@@ -3,7 +3,7 @@ import torch
 
 from bench.datasets import EncodedPrompt
 from bench.engines.own import Generation, SelfSpecEngine
-from bench.measure import compare_outputs, measure, num_runs
+from bench.measure import compare_outputs, measure, num_runs, reference_of
 
 PROMPTS = [EncodedPrompt(id=name, task="t", ids=torch.tensor([1, 2])) for name in ("one", "two")]
 
@@ -11,9 +11,11 @@ PROMPTS = [EncodedPrompt(id=name, task="t", ids=torch.tensor([1, 2])) for name i
 class ScriptedEngine:
     """Returns given tokens; keeps the order of all calls in a shared list."""
 
-    def __init__(self, name, calls, tokens, logits=(0.0, 1.0)):
+    def __init__(self, name, calls, tokens, logits=(0.0, 1.0), weights=None, arithmetic=None):
         self.name = name
         self.label = name
+        self.weights = weights
+        self.arithmetic = arithmetic
         self.calls = calls
         self.tokens = tokens
         self.logits = torch.tensor(logits)
@@ -78,6 +80,25 @@ def test_a_wide_gap_is_no_near_tie():
     difference = compare_outputs(torch.tensor([1]), [5, 6], [4, 6], reference, torch.float32)
     assert difference is not None
     assert (difference.position, difference.near_tie) == (0, False)
+
+
+def test_an_engine_is_judged_by_its_own_arithmetic():
+    first = ScriptedEngine("first", [], [5, 6, 7], logits=(0.5, 0.6))
+    lines, _ = run([first, ScriptedEngine("coarse", [], [5, 7, 7], arithmetic=torch.bfloat16)])
+    assert [line["near_tie"] for line in lines if line["kind"] == "output"] == [None, True] * 2
+
+
+def test_rounded_weights_are_compared_but_only_judged_among_themselves():
+    first = ScriptedEngine("first", [], [5, 6, 7], logits=(0.0, 2.0))
+    rounded = ScriptedEngine("int8", [], [5, 6, 8], logits=(0.0, 4.0), weights="int8")
+    drafting = ScriptedEngine("int8:drafting", [], [5, 9, 9], weights="int8")
+    engines = [first, rounded, drafting]
+    assert [reference_of(engine, engines).name for engine in engines] == ["first", "first", "int8"]
+    lines, _ = run(engines)
+    outputs = {line["engine"]: line for line in lines if line["kind"] == "output"}
+    fields = ("reference", "first_difference", "reference_logit_gap", "near_tie")
+    assert [outputs["int8"][name] for name in fields] == ["first", 2, 2.0, None]
+    assert [outputs["int8:drafting"][name] for name in fields] == ["int8", 1, 4.0, False]
 
 
 def test_an_engine_that_stops_early_is_an_error():

@@ -128,9 +128,22 @@ def test_mismatches_are_shown_near_ties_apart():
     lines = record()
     outputs = [line for line in lines if line["kind"] == "output" and line["engine"] == "selfspec:ar"]
     outputs[0].update(first_difference=4, reference_logit_gap=1e-5, near_tie=True)
-    assert "| plain | – | – | – | – | – | – | near-ties: 1 |" in sections(lines)["rounds"]
+    # 4 of one prompt's 100 tokens are before the difference, and all of the other's: 52 %.
+    assert "| plain | – | – | – | – | – | – | near-ties: 1 (52 % equal) |" in sections(lines)["rounds"]
     outputs[1].update(first_difference=4, reference_logit_gap=0.5, near_tie=False)
-    assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 |" in sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | – | – | near-ties: 1, DIFFERENT: 1 (4 % equal) |" in sections(lines)["rounds"]
+
+
+def test_outputs_of_other_weights_are_told_apart_from_faults():
+    lines = record()
+    outputs = {line["engine"]: line for line in lines if line["kind"] == "output" and line["prompt"] == "a1"}
+    outputs["selfspec:ar"].update(first_difference=50, reference_logit_gap=3.0, near_tie=None)
+    for line in lines:
+        if line["kind"] == "output" and line["engine"] == "selfspec:ls:1-2":
+            line["reference"] = "selfspec:ar"
+    rounds = sections(lines)["rounds"]
+    assert "| plain | – | – | – | – | – | – | other weights (75 % equal) |" in rounds
+    assert "| drafting | – | – | – | – | – | – | equal to plain |" in rounds
 
 
 def test_markdown_holds_every_part_and_the_right_numbers():

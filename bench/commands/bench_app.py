@@ -24,9 +24,12 @@ from bench.commands.bench_options import (
 from bench.commands.busy_command import busy
 from bench.commands.context_command import context
 from bench.commands.preparation import (
+    LLAMA_CPP_KINDS,
     configuration,
     encoded,
     exit_if_outputs_differ,
+    llama_cpp_engines,
+    llama_cpp_kinds,
     load_network,
     num_layers_of,
     open_tokenizer,
@@ -53,7 +56,7 @@ from layerskip_models import DEMO_PATH, from_transformers
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import checked_output_file, one_line_errors
-from selfspec.defaults import fixed_policy
+from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 
 app = typer.Typer(
     help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",
@@ -84,12 +87,23 @@ def peers(
     repeats: RepeatsOption = 5,
     warmups: WarmupsOption = 2,
     dtype: DtypeOption = "float32",
+    int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
+    llama_cpp: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Run llama.cpp, too, on the same weights as {', '.join(LLAMA_CPP_KINDS)}; repeatable; 'all' means all "
+            "of them. Needs llama-cpp-python and gguf. The GGUF file is written to the temporary folder (TMPDIR) and "
+            "removed once it is loaded."
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     output: OutputOption = None,
 ) -> None:
-    """selfspec against transformers' generate and assistant_early_exit: same weights, one alternating run, greedy.
+    """selfspec against transformers' generate and assistant_early_exit, and llama.cpp: same weights, one alternating run,
+    greedy.
 
-    Ends with status 1 if an output differs by more than a near-tie.
+    Outputs are compared with those of selfspec without speculation. Ends with status 1 if one differs by more than a
+    near-tie. Weights rounded to 8 bits are another model: their outputs are compared, but a difference is no fault.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
@@ -97,16 +111,17 @@ def peers(
         policy_name = policy or fixed_policy(checkpoint, num_layers)
         exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
+        kinds = llama_cpp_kinds(llama_cpp or [], device)
         network = load_network(checkpoint, dtype, device)
         generator = SelfSpecGenerator(from_transformers(network))
-    # The first engine is the one whose outputs are compared with.
-    first, *others = transformers_engines(network, exit_layer, num_speculations)
-    engines: list[Engine] = [
-        first,
-        SelfSpecEngine(generator, "ar"),
-        SelfSpecEngine(generator, policy_name),
-        *others,
-    ]
+        # The first engine is the one whose outputs are compared with.
+        engines: list[Engine] = [SelfSpecEngine(generator, name) for name in ("ar", policy_name, DEFAULT_POLICY)]
+        if int8:
+            rounded = SelfSpecGenerator(from_transformers(network, layout="int8"))
+            engines += [SelfSpecEngine(rounded, name, weights="int8") for name in ("ar", DEFAULT_POLICY)]
+        longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
+        engines += llama_cpp_engines(network, kinds, longest)
+        engines += transformers_engines(network, exit_layer, num_speculations)
     description = {
         "kind": "run",
         "command": "peers",

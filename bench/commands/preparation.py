@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from layerskip_models.checkpoints.loading import load_config, load_transformers,
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 from selfspec.cli.arguments import one_line_errors
 
+LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0")
+"""What the weights are written as for llama.cpp."""
+_LLAMA_CPP_PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 _errors = Console(stderr=True)
 
 
@@ -117,6 +121,34 @@ def transformers_engines(
         transformers_early_exit(network, exit_layer, num_speculations, sampling),
         transformers_early_exit_default(network, exit_layer, sampling),
     ]
+
+
+def llama_cpp_kinds(asked: Sequence[str], device: str) -> list[str]:
+    """What llama.cpp is to run of `LLAMA_CPP_KINDS`, "all" meaning all. Where its packages are missing, a line on stderr
+    says so, and that is nothing.
+
+    Raises ValueError for another kind, and for a device that is not the CPU.
+    """
+    unknown = sorted(set(asked) - {"all", *LLAMA_CPP_KINDS})
+    if unknown:
+        raise ValueError(f"--llama-cpp must be {', '.join(LLAMA_CPP_KINDS)} or all, got {', '.join(unknown)}")
+    if asked and resolve_device(device).type != "cpu":
+        raise ValueError("--llama-cpp is measured on a CPU: add --device cpu, or leave it out")
+    missing = [package for module, package in _LLAMA_CPP_PACKAGES.items() if find_spec(module) is None]
+    if asked and missing:
+        which = " and ".join(missing)
+        typer.echo(f"llama.cpp is left out: it needs {which}; pip install 'selfspec[llama]'", err=True)
+        return []
+    return list(LLAMA_CPP_KINDS if "all" in asked else dict.fromkeys(asked))
+
+
+def llama_cpp_engines(network: LlamaForCausalLM, kinds: Sequence[str], max_tokens: int) -> list[Engine]:
+    """llama.cpp on the network's weights, written as each of these kinds. max_tokens: of a prompt and its continuation."""
+    if not kinds:
+        return []
+    from bench.engines.llama_cpp import LlamaCppEngine  # its packages are optional
+
+    return [LlamaCppEngine(network, kind, max_tokens) for kind in kinds]
 
 
 @contextmanager

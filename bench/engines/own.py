@@ -1,4 +1,4 @@
-"""What a measured engine is, and selfspec as one. transformers is in `bench.engines.peers`.
+"""What a measured engine is, and selfspec as one. transformers is in `bench.engines.peers`, llama.cpp in `llama_cpp`.
 
 All engines continue token ids by exactly `max_new_tokens` tokens, EOS off, and are timed by the same clock; all greedily, or
 all with the same sampling settings.
@@ -64,10 +64,16 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """Something that continues token ids. name: short and unique; label: for tables."""
+    """Something that continues token ids. name: short and unique; label: for tables.
+
+    weights: what the run's weights were rounded to ("int8", "Q8_0"), which makes another model of them; None for the run's
+    own. arithmetic: the dtype whose near-ties its outputs are judged by; None for the run's.
+    """
 
     name: str
     label: str
+    weights: str | None
+    arithmetic: torch.dtype | None
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """Continue a prompt, int64 [n], timed. repeat: number of the run; sampled runs draw with another seed in each."""
@@ -91,8 +97,10 @@ class SelfSpecEngine:
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
     With `kept` it starts every run on a prompt with what it had learned from one run on each prompt before it.
-    name, label: of the engine, when not the policy's. sampling: None for greedy decoding.
+    name, label: of the engine, when not the policy's. sampling: None for greedy decoding. weights: see `Engine`.
     """
+
+    arithmetic: torch.dtype | None = None
 
     def __init__(
         self,
@@ -103,7 +111,9 @@ class SelfSpecEngine:
         name: str | None = None,
         label: str | None = None,
         sampling: Sampling | None = None,
+        weights: str | None = None,
     ) -> None:
+        self.weights = weights
         self._generator = generator
         self._sampling = sampling
         self._policy = kept_between_texts(policy) if kept else policy
@@ -111,8 +121,10 @@ class SelfSpecEngine:
         self._prompt: Tensor | None = None
         self._known: dict[str, Any] | None = None  # before this prompt
         self._learned: dict[str, Any] | None = None  # after the last run
-        self.name = name or f"selfspec:{policy}{KEPT if kept else ''}"
-        self.label = label or ("selfspec, autoregressive" if policy == "ar" else f"selfspec, {policy}")
+        self.name = name or f"selfspec:{weights + ':' if weights else ''}{policy}{KEPT if kept else ''}"
+        self.label = label or (
+            f"selfspec{' ' + weights if weights else ''}, {'autoregressive' if policy == 'ar' else policy}"
+        )
         if kept:
             self.label += ", kept"
 

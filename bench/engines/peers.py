@@ -57,6 +57,9 @@ class _FirstTokenStreamer(BaseStreamer):
 class TransformersEngine:
     """`model.generate`. arguments: more keywords for it. settings: of its GenerationConfig. sampling: None if greedy."""
 
+    weights: str | None = None
+    arithmetic: torch.dtype | None = None
+
     def __init__(
         self,
         model: LlamaForCausalLM,

@@ -56,10 +56,10 @@ def _figures(lines: Sequence[Line]) -> dict[str, Figure]:
     agreement = _agreement(lines)
     if agreement:
         made["Agreement of early layers with the last"] = agreement_curve(agreement)
-    drafting = [name for name in timed if name != PLAIN and not name.startswith("selfspec:ls:")]  # those that choose
-    if drafting:
-        made["Exit layers"] = shares_map(samples, drafting, "rounds_by_exit_layer", "exit layer (0: no drafts)")
-        made["Drafts per round"] = shares_map(samples, drafting, "rounds_by_length", "tokens drafted in a round")
+    choosing = [name for name in timed if not name.endswith(":ar") and not name.startswith("selfspec:ls:")]
+    if choosing:
+        made["Exit layers"] = shares_map(samples, choosing, "rounds_by_exit_layer", "exit layer (0: no drafts)")
+        made["Drafts per round"] = shares_map(samples, choosing, "rounds_by_length", "tokens drafted in a round")
     return made
 
 

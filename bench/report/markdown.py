@@ -104,10 +104,11 @@ def machine_sentence(lines: Sequence[Line]) -> str:
     where = lines[0]["provenance"]
     configuration = lines[0]["configuration"]
     device = "" if where["device"] == "cpu" else f"{where['device']}; "
+    llama_cpp = f", llama-cpp-python {where['llama_cpp']}" if where.get("llama_cpp") else ""
     return (
         f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, {counted(where['threads'], 'thread')}, "
         f"{where['ram_gib']} GiB; {where['dtype']}; Python {where['python']}, torch {where['torch']}, "
-        f"transformers {where['transformers']}; {where['os']}; commit {where['commit']}; "
+        f"transformers {where['transformers']}{llama_cpp}; {where['os']}; commit {where['commit']}; "
         f"weights {configuration['weights_digest']}, prompts {configuration['prompts_digest']}; "
         f"load average before the run {where['load_average']}; {where['time']}. "
         f"{_repeats(lines)}"

@@ -93,11 +93,13 @@ def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> fl
 
 
 def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
+    references = {line["engine"]: line["reference"] for line in samples.outputs}
     first = samples.outputs[0]["reference"]
     compared = first is not None  # sampled outputs are not
     rows = []
     for name in samples.engines:
         row = samples.summary(name)
+        to = "" if references[name] == first else f" to {samples.labels[references[name]]}"
         rows.append(
             (
                 row.label,
@@ -107,7 +109,7 @@ def _round_table(lines: Sequence[Line], samples: Samples) -> Table:
                 number(row.etpl, "{:.4f}"),
                 number(row.draft_passes, "{:.1f}"),
                 number(row.verify_passes, "{:.1f}"),
-                *([outputs_text(row.num_mismatches, row.num_near_ties)] if compared else []),
+                *([outputs_text(row) + to] if compared else []),
             )
         )
     return Table(

@@ -34,6 +34,8 @@ class EngineSummary:
     decode_tokens_per_second: tokens after the first over the time after the first.
     The others are means over prompts of the engine's counts (rounds do not include the prefill of selfspec); draft and verify
     passes per prompt; eTPL is charged with a pre-verifier's passes, where there is one.
+    num_mismatches: outputs that differ from the reference's; faults, unless they are near-ties or of other weights.
+    equal_share: of the new tokens, those before an output's first difference; None without outputs.
     """
 
     engine: str
@@ -50,6 +52,8 @@ class EngineSummary:
     verify_passes: float | None
     num_mismatches: int
     num_near_ties: int
+    num_faults: int
+    equal_share: float | None
 
 
 class Samples:
@@ -102,6 +106,10 @@ class Samples:
             stats = [mean((line["stats"] or {}).get(name) for line in group) for group in by_prompt.values()]
             return mean([*(source.get(name) for source in counted), *stats])
 
+        def equal_share(output: Line) -> float:
+            position = output["first_difference"]
+            return 1.0 if position is None else position / lines[0]["num_new_tokens"]
+
         def decode_speed(line: Line) -> float | None:
             return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None
 
@@ -120,7 +128,9 @@ class Samples:
             draft_passes=count("num_drafted"),
             verify_passes=count("rounds"),
             num_mismatches=len(differences),
-            num_near_ties=sum(line["near_tie"] for line in differences),
+            num_near_ties=sum(line["near_tie"] is True for line in differences),
+            num_faults=sum(line["near_tie"] is False for line in differences),
+            equal_share=mean(map(equal_share, outputs)),
         )
 
     def phase_shares(self, engine: str) -> dict[str, float] | None:

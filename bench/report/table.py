@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from bench.report.summary import Spread
+from bench.report.summary import EngineSummary, Spread
 
 UNKNOWN = "–"
 _GAP = 2
@@ -116,13 +116,13 @@ def times(spread: Spread) -> str:
     return f"{spread.value:.2f}× ({spread.low:.2f}–{spread.high:.2f})"
 
 
-def outputs_text(mismatches: int, near_ties: int) -> str:
-    """How outputs compare with the reference's."""
-    if not mismatches:
+def outputs_text(row: EngineSummary) -> str:
+    """How an engine's outputs compare with the reference's, and how much of them comes before a first difference."""
+    if not row.num_mismatches:
         return "equal"
-    faults = mismatches - near_ties
-    found = [f"near-ties: {near_ties}"] if near_ties else []
-    return ", ".join([*found, *([f"DIFFERENT: {faults}"] if faults else [])])
+    found = [f"near-ties: {row.num_near_ties}"] if row.num_near_ties else []
+    found += [f"DIFFERENT: {row.num_faults}"] if row.num_faults else []
+    return f"{', '.join(found) or 'other weights'} ({number(row.equal_share, '{:.0f} % equal', 100)})"
 
 
 def heat_table(

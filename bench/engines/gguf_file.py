@@ -1,0 +1,90 @@
+"""A transformers Llama as a GGUF file, the format that llama.cpp reads, written with the `gguf` package.
+
+The file has no tokenizer, only the size of the vocabulary: llama.cpp is given token ids.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quant_shape_to_byte_shape
+from gguf.quants import quantize
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from layerskip_models.model import interleave_heads
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
+    """Write the model's weights to `path`; one tensor at a time is in memory a second time.
+
+    kind: "F32", "F16", "BF16" or "Q8_0", of the matrices; norms and biases are F32. Q8_0 has one scale for every 32
+    numbers of a row. A head that is tied to the embedding is left out, and llama.cpp takes the embedding for it.
+    Raises ValueError for rows that Q8_0 cannot hold.
+    """
+    config = model.config
+    if kind == "Q8_0" and (config.hidden_size % 32 or config.intermediate_size % 32):
+        raise ValueError(
+            "Q8_0 needs rows of a multiple of 32 numbers; "
+            f"this model's are {config.hidden_size} and {config.intermediate_size}"
+        )
+    writer = GGUFWriter(path, "llama")
+    _describe(writer, config, model.model.rotary_emb.attention_scaling)
+    tensors = _tensors(model)
+    kinds = {name: GGMLQuantizationType[kind if len(tensor.shape) == 2 else "F32"] for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), prod(shape), kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors.items():
+        writer.write_tensor_data(quantize(_reordered(name, tensor, config).float().cpu().numpy(), kinds[name]))
+    writer.close()
+
+
+def _describe(writer: GGUFWriter, config: LlamaConfig, rope_attention: float) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_scaling_attn_factors(rope_attention)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """The tensors by their names in the file, in transformers' layout."""
+    config, rotary = model.config, model.model.rotary_emb
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():  # names a tied head once, as the embedding
+        stored = names.get_name(name, (".weight", ".bias"))
+        assert stored is not None, name
+        found[stored] = parameter.detach()
+    # What every rotary frequency is divided by. It holds whatever scaling the model has, as transformers computed it.
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    unscaled = config.rope_parameters["rope_theta"] ** -steps
+    found[ROPE_FACTORS] = unscaled / rotary.inv_freq.detach().cpu().double()
+    return found
+
+
+def _reordered(name: str, tensor: Tensor, config: LlamaConfig) -> Tensor:
+    """llama.cpp rotates neighbours of a head's query or key, transformers numbers that are half a head apart."""
+    if ".attn_q." in name:
+        return interleave_heads(tensor, config.num_attention_heads)
+    if ".attn_k." in name:
+        return interleave_heads(tensor, config.num_key_value_heads)
+    return tensor

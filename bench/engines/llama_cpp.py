@@ -1,0 +1,111 @@
+"""llama.cpp as an engine to compare with, through the package llama-cpp-python: the same weights, written as GGUF.
+
+Its C functions are called directly, so that no Python of that package is timed, and with llama.cpp's own defaults (a KV cache
+in float16 among them) but for the number of threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from bench.engines.gguf_file import write_gguf
+from bench.engines.own import Generation
+from layerskip_models.kernels.threads import num_threads
+
+# What llama.cpp rounds a matrix's inputs to, as its outputs are judged by; Q8_0 is another model than the full weights.
+_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None}
+
+logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
+
+
+class LlamaCppEngine:
+    """Greedy decoding of a transformers model's weights by llama.cpp, on as many threads as our kernels use.
+
+    kind: "BF16", "F16" or "Q8_0", as in `write_gguf`. max_tokens: of prompt and continuation together.
+    The GGUF file is written to the temporary folder (TMPDIR) and removed once it is loaded.
+    Raises RuntimeError if llama.cpp cannot load it.
+    """
+
+    def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:
+        self.name = f"llama.cpp:{kind}"
+        self.label = f"llama.cpp {kind}"
+        self.weights = "Q8_0" if kind == "Q8_0" else None
+        self.arithmetic = _ARITHMETIC[kind]
+        self._vocab_size = network.config.vocab_size
+        self._max_tokens = max_tokens
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_gguf(network, path, kind)
+            self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp did not load the weights as {kind}")
+        self._greedy = llama_cpp.llama_sampler_init_greedy()
+        self._context = self._new_context()
+        weakref.finalize(self, _free, self._greedy, self._context, self._model)
+
+    def _new_context(self) -> Any:
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = self._max_tokens
+        settings.n_threads = settings.n_threads_batch = num_threads()
+        return llama_cpp.llama_init_from_model(self._model, settings)
+
+    def _run(self, context: Any, ids: Sequence[int]) -> None:
+        """Append ids to the context's text."""
+        tokens = (llama_cpp.llama_token * len(ids))(*ids)
+        status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
+        if status:
+            raise RuntimeError(f"{self.label} failed to decode: status {status}")
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """See `Engine`."""
+        return self._generate(self._context, prompt, max_new_tokens)
+
+    def _generate(self, context: Any, prompt: Tensor, max_new_tokens: int) -> Generation:
+        ids = prompt.tolist()
+        start = perf_counter()
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        self._run(context, ids)
+        tokens = [llama_cpp.llama_sampler_sample(self._greedy, context, -1)]
+        first = perf_counter() - start
+        while len(tokens) < max_new_tokens:
+            self._run(context, tokens[-1:])
+            tokens.append(llama_cpp.llama_sampler_sample(self._greedy, context, -1))
+        seconds = perf_counter() - start
+        return Generation(
+            tokens=tuple(tokens), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
+        )
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """See `Engine`: in a context of its own."""
+        context = self._new_context()
+        self._generate(context, prompt, max_new_tokens)
+        llama_cpp.llama_free(context)
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """None: there are no rounds."""
+        return
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """See `Engine`."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        self._run(self._context, ids.tolist())
+        return torch.tensor(llama_cpp.llama_get_logits_ith(self._context, -1)[: self._vocab_size])
+
+
+def _free(sampler: Any, context: Any, model: Any) -> None:
+    llama_cpp.llama_sampler_free(sampler)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
