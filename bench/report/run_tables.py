@@ -218,7 +218,7 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -
 
 def all_layers(stats: Mapping[str, int]) -> int:
     """Layers that a run's rounds loaded, a pre-verifier's passes included."""
-    return stats["loaded_layers"] + stats.get("preverifier_layers", 0)
+    return stats["loaded_layers"] + stats["preverifier_layers"]
 
 
 def _figure_table(lines: Sequence[Line]) -> list[Table]:
