@@ -77,7 +77,7 @@ def test_marks_and_markup() -> None:
     text = page(lines)
     assert "&lt;b&gt;&amp;" in text
     assert "<b>" not in text
-    assert re.search(r"<code>ls:\d+-\d+</code>", text)
+    assert "<code>selfspec-bench peers" in text
 
 
 def test_one_page_one_record(tmp_path: Path) -> None:
@@ -115,3 +115,11 @@ def test_compare_says_what_changed(tmp_path: Path) -> None:
     other: list[Line] = [{**before[0], "engines": {"x": "x"}}]
     with pytest.raises(ValueError, match="no engine in common"):
         compare_records(before, other)
+
+
+def test_markdown_with_its_plots_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "busy.md"
+    result = CliRunner().invoke(app, ["report", str(DATA / "busy.jsonl.gz"), "-o", str(target)])
+    assert result.exit_code == 0, result.output
+    (plot,) = re.findall(r"\]\((plots/[^)]+)\)", target.read_text(encoding="utf-8"))
+    assert "fair share" in (target.parent / plot).read_text(encoding="utf-8")

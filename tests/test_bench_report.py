@@ -217,7 +217,7 @@ def test_published_tables_and_plots_are_those_of_the_records(page, tmp_path):
     """A number typed by hand, or a record changed without `make results`, fails here. Of plots, the texts are compared:
     how lines are drawn may change with matplotlib's version."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    names = {name.partition(":")[0] for name in re.findall(r"<!-- report:([^ ]+) -->", text)}
+    names = {name.partition(":")[0] for name in re.findall(r"<!-- report:([^ ]+) -->\n", text)}
     assert names
     records = {name: read_record(ROOT / "docs" / "data" / f"{name}.jsonl.gz") for name in names}
     whole = {name: lines for name, lines in records.items() if f"<!-- report:{name} -->" in text}

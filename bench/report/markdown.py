@@ -127,7 +127,9 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
         f"{counted(where['threads'], 'thread')}, {where['ram_gib']} GiB",
         "dtype": where["dtype"],
-        "numbers": "one run each" if configuration["repeats"] == 1 else f"medians of {repeats}, engines alternated{spread}",
+        "numbers": "one run each"
+        if configuration["repeats"] == 1
+        else f"Medians of {repeats}, engines alternated{spread}",
         "date": where["time"],
         "commit": str(where["commit"]),
         "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}",
@@ -138,9 +140,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
     return Table(name="machine", title="", columns=("", ""), rows=tuple(rows.items()), prose=True)
 
 
-def fill_markers(
-    document: str, records: Mapping[str, Sequence[Line]], plots: Mapping[str, Plots] | None = None
-) -> str:
+def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Mapping[str, Plots] | None = None) -> str:
     """The document with every marked place for which there is a record filled in; the others stay as they are.
 
     plots: by record, for the places that show a whole one. Raises ValueError if there is no such place.

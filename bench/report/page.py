@@ -16,9 +16,7 @@ def page(lines: Sequence[Line]) -> str:
     """The page's text; it refers to nothing outside itself."""
     environment = Environment(loader=PackageLoader("bench.report", "."), autoescape=True, trim_blocks=True)
     environment.filters["inline"] = MarkdownIt("commonmark", {"html": False}).renderInline
-    pictures = {
-        part: {title: svg(figure) for title, figure in drawn.items()} for part, drawn in figures(lines).items()
-    }
+    pictures = {part: {title: svg(figure) for title, figure in drawn.items()} for part, drawn in figures(lines).items()}
     return environment.get_template("page.html.j2").render(
         title=f"selfspec-bench {lines[0]['command']}: {lines[0]['configuration']['model']}",
         headline=headline(lines),
