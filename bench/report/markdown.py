@@ -34,7 +34,6 @@ HEADINGS = {
     "scores": "Scores",
     "etpl": "Tokens per loaded layer",
     "exit-layer": "At one exit layer",
-    "figures": "Against transformers and against memory",
     "speedup": "Speed-up of every setting",
     "cells": "Every setting",
     "agreement": "Agreement of early layers with the last",
