@@ -202,11 +202,13 @@ def test_a_glance_at_many_engines_keeps_those_that_matter():
     lines[0]["command"] = "run"
     labels = {"transformers:early-exit:1-2": "slow exit", "transformers:early-exit:1": "exit", "llama.cpp:q8": "other"}
     labels |= {"selfspec:auto": "auto", "selfspec:del": "del", "selfspec:best-fixed": "oracle"}
+    labels |= {"selfspec:int8:ar": "plain8", "selfspec:int8:auto": "auto8"}
     lines[0]["engines"] = {**LABELS, **labels}
-    seconds = {"slow exit": 9, "exit": 8, "other": 3, "auto": 2, "del": 6, "oracle": 1}
+    seconds = {"slow exit": 9, "exit": 8, "other": 3, "auto": 2, "del": 6, "oracle": 1, "plain8": 2, "auto8": 1}
     lines += [sample(name, prompt, 0, seconds[label]) for name, label in labels.items() for prompt in ("a1", "b1")]
-    names = [row[0] for row in glance(lines)[0].rows]
-    assert names == ["generate", "other", "exit", "plain", "auto", "drafting", "oracle"]
+    rows = {row[0]: row for row in glance(lines)[0].rows}
+    assert list(rows) == ["generate", "other", "exit", "plain", "auto", "plain8", "auto8", "drafting", "oracle"]
+    assert rows["auto8"][3] == "2.00×"  # over plain decoding on its own weights
 
 
 PAGES = ["README.md", "docs/benchmarks.md", *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md"))]

@@ -72,10 +72,10 @@ def _engine_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
     timed = [name for name in samples.engines if samples.phase_shares(name) is not None]
     if timed:
         made["phases"] = {"Where the time goes": phase_bars(samples, timed)}
-    drafting = [name for name in timed if name != PLAIN and not name.startswith("selfspec:ls:")]  # those that choose
-    if drafting:
-        layers = shares_map(samples, drafting, "rounds_by_exit_layer", "exit layer (0: no drafts)")
-        lengths = shares_map(samples, drafting, "rounds_by_length", "tokens drafted in a round")
+    choosing = [name for name in timed if not name.endswith(":ar") and not name.startswith("selfspec:ls:")]
+    if choosing:
+        layers = shares_map(samples, choosing, "rounds_by_exit_layer", "exit layer (0: no drafts)")
+        lengths = shares_map(samples, choosing, "rounds_by_length", "tokens drafted in a round")
         made["rounds"] = {"Exit layers": layers, "Drafts per round": lengths}
     return made
 

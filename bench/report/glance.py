@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.record import BEST_FIXED, Line
+from bench.record import BEST_FIXED, KEPT, Line
 from bench.report.context_tables import context_tables
 from bench.report.roofline_tables import roofline_tables
 from bench.report.run_tables import PLAIN, TRANSFORMERS
@@ -12,7 +12,6 @@ from bench.report.summary import Samples
 from bench.report.sweep_tables import Sweep
 from bench.report.table import UNKNOWN, Table, times
 
-AUTO = "selfspec:auto"
 EARLY_EXIT = "transformers:early-exit"
 
 
@@ -33,26 +32,25 @@ def glance(lines: Sequence[Line]) -> list[Table]:
 def _engines(lines: Sequence[Line]) -> Table:
     """What our kernels give (plain over transformers) told apart from what speculation gives (over plain)."""
     samples = Samples(lines)
-    names = list(samples.engines) if lines[0]["command"] == "peers" else _chosen(samples)
     columns = ["engine", "tokens/s"]
     if TRANSFORMERS in samples.engines:
         columns.append("× transformers")
     if PLAIN in samples.engines:
         columns.append("× plain")
     rows = []
-    for name in names:
+    for name in _chosen(samples):
         row = [samples.labels[name], f"{samples.speed(name).value:.1f}"]
         if TRANSFORMERS in samples.engines:
             row.append(f"{samples.speedup(name, TRANSFORMERS).value:.2f}×")
         if PLAIN in samples.engines:
-            ours = name.startswith("selfspec:")
-            row.append(f"{samples.speedup(name, PLAIN).value:.2f}×" if ours else UNKNOWN)
+            plain = _plain_of(samples, name)
+            row.append(UNKNOWN if plain is None else f"{samples.speedup(name, plain).value:.2f}×")
         rows.append(tuple(row))
     model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
+    over = "; × transformers: kernels and speculation" if TRANSFORMERS in samples.engines else ""
     return Table(
         name="glance",
-        title=f"{model[0].upper()}{model[1:]}, {where['dtype']}, prefill included. "
-        "× transformers: kernels and speculation together; × plain: speculation alone",
+        title=f"{model[0].upper()}{model[1:]}, {where['dtype']}, prefill included. × plain: speculation alone{over}",
         columns=tuple(columns),
         rows=tuple(rows),
     )
@@ -67,10 +65,16 @@ def _chosen(samples: Samples) -> list[str]:
     peers = [name for name in samples.engines if not name.startswith("selfspec:")]
     exits = [name for name in peers if name.startswith(EARLY_EXIT)]
     ours = [name for name in samples.engines if name not in peers]
-    main = [name for name in ours if name in (PLAIN, AUTO) or name.startswith(AUTO + ":kept")]
+    main = [name for name in ours if name.endswith((":ar", ":auto", ":auto" + KEPT))]
     rest = [name for name in ours if name not in main and name != BEST_FIXED]
     kept = [*(name for name in peers if name not in exits), *fastest(exits), *main, *fastest(rest)]
     return kept + [name for name in ours if name == BEST_FIXED]
+
+
+def _plain_of(samples: Samples, engine: str) -> str | None:
+    """Plain decoding on the same weights: of "selfspec:int8:auto" that is "selfspec:int8:ar"."""
+    plain = [name for name in samples.engines if name.startswith("selfspec:") and name.endswith(":ar")]
+    return max((name for name in plain if engine.startswith(name.removesuffix("ar"))), key=len, default=None)
 
 
 def _settings(lines: Sequence[Line]) -> Table:

@@ -121,6 +121,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
     what = "seed" if configuration.get("do_sample") else "repeat"
     repeats = counted(configuration["repeats"], what)
     spread = "" if lines[0]["command"] in _HEADLINES else f"; in brackets the lowest and highest {what}"
+    llama_cpp = f", llama-cpp-python {where['llama_cpp']}" if where.get("llama_cpp") else ""
     rows = {
         "command": f"`{where['command']}`",
         "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
@@ -131,7 +132,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
         else f"Medians of {repeats}, engines alternated{spread}",
         "date": where["time"],
         "commit": str(where["commit"]),
-        "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}",
+        "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{llama_cpp}",
         "system": where["os"],
         "load average before": str(where["load_average"]),
         "weights, prompts": f"{configuration['weights_digest'] or 'made from a seed'}, {configuration['prompts_digest']}",
