@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint sanitize wheel clean
+.PHONY: demo test lint results docs sanitize wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -23,6 +23,17 @@ WITHOUT_KERNELS = $(addprefix tests/test_,choices.py deferred_learning.py genera
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+# Every table and plot in README and docs, from the records in docs/data. A test fails when they are not these.
+PAGES = README.md docs/benchmarks.md $(wildcard docs/results/*.md)
+results: $(VENV)/.installed
+	rm -rf docs/results/plots
+	$(BIN)/python -m bench report docs/data/*.jsonl.gz $(foreach page,$(PAGES),--into $(page))
+
+# The documentation as a site in build/site.
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 # The kernels' tests on a library built to find wrong reads, writes and arithmetic. Needs gcc with its sanitizers.
 SANITIZERS = -fsanitize=address,undefined

@@ -110,7 +110,7 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     assert memory[32]["kv_bytes"] == 4 * 2 * 8 * 4 * (32 + 12)  # layers, keys and values, head_dim, bytes, positions
     assert all(line["peak_bytes"] > line["kv_bytes"] for line in memory.values())
     parts = sections(found)
-    assert set(parts) == {"headline", "contexts", "memory", "machine"}
+    assert set(parts) == {"headline", "glance", "contexts", "memory", "machine"}
     assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]
     page = record.with_suffix(".html")
     assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0
@@ -119,7 +119,7 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
     assert result.exit_code == 0, result.output
     parts = sections(read_record(record))
-    assert set(parts) == {"headline", "contexts", "machine"}
+    assert set(parts) == {"headline", "glance", "contexts", "machine"}
     assert "was not read): runs whose text is not plain decoding's: 0." in parts["headline"]
     assert all(row.endswith("| – | – |") for row in parts["contexts"].splitlines()[4:])  # neither's first token
     both = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--no-prefill"])

@@ -171,10 +171,10 @@ def test_all_readings_of_a_record(record: list[dict[str, Any]]) -> None:
         fixed, longest, cheapest = (float(cell.split()[0]) for cell in row[1:4])
         assert cheapest >= max(fixed, longest)
     assert [len(row) for row in tables["positions"].rows] == [len(tables["positions"].columns)] * 2
-    drawn = list(figures(record))
-    assert "Transfer of a setting between tasks" in drawn
-    assert "Oracle length per round" in drawn
-    assert "Acceptance by position in the draft" in drawn
+    drawn = figures(record)
+    assert "Transfer of a setting between tasks" in drawn["transfer"]
+    assert "Oracle length per round" in drawn["oracle"]
+    assert "Acceptance by position in the draft" in drawn["positions"]
 
 
 def test_readings_of_a_file(record: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from bench.record import RecordWriter, read_record, record_name
+from bench.report.figures import write_plots
+from bench.report.glance import glance
 from bench.report.markdown import fill_markers, markdown, sections
 from bench.report.summary import Samples, Spread
 
@@ -116,7 +119,7 @@ def test_phases_are_shares_of_all_time():
     assert Samples(lines).phase_shares("selfspec:ar") is None
     for line in lines:
         if line["kind"] == "sample" and line["engine"] == "selfspec:ar":  # 2 of 5 and 7 of 10 seconds: 27 of 45
-            phases = dict.fromkeys(("prefill", "verify", "accept", "learn", "other"), 0.0)
+            phases = dict.fromkeys(("prefill", "preverify", "verify", "accept", "learn", "other"), 0.0)
             drafting = 2.0 if line["prompt"] == "a1" else 7.0
             stats = {f"{name}_seconds": seconds for name, seconds in phases.items()}
             line["stats"] = {**stats, "draft_seconds": drafting, "seconds": line["seconds"]}
@@ -151,28 +154,30 @@ def test_markdown_holds_every_part_and_the_right_numbers():
     page = markdown(lines)
     # Repeats over transformers: 37.5/7.5, 30/3, 75/11.25.
     assert "| drafting | 37.5 (30.0–75.0) | 2.50× (2.00–5.00) | 5.00× (5.00–10.00) |" in page
-    assert "The demo model with `ls:1-2` on A CPU, 2 threads, float32, greedy, 2 prompts of about 10 tokens" in page
-    assert "38 tokens/s" in page
-    assert page.endswith("`selfspec-bench peers`\n")
+    assert page.startswith("The demo model on A CPU, 2 threads, float32, greedy: 3 engines on 2 prompts of 2 tasks")
+    assert "| command | `selfspec-bench peers` |\n| machine | A CPU, 2 cores, 2 threads, 4.0 GiB |" in page
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings[0] == "## At a glance"
+    assert headings[-1] == "## Where the numbers come from"
 
 
 def test_markers_are_filled_and_the_rest_is_kept():
     document = (
-        "# Title\n<!-- report:headline -->\nold\n<!-- /report:headline -->\nkept\n"
+        "# Title\n<!-- report:peers:headline -->\nold\n<!-- /report:peers:headline -->\nkept\n"
         "<!-- report:peers:speed -->\n<!-- /report:peers:speed -->\n<!-- report:sweep -->\nx\n<!-- /report:sweep -->\n"
     )
     lines = record()
     parts = sections(lines)
     filled = fill_markers(document, {"peers": lines})
     assert filled == (
-        f"# Title\n<!-- report:headline -->\n{parts['headline']}\n<!-- /report:headline -->\nkept\n"
+        f"# Title\n<!-- report:peers:headline -->\n{parts['headline']}\n<!-- /report:peers:headline -->\nkept\n"
         f"<!-- report:peers:speed -->\n{parts['speed']}\n<!-- /report:peers:speed -->\n"
         "<!-- report:sweep -->\nx\n<!-- /report:sweep -->\n"
     )
     assert fill_markers(filled, {"peers": lines}) == filled
     with pytest.raises(ValueError, match="no marker for any of report:other"):
         fill_markers(document, {"other": lines})
-    with pytest.raises(ValueError, match="the parts of peers are headline, speed"):
+    with pytest.raises(ValueError, match="the parts of peers are headline, glance, speed"):
         fill_markers("<!-- report:peers:sped -->\n<!-- /report:peers:sped -->", {"peers": lines})
 
 
@@ -195,15 +200,61 @@ def test_other_files_are_no_records(tmp_path, text):
         read_record(path)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_published_tables_are_those_of_the_records(page):
-    """A number typed by hand, or a record changed without `selfspec-bench report --into`, fails here."""
-    records = {record_name(path): read_record(path) for path in sorted((ROOT / "docs" / "data").glob("*.jsonl.gz"))}
+def test_a_glance_tells_kernels_from_speculation():
+    rows = glance(record())[0].rows
+    # Plain over transformers: (100/5 + 100/10) / 2 = 15 over 7.5. Drafting over plain: 37.5 / 15.
+    assert rows == (
+        ("generate", "7.5", "1.00×", "–"),
+        ("plain", "15.0", "2.00×", "1.00×"),
+        ("drafting", "37.5", "5.00×", "2.50×"),
+    )
+
+
+def test_a_glance_at_many_engines_keeps_those_that_matter():
+    lines = record()
+    lines[0]["command"] = "run"
+    labels = {"transformers:early-exit:1-2": "slow exit", "transformers:early-exit:1": "exit", "llama.cpp:q8": "other"}
+    labels |= {"selfspec:auto": "auto", "selfspec:del": "del", "selfspec:best-fixed": "oracle"}
+    labels |= {"selfspec:int8:ar": "plain8", "selfspec:int8:auto": "auto8"}
+    lines[0]["engines"] = {**LABELS, **labels}
+    seconds = {"slow exit": 9, "exit": 8, "other": 3, "auto": 2, "del": 6, "oracle": 1, "plain8": 2, "auto8": 1}
+    lines += [sample(name, prompt, 0, seconds[label]) for name, label in labels.items() for prompt in ("a1", "b1")]
+    rows = {row[0]: row for row in glance(lines)[0].rows}
+    assert list(rows) == ["generate", "other", "exit", "plain", "auto", "plain8", "auto8", "drafting", "oracle"]
+    assert rows["auto8"][3] == "2.00×"  # over plain decoding on its own weights
+
+
+PAGES = ["README.md", "docs/benchmarks.md", *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_published_tables_and_plots_are_those_of_the_records(page, tmp_path):
+    """A number typed by hand, or a record changed without `make results`, fails here. Of plots, the texts are compared:
+    how lines are drawn may change with matplotlib's version."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert "<!-- report:" in text
-    for name, lines in records.items():
-        if f"<!-- report:{name}" in text or (name == "peers" and "<!-- report:headline" in text):
-            assert fill_markers(text, {name: lines}) == text
+    names = {name.partition(":")[0] for name in re.findall(r"<!-- report:([^ ]+) -->\n", text)}
+    assert names
+    records = {name: read_record(ROOT / "docs" / "data" / f"{name}.jsonl.gz") for name in names}
+    whole = {name: lines for name, lines in records.items() if f"<!-- report:{name} -->" in text}
+    plots = {name: write_plots(lines, name, tmp_path) for name, lines in whole.items()}
+    assert fill_markers(text, records, plots) == text
+    for plot in tmp_path.glob("plots/*.svg"):
+        published = (ROOT / page).parent / "plots" / plot.name
+        assert published.stat().st_size < 60_000
+        assert texts_of(published) == texts_of(plot)
+
+
+def texts_of(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
+
+
+def test_every_record_has_a_page_and_every_plot_is_shown():
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")}
+    assert set(pages) == {record_name(path) for path in (ROOT / "docs" / "data").iterdir()}
+    for name, text in pages.items():
+        assert f"<!-- report:{name} -->" in text
+    shown = {link for text in pages.values() for link in re.findall(r"\]\(plots/([^)]+)\)", text)}
+    assert shown == {plot.name for plot in (ROOT / "docs" / "results" / "plots").iterdir()}
 
 
 def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 import bench.commands.preparation
 import layerskip_models.checkpoints.synthetic
 from bench.commands.bench_app import app
-from bench.record import Line, read_record
-from bench.report.shape_figures import shape_figures
+from bench.record import read_record
 
 
 def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,51 +39,6 @@ def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypat
     unknown = CliRunner().invoke(app, ["shapes", "--shape", "huge", "--output-dir", str(folder)])
     assert unknown.exit_code == 2
     assert "unknown shape 'huge'" in unknown.stderr
-
-
-def test_key_figures_by_hand() -> None:
-    """Two engines of 4 layers of 10 bytes and a head of 5: plain 45 bytes a token at 2 s; auto 10 tokens in 5 rounds."""
-    stats = {
-        "num_prompt_tokens": 4,
-        "num_new_tokens": 11,
-        "rounds": 10,
-        "num_drafted": 0,
-        "loaded_layers": 40,
-        "preverifier_layers": 0,
-    }
-    stats |= {"etpl": 0.25, "learn_seconds": 0.0, "seconds": 21.0, "num_captures": 0}
-    auto = {**stats, "rounds": 5, "num_drafted": 10, "loaded_layers": 30, "etpl": 1 / 3, "learn_seconds": 1.1}
-    common = {"kind": "sample", "prompt": "a", "task": "t", "repeat": 0, "num_new_tokens": 11}
-    lines: list[Line] = [
-        {"kind": "run", "engines": {"selfspec:ar": "plain", "selfspec:auto": "auto", "transformers:static": "static"}},
-        {
-            "kind": "limits",
-            "bytes_per_second": 25.0,
-            "layer_bytes": 10,
-            "head_bytes": 5,
-            "draft_head_bytes": 5,
-            "kv_bytes": 0,
-        },
-        {**common, "engine": "selfspec:ar", "seconds": 21.0, "decode_seconds": 20.0, "stats": stats},
-        {
-            **common,
-            "engine": "selfspec:auto",
-            "seconds": 11.0,
-            "decode_seconds": 10.0,
-            "stats": {**auto, "seconds": 11.0},
-        },
-        {**common, "engine": "transformers:static", "seconds": 42.0, "decode_seconds": None, "stats": None},
-    ]
-    figures = {line["what"]: line["measured"] for line in shape_figures(lines)}
-    assert figures["plain over transformers' static, compiled"] == 2.0
-    assert figures["auto over plain"] == 2.0
-    assert figures["plain, share of bandwidth"] == 45 / 2 / 25
-    # auto moves 30 * 10 + 15 * 5 = 375 bytes for 10 tokens, plain 450: 1.2 is predicted, 2 were reached.
-    assert figures["auto's gain over what bytes moved predict"] == pytest.approx(2 / 1.2)
-    assert figures["auto, learning's share of the time"] == pytest.approx(0.1)
-    assert figures["auto, eTPL"] == 1 / 3
-    assert figures["captures made while timed"] == 0.0
-    assert "transformers' generate" not in str(figures)
 
 
 def test_shapes_with_the_captured_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -215,6 +216,23 @@ def test_no_color_keeps_the_strike_and_drops_the_colours(folder, monkeypatch):
     assert not re.search(r"\x1b\[[\d;]*3\dm", written)
 
 
+def test_drafts_as_a_picture(folder, expected, tmp_path):
+    path = tmp_path / "new" / "drafts.svg"
+    assert generate(folder, PROMPT, "--show-drafts", "--svg", path).stdout == expected.text + "\n"
+    picture = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(picture)
+    styles = dict(re.findall(r"\.[\w-]+-(r\d+) \{ ([^}]*)\}", picture))
+    drawn: dict[str, str] = {}
+    for element in root.iter("{http://www.w3.org/2000/svg}text"):
+        name = element.get("class", "").rpartition("-")[2]
+        drawn[name] = drawn.get(name, "") + (element.text or "")
+    struck = "".join(text for name, text in drawn.items() if "line-through" in styles.get(name, ""))
+    assert "dropped" in struck
+    assert len(struck) > len("dropped draft")  # the legend, and drafts
+    assert len({styles[name] for name in drawn if name in styles}) >= 5  # the prompt and the fates
+    assert "url(http" not in picture
+
+
 ERRORS = {
     "exit layer": ([PROMPT, "--exit-layer", "9"], "exit_layer must be in [1, 3] for this 4-layer model, got 9"),
     "policy": ([PROMPT, "--policy", "deep"], "policy 'deep': unknown policy"),
@@ -242,6 +260,7 @@ ERRORS = {
     "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
+    "picture of nothing": ([PROMPT, "--svg", "x.svg"], "--svg draws coloured drafts: add --show-drafts"),
     "trace": ([PROMPT, "--trace", "/proc/trace.jsonl"], "cannot write /proc/trace.jsonl"),
 }
 

@@ -162,7 +162,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="File to write: .html (one record) or Markdown. Default: print Markdown.",
+            help="File to write: .html (one record) or Markdown, with plots beside it. Default: print Markdown.",
             callback=checked_output_file,
         ),
     ] = None,
@@ -173,7 +173,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Turn records into one HTML page with pictures, or into Markdown tables."""
+    """Turn records into one HTML page with plots, or into Markdown: tables, and plots in a folder beside it."""
     with one_line_errors():
         loaded = {record_name(path): read_record(path) for path in records}
         if len(loaded) < len(records):
@@ -191,15 +191,20 @@ def report(
 
             with showing(records[0]):
                 output.write_text(page(next(iter(loaded.values()))), encoding="utf-8")
-        elif output is not None or not into:
-            text = "\n".join(markdown(lines) for lines in loaded.values())
-            if output is None:
-                typer.echo(text, nl=False)
-            else:
-                output.write_text(text, encoding="utf-8")
+        elif output is not None:
+            from bench.report.figures import write_plots
+
+            texts = [markdown(lines, write_plots(lines, name, output.parent)) for name, lines in loaded.items()]
+            output.write_text("\n".join(texts), encoding="utf-8")
+        elif not into:
+            typer.echo("\n".join(map(markdown, loaded.values())), nl=False)
         for document in into or []:
+            from bench.report.figures import write_plots
+
             written = document.read_text(encoding="utf-8")
-            document.write_text(fill_markers(written, loaded), encoding="utf-8")
+            whole = {name: lines for name, lines in loaded.items() if f"<!-- report:{name} -->" in written}
+            plots = {name: write_plots(lines, name, document.parent) for name, lines in whole.items()}
+            document.write_text(fill_markers(written, loaded, plots), encoding="utf-8")
 
 
 @app.command(name="readings")

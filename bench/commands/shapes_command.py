@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,9 +21,6 @@ from bench.commands.bench_options import (
 )
 from bench.commands.run_command import run
 from bench.record import read_record
-from bench.report.markdown import tables
-from bench.report.shape_figures import shape_figures
-from bench.report.table import print_tables
 from layerskip_models.checkpoints.loading import resolve_device
 from layerskip_models.checkpoints.synthetic import PREFIX, parse_synthetic
 from selfspec.cli.arguments import checked_output_folder, one_line_errors
@@ -89,13 +85,9 @@ def shapes(
             if stopped.exit_code != 1:
                 raise
             failed = True  # an output differed; what was measured is there
-        lines = read_record(record)
-        lines += shape_figures(lines)
-        print_tables(table for table in tables(lines) if table.name == "figures")
-        record.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         from bench.report.page import page  # matplotlib takes a second to load
 
-        record.with_suffix(".html").write_text(page(lines), encoding="utf-8")
+        record.with_suffix(".html").write_text(page(read_record(record)), encoding="utf-8")
         if target.type == "cuda":
             torch.cuda.empty_cache()
     if failed:

@@ -13,12 +13,9 @@ def busy_headline(lines: Sequence[Line]) -> str:
     """What the engines keep of their quiet speed."""
     model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
     device = where["cpu"] if where["device"] == "cpu" else where["device"]
-    most = max(_levels(lines))
-    kept = [
-        f"{label} {_share(lines, name, most)}"
-        for name, label in lines[0]["engines"].items()
-        if _share(lines, name, most)
-    ]
+    most = max(busy_levels(lines))
+    shares = {label: busy_share(lines, name, most) for name, label in lines[0]["engines"].items()}
+    kept = [f"{label} {share:.2f}" for label, share in shares.items() if share is not None]
     return (
         f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads. Beside {most} busy "
         f"processes per core, each engine keeps this share of its quiet speed (a fair share is {1 / (most + 1):.2f}): "
@@ -28,14 +25,15 @@ def busy_headline(lines: Sequence[Line]) -> str:
 
 def busy_tables(lines: Sequence[Line]) -> list[Table]:
     """Speeds with shares, then processor time."""
-    levels = _levels(lines)
+    levels = busy_levels(lines)
     columns = ("engine", *("quiet" if level == 0 else f"{level} per core" for level in levels))
     speeds, costs = [], []
     for name, label in lines[0]["engines"].items():
         cells = []
         for level in levels:
-            speed, share = _speed(lines, name, level), _share(lines, name, level)
-            cells.append(UNKNOWN if speed is None else f"{speed:.1f}" + (f" ({share})" if level and share else ""))
+            speed, share = _speed(lines, name, level), busy_share(lines, name, level)
+            kept = f" ({share:.2f})" if level and share is not None else ""
+            cells.append(UNKNOWN if speed is None else f"{speed:.1f}{kept}")
         speeds.append((label, *cells))
         costs.append((label, *(_cost(lines, name, level) for level in levels)))
     fair = ("fair share", *("" if level == 0 else f"({1 / (level + 1):.2f})" for level in levels))
@@ -50,7 +48,8 @@ def busy_tables(lines: Sequence[Line]) -> list[Table]:
     ]
 
 
-def _levels(lines: Sequence[Line]) -> list[int]:
+def busy_levels(lines: Sequence[Line]) -> list[int]:
+    """Busy processes per core, 0 first."""
     return sorted({line["busy"] for line in lines if line["kind"] == "cell"})
 
 
@@ -63,9 +62,10 @@ def _speed(lines: Sequence[Line], engine: str, level: int) -> float | None:
     return median(found) if found else None
 
 
-def _share(lines: Sequence[Line], engine: str, level: int) -> str:
+def busy_share(lines: Sequence[Line], engine: str, level: int) -> float | None:
+    """What an engine keeps of its quiet speed; None if that was not measured."""
     quiet, speed = _speed(lines, engine, 0), _speed(lines, engine, level)
-    return f"{speed / quiet:.2f}" if quiet and speed is not None else ""
+    return speed / quiet if quiet and speed is not None else None
 
 
 def _cost(lines: Sequence[Line], engine: str, level: int) -> str:

@@ -6,8 +6,10 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
@@ -16,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.record import Line
+from bench.report.busy_tables import busy_levels, busy_share
 from bench.report.context_tables import ROLES, seconds_per_token
 from bench.report.reading_figures import reading_figures
 from bench.report.run_tables import PLAIN
@@ -30,36 +33,50 @@ _ROW = 0.28  # inches per bar
 _FONT = 9  # points
 
 
-def figures(lines: Sequence[Line]) -> dict[str, Figure]:
-    """Title -> figure, for all that the record has lines for."""
+def figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
+    """Part of the record that a figure belongs to (`bench.report.markdown.HEADINGS`) -> title -> figure."""
     with rc_context({"font.size": _FONT}):
-        return {**_figures(lines), **reading_figures(lines)}
+        made = {**_command_figures(lines), **_engine_figures(lines)}
+        return made | reading_figures(lines) if lines[0]["command"] == "run" else made
 
 
-def _figures(lines: Sequence[Line]) -> dict[str, Figure]:
-    made: dict[str, Figure] = {}
-    if lines[0]["command"] == "sweep":
+def _command_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
+    command = lines[0]["command"]
+    if command == "sweep":
         sweep = Sweep.of(lines)
-        if 1 <= len(sweep.axes) <= 2:
-            drawn = sweep_line(sweep) if len(sweep.axes) == 1 else heat_map(sweep)
-            made["Speed-up over plain decoding of every setting"] = drawn
-    if lines[0]["command"] == "roofline":
-        made["Share of the memory's bandwidth"] = roofline_bars(lines)
-    if lines[0]["command"] == "context":
-        made["Speed over the length of the context"] = context_curves(lines)
-    samples = Samples(lines)
-    if PLAIN in samples.engines:
-        made["Speed-up over plain decoding"] = speedup_bars(samples)
-    timed = [name for name in samples.engines if samples.phase_shares(name) is not None]
-    if timed:
-        made["Where the time goes"] = phase_bars(samples, timed)
+        if len(sweep.axes) == 2:
+            return {"speedup": {"Speed-up over plain decoding of every setting": heat_map(sweep)}}
+        if len(sweep.axes) == 1:
+            return {"cells": {"Speed-up over plain decoding of every setting": sweep_line(sweep)}}
+    if command == "roofline":
+        return {"calls": {"Share of the memory's bandwidth": roofline_bars(lines)}}
+    if command == "context":
+        return {"contexts": {"Speed over the length of the context": context_curves(lines)}}
+    if command == "busy":
+        return {"speed": {"Speed beside busy processes": busy_curves(lines)}}
+    return {}
+
+
+def _engine_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
+    """Of a record of engines over prompts; a sweep's has no table for what it timed."""
+    made: dict[str, dict[str, Figure]] = {}
     agreement = _agreement(lines)
     if agreement:
-        made["Agreement of early layers with the last"] = agreement_curve(agreement)
+        part = "agreement" if lines[0]["command"] == "sweep" else "etpl"
+        made[part] = {"Agreement of early layers with the last": agreement_curve(agreement)}
+    samples = Samples(lines)
+    if lines[0]["command"] not in ("run", "peers") or not samples.engines:
+        return made
+    if PLAIN in samples.engines:
+        made["speed"] = {"Speed-up over plain decoding": speedup_bars(samples)}
+    timed = [name for name in samples.engines if samples.phase_shares(name) is not None]
+    if timed:
+        made["phases"] = {"Where the time goes": phase_bars(samples, timed)}
     choosing = [name for name in timed if not name.endswith(":ar") and not name.startswith("selfspec:ls:")]
     if choosing:
-        made["Exit layers"] = shares_map(samples, choosing, "rounds_by_exit_layer", "exit layer (0: no drafts)")
-        made["Drafts per round"] = shares_map(samples, choosing, "rounds_by_length", "tokens drafted in a round")
+        layers = shares_map(samples, choosing, "rounds_by_exit_layer", "exit layer (0: no drafts)")
+        lengths = shares_map(samples, choosing, "rounds_by_length", "tokens drafted in a round")
+        made["rounds"] = {"Exit layers": layers, "Drafts per round": lengths}
     return made
 
 
@@ -69,7 +86,19 @@ def svg(figure: Figure) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "selfspec", "font.family": "sans-serif"}):
         figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
-    return text[text.index("<svg") :]
+    return re.sub(r"\n\s+", "\n", re.sub(r"\s*<!--.*?-->", "", text[text.index("<svg") :]))
+
+
+def write_plots(lines: Sequence[Line], name: str, folder: Path) -> dict[str, dict[str, str]]:
+    """Write a record's figures to folder/plots; returns their paths from the folder, by part and title."""
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    paths: dict[str, dict[str, str]] = {}
+    for part, drawn in figures(lines).items():
+        for title, figure in drawn.items():
+            path = f"plots/{name}-{title.lower().replace(' ', '-').replace(chr(39), '')}.svg"
+            (folder / path).write_text(svg(figure) + "\n", encoding="utf-8")
+            paths.setdefault(part, {})[title] = path
+    return paths
 
 
 def speedup_bars(samples: Samples) -> Figure:
@@ -142,7 +171,7 @@ def shares_map(samples: Samples, engines: Sequence[str], counts: str, label: str
     figure = Figure(figsize=(_WIDTH, 0.24 * len(engines) + 0.9))
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Blues", aspect="auto", vmin=0, vmax=100)
-    for row, column in np.argwhere(shares >= 0.5):
+    for row, column in np.argwhere(shares >= 1.5):
         share = shares[row, column]
         ink = "white" if share > 55 else "black"
         axes.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=7, color=ink)
@@ -237,6 +266,24 @@ def context_curves(lines: Sequence[Line]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens of context")
     axes.set_ylabel("tokens/s")
+    axes.legend(frameon=False, fontsize=8)
+    _bare(axes)
+    return figure
+
+
+def busy_curves(lines: Sequence[Line]) -> Figure:
+    """The share of its quiet speed that each engine keeps, over busy processes per core, and a fair share."""
+    figure = Figure(figsize=(_WIDTH, 2.8))
+    axes = figure.add_subplot()
+    levels = busy_levels(lines)
+    for colour, (name, label) in zip(_COLOURS, lines[0]["engines"].items()):
+        shares = [busy_share(lines, name, level) for level in levels]
+        axes.plot(levels, [np.nan if share is None else share for share in shares], "o-", color=colour, label=label)
+    axes.plot(levels, [1 / (level + 1) for level in levels], "--", color=_REFERENCE, linewidth=0.8, label="fair share")
+    axes.set_xticks(levels)
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("busy processes per core")
+    axes.set_ylabel("share of the quiet speed")
     axes.legend(frameon=False, fontsize=8)
     _bare(axes)
     return figure

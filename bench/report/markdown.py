@@ -1,11 +1,8 @@
 """A record as text: Markdown for README and docs, tables for the terminal. No number in a table is typed by hand.
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
-record's file name without its ending; `report:NAME:PART` takes one part of it: headline, machine, or a table by its name
-(speed, rounds, phases, speedups, tasks, etpl, figures; of a run's traces transfer, segments, oracle, positions,
-conditional, which only come by name; of a sweep etpl, speedup or cells, agreement; of a roofline calls,
-phases; of contexts contexts, memory; of a busy machine speed, cost). `report:headline` is short for
-`report:peers:headline`.
+record's file name without its ending. `report:NAME` is the whole record under headings, each table with its plots;
+`report:NAME:PART` is one part of it: headline, glance, machine, or a table by its name (HEADINGS has them all).
 """
 
 from __future__ import annotations
@@ -14,9 +11,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.record import KEPT, Line
+from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
+from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
@@ -26,6 +25,37 @@ from bench.report.table import Table, counted, times
 
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
+HEADINGS = {
+    "glance": "At a glance",
+    "speed": "Speed",
+    "speedups": "Speed-up by task",
+    "tasks": "Speed by task",
+    "rounds": "Rounds",
+    "phases": "Where the time goes",
+    "scores": "Scores",
+    "etpl": "Tokens per loaded layer",
+    "exit-layer": "At one exit layer",
+    "speedup": "Speed-up of every setting",
+    "cells": "Every setting",
+    "agreement": "Agreement of early layers with the last",
+    "calls": "Single calls",
+    "contexts": "Speed over the length of the context",
+    "memory": "Memory",
+    "decoding": "Throughput while all texts decode",
+    "batch": "Throughput with prompts",
+    "joining": "A long prompt that joins",
+    "cost": "Processor time",
+    "transfer": "Transfer of a setting between tasks",
+    "segments": "Segments of a text",
+    "oracle": "Oracle lengths",
+    "positions": "Acceptance by position in the draft",
+    "conditional": "Acceptance behind accepted tokens",
+    "machine": "Where the numbers come from",
+}
+"""The parts of a record by name, with their headings, in the order of a page."""
+
+Plots = Mapping[str, Mapping[str, str]]
+"""Of one record: name of a part -> title of a plot -> what shows it (its path, or the picture itself)."""
 
 _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "sweep": sweep_tables,
@@ -44,25 +74,32 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
 
 
 def tables(lines: Sequence[Line]) -> list[Table]:
-    """All tables of a record but those of `readings`."""
+    """All tables of a record but those of its traces."""
     return _TABLES.get(lines[0]["command"], run_tables)(lines)
 
 
-def readings(lines: Sequence[Line]) -> list[Table]:
-    """What the traces in a record say (`bench.traces.readings`); none where it holds no traces."""
-    return reading_tables(lines) if lines[0]["command"] == "run" else []
+def page_tables(lines: Sequence[Line]) -> list[Table]:
+    """All tables of a record in the order of its page: the glance first, the machine last."""
+    made = [*glance(lines), *tables(lines), machine_table(lines)]
+    if lines[0]["command"] == "run":
+        made += [*exit_layer_tables(lines), *reading_tables(lines)]
+    order = list(HEADINGS)
+    return sorted(made, key=lambda table: order.index(table.name))
 
 
-def markdown(lines: Sequence[Line]) -> str:
-    """The whole record as Markdown, its readings left out: those are parts of their own."""
-    left_out = {table.name for table in readings(lines)}
-    return "\n\n".join(text for name, text in sections(lines).items() if name not in left_out) + "\n"
+def markdown(lines: Sequence[Line], plots: Plots | None = None) -> str:
+    """The whole record as Markdown, each table behind its heading and its plots."""
+    parts = [headline(lines)]
+    for table in page_tables(lines):
+        parts.append(f"## {HEADINGS[table.name]}")
+        parts += [f"![{title}]({path})" for title, path in (plots or {}).get(table.name, {}).items()]
+        parts.append(table.markdown())
+    return "\n\n".join(parts) + "\n"
 
 
 def sections(lines: Sequence[Line]) -> dict[str, str]:
     """The parts of a record by name."""
-    made = {table.name: table.markdown() for table in [*tables(lines), *readings(lines)]}
-    return {"headline": headline(lines), **made, "machine": machine_sentence(lines)}
+    return {"headline": headline(lines), **{table.name: table.markdown() for table in page_tables(lines)}}
 
 
 def headline(lines: Sequence[Line]) -> str:
@@ -80,67 +117,55 @@ def headline(lines: Sequence[Line]) -> str:
             f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
             f"The timed runs had exactly the rounds of {source} for {pairs} pairs of setting and prompt."
         )
-    samples = Samples(lines)
-    if lines[0]["command"] == "run":
-        return _run_headline(lines, samples)
-    configuration, where = lines[0]["configuration"], lines[0]["provenance"]
-    ours = f"selfspec:{configuration['policy']}"
-    against = [
-        f"{times(samples.speedup(ours, name))} {'its own autoregressive mode' if name == 'selfspec:ar' else label}"
-        for name, label in samples.labels.items()
-        if name in samples.engines and name != ours
-    ]
-    return (
-        f"{model[0].upper()}{model[1:]} with `{configuration['policy']}` on {_device(lines)}, "
-        f"{counted(where['threads'], 'thread')}, {where['dtype']}, greedy, "
-        f"{counted(len(samples.prompts), 'prompt')} of about {_mean_prompt(samples)} tokens, "
-        f"{configuration['max_new_tokens']} new tokens: {samples.speed(ours).value:.0f} tokens/s, prefill included; "
-        f"{'; '.join(against)}."
-    )
+    return _run_headline(lines, Samples(lines))
 
 
-def machine_sentence(lines: Sequence[Line]) -> str:
-    """Machine, versions and command."""
-    where = lines[0]["provenance"]
-    configuration = lines[0]["configuration"]
+def machine_table(lines: Sequence[Line]) -> Table:
+    """Command, machine, versions."""
+    where, configuration = lines[0]["provenance"], lines[0]["configuration"]
     device = "" if where["device"] == "cpu" else f"{where['device']}; "
+    what = "seed" if configuration.get("do_sample") else "repeat"
+    repeats = counted(configuration["repeats"], what)
+    spread = "" if lines[0]["command"] in _HEADLINES else f"; in brackets the lowest and highest {what}"
     llama_cpp = f", llama-cpp-python {where['llama_cpp']}" if where.get("llama_cpp") else ""
-    return (
-        f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, {counted(where['threads'], 'thread')}, "
-        f"{where['ram_gib']} GiB; {where['dtype']}; Python {where['python']}, torch {where['torch']}, "
-        f"transformers {where['transformers']}{llama_cpp}; {where['os']}; commit {where['commit']}; "
-        f"weights {configuration['weights_digest']}, prompts {configuration['prompts_digest']}; "
-        f"load average before the run {where['load_average']}; {where['time']}. "
-        f"{_repeats(lines)}"
-        f"`{where['command']}`"
-    )
+    rows = {
+        "command": f"`{where['command']}`",
+        "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
+        f"{counted(where['threads'], 'thread')}, {where['ram_gib']} GiB",
+        "dtype": where["dtype"],
+        "numbers": "one run each"
+        if configuration["repeats"] == 1
+        else f"Medians of {repeats}, engines alternated{spread}",
+        "date": where["time"],
+        "commit": str(where["commit"]),
+        "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{llama_cpp}",
+        "system": where["os"],
+        "load average before": str(where["load_average"]),
+        "weights, prompts": f"{configuration['weights_digest'] or 'made from a seed'}, {configuration['prompts_digest']}",
+    }
+    return Table(name="machine", title="", columns=("", ""), rows=tuple(rows.items()), prose=True)
 
 
-def _repeats(lines: Sequence[Line]) -> str:
-    spread = "" if lines[0]["command"] in _HEADLINES else "; in brackets the lowest and highest repeat"
-    what = "seed" if lines[0]["configuration"].get("do_sample") else "repeat"
-    spread = spread.replace("repeat", what)
-    return f"Medians of {counted(lines[0]['configuration']['repeats'], what)}, engines alternated{spread}. "
-
-
-def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
+def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Mapping[str, Plots] | None = None) -> str:
     """The document with every marked place for which there is a record filled in; the others stay as they are.
 
-    Raises ValueError if there is no such place.
+    plots: by record, for the places that show a whole one. Raises ValueError if there is no such place.
     """
     filled = 0
 
     def fill(match: re.Match[str]) -> str:
         nonlocal filled
-        full_name = "peers:headline" if match["name"] == "headline" else match["name"]
-        name, _, part = full_name.partition(":")
+        name, _, part = match["name"].partition(":")
         if name not in records:
             return match[0]
-        parts = sections(records[name])
-        if part and part not in parts:
-            raise ValueError(f'unknown marker "report:{full_name}": the parts of {name} are {", ".join(parts)}')
+        if not part:
+            text = markdown(records[name], (plots or {}).get(name)).rstrip("\n")
+        else:
+            parts = sections(records[name])
+            if part not in parts:
+                raise ValueError(f'unknown marker "report:{name}:{part}": the parts of {name} are {", ".join(parts)}')
+            text = parts[part]
         filled += 1
-        text = parts[part] if part else markdown(records[name]).rstrip("\n")
         return f"<!-- report:{match['name']} -->\n{text}\n<!-- /report:{match['name']} -->"
 
     result = _MARKER.sub(fill, document)
@@ -150,31 +175,23 @@ def fill_markers(document: str, records: Mapping[str, Sequence[Line]]) -> str:
 
 
 def _run_headline(lines: Sequence[Line], samples: Samples) -> str:
-    configuration = lines[0]["configuration"]
+    configuration, where = lines[0]["configuration"], lines[0]["provenance"]
     tasks = list(dict.fromkeys(samples.tasks.values()))
     model = configuration["model"]
+    lengths = {line["prompt"]: line["num_prompt_tokens"] for line in samples.samples}
     differing = sum(line["first_difference"] is not None for line in samples.outputs)
     near = sum(bool(line["near_tie"]) for line in samples.outputs)
-    outputs = f"Outputs that differ from plain decoding's: {differing}, of which near-ties: {near}."
+    outputs = f"Outputs that differ from the first engine's: {differing}, of which near-ties: {near}."
     if configuration.get("do_sample"):
         seeds = counted(configuration["repeats"], "seed")
         outputs = f"Every prompt was run with {seeds} by each engine; sampled outputs are not compared."
     has_kept = any(name.endswith(KEPT) for name in samples.engines)
     kept = "; rows marked kept keep what they learned between prompts" if has_kept else ""
     return (
-        f"{model[0].upper()}{model[1:]} on {_device(lines)}, {lines[0]['provenance']['dtype']}, {decoding_text(lines)}: "
+        f"{model[0].upper()}{model[1:]} on {where['cpu'] if where['device'] == 'cpu' else where['device']}, "
+        f"{counted(where['threads'], 'thread')}, {where['dtype']}, {decoding_text(lines)}: "
         f"{counted(len(samples.engines), 'engine')} on {counted(len(samples.prompts), 'prompt')} of "
-        f"{counted(len(tasks), 'task')} ({', '.join(tasks)}), about {_mean_prompt(samples)} tokens each, "
-        f"{configuration['max_new_tokens']} new tokens, EOS ignored. Policies are reset before every prompt{kept}. "
-        f"{outputs}"
+        f"{counted(len(tasks), 'task')} ({', '.join(tasks)}), about {round(sum(lengths.values()) / len(lengths))} tokens "
+        f"each, {configuration['max_new_tokens']} new tokens, EOS ignored. "
+        f"Policies are reset before every prompt{kept}. {outputs}"
     )
-
-
-def _device(lines: Sequence[Line]) -> str:
-    where = lines[0]["provenance"]
-    return where["cpu"] if where["device"] == "cpu" else where["device"]
-
-
-def _mean_prompt(samples: Samples) -> int:
-    lengths = {line["prompt"]: line["num_prompt_tokens"] for line in samples.samples}
-    return round(sum(lengths.values()) / len(lengths))

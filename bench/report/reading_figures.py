@@ -33,23 +33,23 @@ _TEXTS, _SEGMENTS = 2, 3
 """How many texts and segments of each are drawn, as in DEL's Fig. 1b."""
 
 
-def reading_figures(lines: Sequence[Line], segment: int = SEGMENT) -> dict[str, Figure]:
-    """Title -> figure, for all that the record has lines for."""
+def reading_figures(lines: Sequence[Line], segment: int = SEGMENT) -> dict[str, dict[str, Figure]]:
+    """Part of the record -> title -> figure, for all that the record has lines for."""
     grid = grid_lines(lines)
-    made: dict[str, Figure] = {}
+    made: dict[str, dict[str, Figure]] = {}
     if len({line["task"] for line in grid}) > 1:
-        made["Transfer of a setting between tasks"] = transfer_bars(grid)
+        made["transfer"] = {"Transfer of a setting between tasks": transfer_bars(grid)}
     traces = Traces.of(lines)
     if traces is None:
         return made
     parts = segments(traces, segment)
     if parts:
-        made[f"Best setting in segments of {segment} tokens"] = segment_maps(parts)
+        made["segments"] = {f"Best setting in segments of {segment} tokens": segment_maps(parts)}
     layers = exit_layers(traces)
     found = [oracle_lengths(traces, layer) for layer in layers]
     if found:
-        made["Oracle length per round"] = oracle_histogram(max(found, key=lambda oracle: oracle.longest))
-        made["Acceptance by position in the draft"] = position_curves(traces, layers)
+        made["oracle"] = {"Oracle length per round": oracle_histogram(max(found, key=lambda oracle: oracle.longest))}
+        made["positions"] = {"Acceptance by position in the draft": position_curves(traces, layers)}
     return made
 
 

@@ -34,7 +34,7 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     grid = grid_lines(lines)
     if grid:
         made.append(_etpl_table(lines, samples, grid))
-    return [*made, *_figure_table(lines)]
+    return made
 
 
 def decoding_text(lines: Sequence[Line]) -> str:
@@ -220,17 +220,4 @@ def _etpl_table(lines: Sequence[Line], samples: Samples, grid: Sequence[Line]) -
 
 def all_layers(stats: Mapping[str, int]) -> int:
     """Layers that a run's rounds loaded, a pre-verifier's passes included."""
-    return stats["loaded_layers"] + stats.get("preverifier_layers", 0)
-
-
-def _figure_table(lines: Sequence[Line]) -> list[Table]:
-    """What `bench.report.shape_figures` made of a record."""
-    figures = [line for line in lines if line["kind"] == "figure"]
-    if not figures:
-        return []
-    rows = tuple((line["what"], f"{line['measured']:.3f}") for line in figures)
-    return [
-        Table(
-            name="figures", title="Against transformers and against memory", columns=("figure", "measured"), rows=rows
-        )
-    ]
+    return stats["loaded_layers"] + stats["preverifier_layers"]

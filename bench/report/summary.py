@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.record import BEST_FIXED, BEST_FIXED_LABEL, Line
+from bench.record import Line
 from selfspec.stats import mean, ratio
 
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
@@ -61,9 +61,7 @@ class Samples:
 
     def __init__(self, lines: Sequence[Line]) -> None:
         run = lines[0]
-        # Older records call the oracle by another name.
-        known = {BEST_FIXED: BEST_FIXED_LABEL}
-        self.labels: dict[str, str] = {name: known.get(name, label) for name, label in run["engines"].items()}
+        self.labels: dict[str, str] = dict(run["engines"])
         self.samples = [line for line in lines if line["kind"] == "sample"]
         self.outputs = [line for line in lines if line["kind"] == "output"]
         measured = {line["engine"] for line in self.samples}
@@ -124,7 +122,7 @@ class Samples:
             acceptance_rate=count("acceptance_rate"),
             accepted_per_round=count("accepted_per_round") if count("num_drafted") else None,
             tokens_per_round=count("tokens_per_round"),
-            etpl=count("etpl_charged") or count("etpl"),  # records from before Pacer know the latter only
+            etpl=count("etpl_charged"),
             draft_passes=count("num_drafted"),
             verify_passes=count("rounds"),
             num_mismatches=len(differences),
@@ -139,7 +137,7 @@ class Samples:
         if not all(stats):
             return None
         total = sum(each["seconds"] for each in stats)
-        return {phase: sum(each.get(f"{phase}_seconds", 0.0) for each in stats) / total for phase in PHASES}
+        return {phase: sum(each[f"{phase}_seconds"] for each in stats) / total for phase in PHASES}
 
     def phases(self) -> tuple[str, ...]:
         """PHASES, without pre-verification where no engine does it."""

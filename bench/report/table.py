@@ -21,19 +21,29 @@ _UNLIMITED = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Text cells. heat: per row and column a number in [0, 1] that colours the cell in a terminal, or None."""
+    """Text cells. heat: per row and column a number in [0, 1] that colours the cell in a terminal, or None.
+
+    prose: the cells are words, which are aligned to the left and may be broken into lines.
+    """
 
     name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     heat: tuple[tuple[float | None, ...], ...] | None = None
+    prose: bool = False
+
+    def part(self, name: str, title: str, columns: Sequence[str]) -> Table:
+        """A table of the first column and the named ones."""
+        places = [0, *(self.columns.index(column) for column in columns)]
+        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
+        return Table(name=name, title=title, columns=tuple(self.columns[place] for place in places), rows=rows)
 
     def markdown(self) -> str:
         """The table in Markdown, the first column left, the others right."""
-        rule = " | ".join([":--", *["--:"] * (len(self.columns) - 1)])
+        rule = " | ".join([":--", *[":--" if self.prose else "--:"] * (len(self.columns) - 1)])
         lines = [" | ".join(self.columns), rule, *(" | ".join(row) for row in self.rows)]
-        return "\n".join([f"**{self.title}**", "", *(f"| {line} |" for line in lines)])
+        return "\n".join([*([f"**{self.title}**", ""] if self.title else []), *(f"| {line} |" for line in lines)])
 
     def split(self, width: int) -> list[Table]:
         """Tables of at most `width` characters with the same rows, each with the first column and as many others as fit."""
@@ -107,13 +117,18 @@ def counted(count: int, what: str) -> str:
 
 
 def spread_text(spread: Spread) -> str:
-    """Value (lowest to highest repeat)."""
-    return f"{spread.value:.1f} ({spread.low:.1f}–{spread.high:.1f})"
+    """Value (lowest to highest repeat); alone where they are the same."""
+    return _with_range(spread, "{:.1f}", "")
 
 
 def times(spread: Spread) -> str:
-    """A ratio, and in brackets the lowest and highest repeat."""
-    return f"{spread.value:.2f}× ({spread.low:.2f}–{spread.high:.2f})"
+    """A ratio, and in brackets the lowest and highest repeat where they differ."""
+    return _with_range(spread, "{:.2f}", "×")
+
+
+def _with_range(spread: Spread, pattern: str, unit: str) -> str:
+    value, low, high = (pattern.format(each) for each in (spread.value, spread.low, spread.high))
+    return f"{value}{unit}" if low == high else f"{value}{unit} ({low}–{high})"
 
 
 def outputs_text(row: EngineSummary) -> str:

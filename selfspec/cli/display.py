@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +29,7 @@ FATE_STYLES: dict[Fate, Style] = {
     "rejected": Style(color="red", dim=True, strike=True),
 }
 PROMPT_STYLE = Style(dim=True)
+_PICTURE_WIDTH = 100  # characters
 
 _LEGEND: tuple[tuple[str, Fate], ...] = (
     ("accepted draft", "accepted"),
@@ -79,6 +82,17 @@ class TextWriter:
     def _styled(self, text: str, style: Style) -> str:
         style = style.without_color if self._plain else style
         return style.render(text, color_system=self._colors)
+
+
+def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, Fate]]) -> None:
+    """Write what `write_token` was given as an SVG picture of a terminal, with the legend below. It refers to no fonts."""
+    console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
+    text = Text().append(prompt, PROMPT_STYLE)
+    for token, fate in tokens:
+        text.append(token.translate(_VISIBLE_DRAFT if fate == "rejected" else _VISIBLE), FATE_STYLES[fate])
+    console.print(text, "", legend(styles_shown=True), sep="\n")
+    picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
+    path.write_text(picture, encoding="utf-8")
 
 
 def legend(styles_shown: bool) -> Text:

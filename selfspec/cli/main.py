@@ -34,12 +34,20 @@ from selfspec.cli.arguments import (
     one_line_errors,
 )
 from selfspec.cli.batch_file import PromptLine, generate_file, read_prompts
-from selfspec.cli.display import PROMPT_STYLE, TextWriter, comparison_lines, legend, summary_lines, write_trace
+from selfspec.cli.display import (
+    PROMPT_STYLE,
+    TextWriter,
+    comparison_lines,
+    legend,
+    save_drafts,
+    summary_lines,
+    write_trace,
+)
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
-from selfspec.streaming import DraftStreamer, TextStreamer
+from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 app = typer.Typer(
     add_completion=False,
@@ -173,6 +181,14 @@ def generate(
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --show-drafts: also draw the coloured text into this SVG file.",
+            rich_help_panel=_OUTPUT,
+            callback=checked_output_file,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -214,12 +230,14 @@ def generate(
     with one_line_errors():
         if as_json and show_drafts:
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
+        if svg is not None and not show_drafts:
+            raise ValueError("--svg draws coloured drafts: add --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
         if (prompts is None) != (output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
         if prompts is not None and output is not None:
-            if any((prompt, file, compare_modes, show_drafts, as_json, trace, explain_run)):
+            if any((prompt, file, compare_modes, show_drafts, svg, as_json, trace, explain_run)):
                 raise ValueError(
                     "--prompts takes no single prompt, and --compare, --json and the like are for one text"
                 )
@@ -238,6 +256,8 @@ def generate(
             if compare_modes:
                 session.warm_up()
             result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace, show_prompt=compare_modes)
+            if svg is not None:
+                save_drafts(svg, f"selfspec generate --policy {result.policy} --show-drafts", text, session.shown)
             explanation = session.explain() if explain_run and not session.interrupt.requested else None
             comparison = session.compare(repeats, greedy) if compare_modes else None
     stop_reason = "interrupted" if session.interrupt.requested else result.stop_reason
@@ -272,6 +292,7 @@ class _Session:
     def __init__(self, generator: SelfSpecGenerator, prompt: str, options: dict[str, Any], notes: Console) -> None:
         assert generator.tokenizer is not None  # a checkpoint is loaded with its tokenizer
         self.interrupt = InterruptCriteria()
+        self.shown: list[tuple[str, Fate]] = []  # what `run` wrote with the fates of tokens
         self._prompt = prompt
         self._notes = notes
         self._model, self._tokenizer = generator.model, generator.tokenizer
@@ -306,7 +327,12 @@ class _Session:
 
         streamer = TextStreamer(self._tokenizer, _discard if silent else writer.write, on_start)
         if show_drafts:
-            streamer = DraftStreamer(self._tokenizer, writer.write_token, on_start)
+
+            def on_token(text: str, fate: Fate) -> None:
+                self.shown.append((text, fate))
+                writer.write_token(text, fate)
+
+            streamer = DraftStreamer(self._tokenizer, on_token, on_start)
             self._notes.print(legend(writer.shows_styles))
         try:
             result = self._generate(streamer=streamer, trace=trace is not None)

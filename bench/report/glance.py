@@ -1,0 +1,97 @@
+"""What a reader sees in one glance: the few rows and columns of a record that answer its question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.record import BEST_FIXED, KEPT, Line
+from bench.report.context_tables import context_tables
+from bench.report.roofline_tables import roofline_tables
+from bench.report.run_tables import PLAIN, TRANSFORMERS
+from bench.report.summary import Samples
+from bench.report.sweep_tables import Sweep
+from bench.report.table import UNKNOWN, Table, times
+
+EARLY_EXIT = "transformers:early-exit"
+
+
+def glance(lines: Sequence[Line]) -> list[Table]:
+    """One table, or none where a record's tables are as short themselves."""
+    command = lines[0]["command"]
+    if command == "busy" or (command == "sweep" and len(Sweep.of(lines).axes) != 2):
+        return []
+    if command == "roofline":
+        title = "tokens/s after the first token, what memory allows at the bytes that are read, and the ratio"
+        return [roofline_tables(lines)[1].part("glance", title, ("tokens/s", "limit", "of limit"))]
+    if command == "context":
+        title = "tokens/s after the first token (× plain decoding), over the length of the context"
+        return [context_tables(lines)[0].part("glance", title, ("plain", "best fixed", "auto", "transformers"))]
+    return [_settings(lines) if command == "sweep" else _engines(lines)]
+
+
+def _engines(lines: Sequence[Line]) -> Table:
+    """What our kernels give (plain over transformers) told apart from what speculation gives (over plain)."""
+    samples = Samples(lines)
+    columns = ["engine", "tokens/s"]
+    if TRANSFORMERS in samples.engines:
+        columns.append("× transformers")
+    if PLAIN in samples.engines:
+        columns.append("× plain")
+    rows = []
+    for name in _chosen(samples):
+        row = [samples.labels[name], f"{samples.speed(name).value:.1f}"]
+        if TRANSFORMERS in samples.engines:
+            row.append(f"{samples.speedup(name, TRANSFORMERS).value:.2f}×")
+        if PLAIN in samples.engines:
+            plain = _plain_of(samples, name)
+            row.append(UNKNOWN if plain is None else f"{samples.speedup(name, plain).value:.2f}×")
+        rows.append(tuple(row))
+    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
+    over = "; × transformers: kernels and speculation" if TRANSFORMERS in samples.engines else ""
+    return Table(
+        name="glance",
+        title=f"{model[0].upper()}{model[1:]}, {where['dtype']}, prefill included. × plain: speculation alone{over}",
+        columns=tuple(columns),
+        rows=tuple(rows),
+    )
+
+
+def _chosen(samples: Samples) -> list[str]:
+    """transformers and its fastest early exit, other peers, plain decoding, `auto`, the fastest other policy, the oracle."""
+
+    def fastest(names: list[str]) -> list[str]:
+        return sorted(names, key=lambda name: samples.speed(name).value)[-1:]
+
+    peers = [name for name in samples.engines if not name.startswith("selfspec:")]
+    exits = [name for name in peers if name.startswith(EARLY_EXIT)]
+    ours = [name for name in samples.engines if name not in peers]
+    main = [name for name in ours if name.endswith((":ar", ":auto", ":auto" + KEPT))]
+    rest = [name for name in ours if name not in main and name != BEST_FIXED]
+    kept = [*(name for name in peers if name not in exits), *fastest(exits), *main, *fastest(rest)]
+    return kept + [name for name in ours if name == BEST_FIXED]
+
+
+def _plain_of(samples: Samples, engine: str) -> str | None:
+    """Plain decoding on the same weights: of "selfspec:int8:auto" that is "selfspec:int8:ar"."""
+    plain = [name for name in samples.engines if name.startswith("selfspec:") and name.endswith(":ar")]
+    return max((name for name in plain if engine.startswith(name.removesuffix("ar"))), key=len, default=None)
+
+
+def _settings(lines: Sequence[Line]) -> Table:
+    """The settings that were timed, fastest first."""
+    sweep = Sweep.of(lines)
+    timed = sorted(sweep.measured, key=lambda place: -sweep.measured[place].value)
+    rows = [
+        (
+            f"`{sweep.cells[place]['policy']}`",
+            times(sweep.measured[place]),
+            f"{sweep.cells[place]['predicted_speedup']:.2f}×",
+        )
+        for place in timed
+    ]
+    return Table(
+        name="glance",
+        title="The settings that were timed, fastest first: speed-up over plain decoding",
+        columns=("policy", "measured, prefill included", "predicted, decoding alone"),
+        rows=tuple(rows),
+    )
