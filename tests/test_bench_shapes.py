@@ -1,4 +1,4 @@
-"""`selfspec-bench shapes`, and the key figures of a record by hand."""
+"""`selfspec-bench shapes` on weights that are synthetic, and says so."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
         random = Random(seed)
         texts = [random_wish(random, next(names)) for _ in range(random.randint(2, 7))]
         if random.random() < 0.3:  # whole passes are single calls where all are greedy, and have no processors
-            plain = {"do_sample": False, "generation_config": None}
-            texts = [replace(text, options={**text.options, **plain}) for text in texts]
+            kept = ("max_new_tokens", "eos_token_id", "stop_strings")
+            texts = [replace(t, options={k: v for k, v in t.options.items() if k in kept}) for t in texts]
         courses = run_together(generator_of(layout), texts)
         for text, course in zip(texts, courses):
             expected = run_alone(shared_model(layout), text)
@@ -95,11 +95,11 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     print(dict(count))
     # Were these rare, the equality above would say little.
     assert min(count[name] for name in POLICIES) >= 3
-    assert count["cancelled"] >= EXAMPLES // 4
+    assert count["cancelled"] >= EXAMPLES // 6
     assert count["in company"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3
-    assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 3
-    assert layout == "plain" or min(count["tokens"], count["rows"]) >= 2 * EXAMPLES
+    assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 4
+    assert layout == "plain" or min(count["tokens"], count["rows"]) >= EXAMPLES
 
 
 def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,12 @@ def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monk
     assert read[:12] == [3, 0, *[4] * 9, 3]
 
 
-def test_with_nobody_decoding_a_prompt_is_read_at_once() -> None:
-    """Whole prompts, in the order in which they came: nobody waits for a token meanwhile."""
+def test_with_nobody_decoding_a_prompt_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one: nobody waits for a token meanwhile. The others in pieces, in the order in which they came."""
+    monkeypatch.setattr(selfspec.engine, "PIECE_ROWS", 15)
     texts = [Wish(prompt=[token] * 30, options={"max_new_tokens": 6}) for token in (1, 2, 3)]
     courses = run_together(generator_of("plain"), texts)
-    assert [course.steps for course in courses] == [[*range(6)], [*range(1, 7)], [*range(2, 8)]]
+    assert [course.steps for course in courses] == [[*range(6)], [*range(2, 8)], [*range(4, 10)]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -207,7 +208,7 @@ def test_a_text_takes_as_much_memory_as_alone(layout: Layout) -> None:
 
 
 @pytest.mark.usefixtures("small_captures")
-@pytest.mark.parametrize("leaves", [None, 9])
+@pytest.mark.parametrize("leaves", [None, 5])
 def test_a_captured_text_that_gets_company_goes_on_eagerly(leaves: int | None, llama64: LlamaForCausalLM) -> None:
     """And so does one that was in company and is then alone; the next one that is alone is captured again."""
     model = from_transformers(llama64, layout="plain")

@@ -104,9 +104,10 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
     Matrix group = group_at(m, at, size, rows, room);
     for (int64_t r = 0, turn = 0; r < rows; r += together(r, rows), turn++) {
       int64_t count = together(r, rows);
+      const Fetch share = fetch_of_turn(turn, turns, ahead);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float block[ROWS * BLOCK];
-        Fetch fetch = fetch_of_turn(turn, turns, at + o + ahead + BLOCK <= m->out ? ahead : 0);
+        Fetch fetch = at + o + ahead + BLOCK <= m->out ? share : (Fetch){0};
         outputs(&group, o, x + r * m->in, count, fetch, block);
         for (int64_t i = 0; i < count; i++)
           put(block + i * BLOCK, residual ? residual + (r + i) * m->out + at + o : NULL, least(BLOCK, size - o),
@@ -126,9 +127,10 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
     Matrix gate = group_at(m, at, size, rows, room), up = group_at(m, half + at, size, rows, room + wide_room(m, rows));
     for (int64_t r = 0, turn = 0; r < rows; r += together(r, rows), turn++) {
       int64_t count = together(r, rows);
+      const Fetch share = fetch_of_turn(turn, turns, ahead);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
-        Fetch fetch = fetch_of_turn(turn, turns, at + o + ahead + BLOCK <= half ? ahead : 0);
+        Fetch fetch = at + o + ahead + BLOCK <= half ? share : (Fetch){0};
         outputs(&gate, o, x + r * m->in, count, fetch, gates);
         outputs(&up, o, x + r * m->in, count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {

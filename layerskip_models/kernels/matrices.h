@@ -17,38 +17,50 @@ INLINE int64_t bytes_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT
 #define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
 #define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
 #define GROUP_BYTES (64 << 10) /* of their weights, at most: these and the next group's stay in the second cache */
+#define LINE 64 /* bytes that memory delivers together */
 #define AHEAD 4096 /* bytes; what memory delivers while it is waited for */
 #define ROWS (MANY_REGISTERS ? 6 : 3) /* that a weight serves at once, with BLOCK sums in registers for each */
 
 /* Weights that are fetched while others are computed with: left alone, processors do that too late, at every row of the matrix
- * anew. Where rows take turns with a group's weights, each turn fetches its share of the next group's, so that memory is never
- * idle; they are the lines of 64 bytes whose number modulo 4 is in `lines`. */
+ * anew. Where rows take turns with a group's weights, each turn fetches its share of the next group's lines of 64 bytes, so that
+ * memory is never idle. Small enough for a register. */
 typedef struct {
-  int64_t ahead; /* outputs further on; 0: nothing is fetched */
-  int lines;     /* a bit for each number */
+  int32_t ahead;       /* outputs further on; 0: nothing is fetched */
+  int16_t mask, place; /* lines whose place in bytes, modulo a power of two, is `place` */
 } Fetch;
 
 INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
-  int64_t begin = 4 * turn / turns, end = 4 * (turn + 1) / turns;
-  return (Fetch){begin < end ? ahead : 0, (1 << end) - (1 << begin)};
+  static const int16_t of_two[] = {0, 64}, of_three[] = {0, 128, 64}, of_four[] = {0, 128, 64, 192};
+  if (turns == 1) return (Fetch){(int32_t)ahead, 63, 0};
+  if (turns == 2) return (Fetch){(int32_t)ahead, 127, of_two[turn]};
+  if (turns == 3) return (Fetch){(int32_t)ahead, turn == 2 ? 127 : 255, of_three[turn]};
+  int64_t part = 4 * turn / turns;
+  return (Fetch){part == 4 * (turn + 1) / turns ? 0 : (int32_t)ahead, 255, of_four[part]};
 }
+
+/* LANES inputs of R rows and BLOCK outputs. */
+#define STEP(KIND, R) \
+  do { \
+    vf rows[R]; \
+    UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
+    UNROLL for (int o = 0; o < BLOCK; o++) { \
+      vf v = load_##KIND(w + o * in + i); \
+      UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(v, rows[r], total[o][r]); \
+    } \
+  } while (0)
 
 /* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). */
 #define DOTS(T, KIND, R) \
   INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Fetch fetch, float *y) { \
     vf total[BLOCK][R]; \
     UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
-    int64_t i = 0; \
-    for (; i + LANES <= in; i += LANES) { \
-      vf rows[R]; \
-      UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
-      if (fetch.ahead && !(i * sizeof(T) & 63) && fetch.lines >> (i * sizeof(T) >> 6 & 3) & 1) \
+    int64_t i = 0, line = LINE / sizeof(T), place = 0; \
+    for (; i + line <= in; place += LINE) { \
+      if (fetch.ahead && (place & fetch.mask) == fetch.place) \
         UNROLL for (int o = 0; o < BLOCK; o++) __builtin_prefetch(w + (o + fetch.ahead) * in + i); \
-      UNROLL for (int o = 0; o < BLOCK; o++) { \
-        vf v = load_##KIND(w + o * in + i); \
-        UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(v, rows[r], total[o][r]); \
-      } \
+      UNROLL for (int k = 0; k < (int)(LINE / sizeof(T) / LANES); k++, i += LANES) STEP(KIND, R); \
     } \
+    for (; i + LANES <= in; i += LANES) STEP(KIND, R); \
     UNROLL for (int r = 0; r < R; r++) sum_4(total[0][r], total[1][r], total[2][r], total[3][r], y + r * BLOCK); \
     for (int64_t j = i; j < in; j++) \
       for (int r = 0; r < R; r++) \
