@@ -47,7 +47,6 @@ class OperatorAttention:
         *,
         rotary: Tensor,
         heads: int,
-        transposed_keys: bool,
         unfused: bool,
     ) -> None:
         self._start, self._sizes = start, [number for _, number in rows]
@@ -57,7 +56,7 @@ class OperatorAttention:
         self._texts = [
             _TextAttention(
                 list(cache.windows(start, stop, number)), position, number, heads,
-                transposed_keys=transposed_keys, unfused=unfused,
+                unfused=unfused,
             )
             for (cache, number), position in zip(rows, positions)
         ]  # fmt: skip
@@ -80,10 +79,9 @@ class _TextAttention:
         rows: int,
         heads: int,
         *,
-        transposed_keys: bool,
         unfused: bool,
     ) -> None:
-        self._windows, self._transposed = windows, transposed_keys
+        self._windows = windows
         values = windows[0][3]
         kv_heads, end, dim = values.shape
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
@@ -112,8 +110,6 @@ class _TextAttention:
         if self._grouped:
             return attend_grouped(query, keys, values, self._mask)
         keys = keys.mT
-        if self._transposed:
-            keys = keys.contiguous()  # the fused kernel takes no others, and what it does instead is slow
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             keys.unsqueeze(0),

@@ -26,16 +26,14 @@ class CacheShape(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
-    @property
-    def transposed_keys(self) -> bool: ...
     def prepare(self, max_length: int) -> None: ...
 
 
 class KVCache:
     """Keys and values of every layer for up to `max_length` positions of one text, and how many rows each layer holds.
 
-    keys: [layers, num_kv_heads, head_dim, max_length], as attention multiplies queries by them; in memory the last two are
-    the other way round unless `model.transposed_keys`. values: [layers, num_kv_heads, max_length, head_dim].
+    values: [layers, num_kv_heads, max_length, head_dim]. keys: [layers, num_kv_heads, head_dim, max_length], as attention
+    multiplies queries by them; in memory they are like the values.
 
     A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
@@ -46,11 +44,7 @@ class KVCache:
         model.prepare(max_length)
         shape = (model.num_layers, model.num_kv_heads, max_length, model.head_dim)
         self.values = torch.empty(shape, dtype=model.dtype, device=model.device)
-        if model.transposed_keys:
-            shape = (*shape[:2], model.head_dim, max_length)
-            self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
-        else:
-            self.keys = torch.empty_like(self.values).mT
+        self.keys = torch.empty_like(self.values).mT
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it
         self._rows = [0] * model.num_layers

@@ -123,11 +123,6 @@ class LayerSkipModel:
         return None if self._native is None else self._native.variant
 
     @property
-    def transposed_keys(self) -> bool:
-        """Whether the KV cache shall keep keys [head_dim, positions]: products with few queries then take half the time."""
-        return self._unfused and self._native is None
-
-    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's weights as they are stored, which a pass through it reads (the mean over layers)."""
         linears = sum(
@@ -175,7 +170,7 @@ class LayerSkipModel:
 
     def embed_one(self, token: int) -> Tensor:
         """The embedding of one token as [1, hidden]."""
-        # A copy only where the embedding is kept transposed, or in fewer bits.
+        # A copy only where the embedding is kept in fewer bits.
         return self._embedding[token : token + 1].to(self.dtype).contiguous()
 
     def run_layers(
@@ -200,7 +195,7 @@ class LayerSkipModel:
         if start == stop:
             return hidden
         attention = OperatorAttention(
-            rows, start, stop, rotary=self._rotary, heads=self.num_heads, transposed_keys=self.transposed_keys,
+            rows, start, stop, rotary=self._rotary, heads=self.num_heads,
             unfused=self._unfused,
         )  # fmt: skip
         hidden = self.walk(hidden, start, stop, attention, capture)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig
 
+import selfspec.runtime.runner_pool
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
 from selfspec import SelfSpecGenerator
@@ -22,6 +29,8 @@ from selfspec.engine import Engine, GenerationResult, Progress
 from selfspec.text import Text
 
 NUM_LAYERS = 4
+needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+LAYOUTS = ["plain", pytest.param("native", marks=needs_native)]
 BY_COMPANY = ("auto", "auto+spide", "del:cost=measured")
 """Policies that may draft otherwise in company, since a row costs less there: greedy text is the same all the same."""
 
@@ -38,6 +47,15 @@ def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
     dtype = torch.float32 if layout == "native" else torch.float64
     llama = tiny_llama(num_layers=num_layers, heads=4, kv_heads=2, late_scale=0.5, dtype=dtype, seed=21)
     return from_transformers(llama, layout=layout)
+
+
+@cache
+def shared_model(layout: Layout) -> LayerSkipModel:
+    return model_of(layout)
+
+
+def generator_of(layout: Layout) -> SelfSpecGenerator:
+    return SelfSpecGenerator(shared_model(layout), tiny_tokenizer())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,3 +216,21 @@ def _random_processors(random: Random) -> dict[str, Any]:
         "sequence_bias": [[[random.randrange(VOCAB_SIZE)], 2.0]],
     }
     return {name: possible[name] for name in random.sample([*possible], random.randint(1, 3))}
+
+
+class CacheCount:
+    """The KV caches that a pool has made, and how many of them still exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[weakref.ref[KVCache]] = []
+        monkeypatch.setattr(selfspec.runtime.runner_pool, "KVCache", self._make)
+
+    def _make(self, *arguments: Any) -> KVCache:
+        cache = KVCache(*arguments)
+        self.made.append(weakref.ref(cache))
+        return cache
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(cache() is not None for cache in self.made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -38,6 +39,11 @@ def test_no_arrow_points_up(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     own = imported(path.read_text(encoding="utf-8")) & ({*MAY_IMPORT, "tests"})
     assert own <= MAY_IMPORT[package]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "selfspec").glob("*.py")), ids=lambda path: path.name)
+def test_the_engine_knows_neither_its_command_line_nor_its_analysis(path: Path) -> None:
+    assert not re.search(r"^\s*(from|import) selfspec\.(cli|analysis)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_no_two_files_have_one_name() -> None:

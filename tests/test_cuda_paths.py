@@ -26,8 +26,9 @@ SHAPES = [(2, 1), (4, 2), (4, 4)]  # heads, key-value heads
 def as_on_cuda(llama: LlamaForCausalLM) -> LayerSkipModel:
     """The lean model, on the paths that it takes on CUDA."""
     model = from_transformers(llama, layout="plain")
-    model._unfused = False
-    model._groups_rows = model._real_rotary = True
+    for name, value in (("_unfused", False), ("_groups_rows", True), ("_real_rotary", True)):
+        assert hasattr(model, name)  # or nothing would be switched
+        setattr(model, name, value)
     return model
 
 

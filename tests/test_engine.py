@@ -1,4 +1,4 @@
-"""An engine for texts that come and go: its surface, errors of one text, learning together, threads."""
+"""An engine for texts that come and go: its surface, what it lets go of, threads."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from companies import Wish, assert_same, run_alone, run_together
-from preverifiers import random_preverification
-from scripted_policies import ScriptedExit, StopBelow, made_up_cost
-from test_judge import From
-from test_many_texts import LAYOUTS, generator_of, shared_model
-from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
+from companies import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from tiny_llama import reference_greedy, tiny_llama
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList
 
-import selfspec.runtime.runner_pool
-from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kv_cache import KVCache
+from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
-from policies import DraftRow, Needs, NeverStop, Plan, Policy, RoundContext, RoundRecord, ShadowTokens, parse_policy
-from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.engine import Engine
+from policies import parse_policy
+from selfspec import SelfSpecGenerator
 from selfspec.runtime.policy_use import use
 
 PROMPT = [5, 1, 7]
@@ -66,8 +57,13 @@ def test_joining_runs_nothing_and_a_wrong_call_does_not_join() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 engine.add(PROMPT, **wrong)
-        with pytest.raises(TypeError, match="streamer"):
-            engine.add(PROMPT, streamer=None)
+        for wrong, message in (
+            ({"max_new_tokn": 3}, "did you mean max_new_tokens"),
+            ({"streamer": None}, "no argument 'streamer'(?!: did you mean streamer)"),
+            ({"batch_size": 3}, "no argument 'batch_size'"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                engine.add(PROMPT, **wrong)
         assert len(engine) == 1
 
 
@@ -111,24 +107,6 @@ def test_a_closed_engine_has_let_go_of_everything() -> None:
         engine.add(PROMPT, max_new_tokens=9)
         raise ZeroDivisionError
     assert len(engine) == 0
-
-
-class CacheCount:
-    """The KV caches that a pool has made, and how many of them still exist."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[weakref.ref[KVCache]] = []
-        monkeypatch.setattr(selfspec.runtime.runner_pool, "KVCache", self._make)
-
-    def _make(self, *arguments: Any) -> KVCache:
-        cache = KVCache(*arguments)
-        self.made.append(weakref.ref(cache))
-        return cache
-
-    @property
-    def alive(self) -> int:
-        gc.collect()
-        return sum(cache() is not None for cache in self.made)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -183,319 +161,6 @@ def test_new_weights_between_two_texts_of_an_engine() -> None:
             llama.load_state_dict(weights[(number + 1) % 4])
             gc.collect()
             assert sum(model() is not None for model in models) <= 2
-
-
-# Errors of one text
-
-
-class Faulty(ScriptedExit):
-    """Fails in one of an exit policy's methods, in its third round."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__([(2, 3)], Needs(shadow_layers=(1, 2), prompt_rows=2))
-        self.where = where
-
-    def _fail(self, where: str, number: int = 2) -> None:
-        if (where, number) == (self.where, 2):
-            raise ZeroDivisionError(f"a fault in {where}")
-
-    def plan(self, context: RoundContext) -> Plan:
-        self._fail("plan", context.round_index)
-        if self.where == "a wrong layer" and context.round_index == 2:
-            return Plan(exit_layer=4, max_speculations=3)
-        return super().plan(context)
-
-    def observe_prompt(self, shadow: ShadowTokens) -> None:
-        self._fail("observe_prompt")
-
-    def observe(self, record: RoundRecord) -> None:
-        self._fail("observe", record.index)
-
-
-class FaultyStop(NeverStop):
-    """Fails in one of a stopping policy's methods, in its third round and at its second row."""
-
-    def __init__(self, where: str) -> None:
-        self.where, self.round = where, -1
-
-    def _fail(self, where: str) -> None:
-        if where == self.where and self.round == 2:
-            raise ZeroDivisionError(f"a fault in {where}")
-
-    def start_round(self, plan: Plan) -> None:
-        self.round += 1
-        self._fail("start_round")
-
-    def stop_before_draw(self, row: DraftRow) -> bool:
-        if row.num_drafted == 1:
-            self._fail("stop_before_draw")
-        return False
-
-    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        if row.num_drafted == 1:
-            self._fail("stop_after_draw")
-        return False
-
-    def threshold(self, exit_layer: int) -> None:
-        self._fail("threshold")
-
-    def spent(self) -> Any:
-        self._fail("spent")
-        return super().spent()
-
-
-class Raising(LogitsProcessor):
-    """A fault of its own, whatever the text is once it has some length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise ZeroDivisionError("a fault of a processor")
-        return scores
-
-
-class RaisingCriterion(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        if input_ids.shape[1] >= 9:
-            raise ZeroDivisionError("a fault of a criterion")
-        return False
-
-
-EXIT_FAULTS = ("plan", "a wrong layer", "observe_prompt", "observe")
-STOP_FAULTS = ("start_round", "threshold", "stop_before_draw", "stop_after_draw", "spent")
-
-
-def with_fault(kind: str) -> dict[str, Any]:
-    """Arguments of a call that fails some tokens into its text."""
-    if kind in EXIT_FAULTS:
-        return {"policy": Policy(Faulty(kind))}
-    if kind in STOP_FAULTS:
-        return {"policy": Policy(ScriptedExit([(2, 3)]), FaultyStop(kind))}
-    if kind == "a criterion":
-        return {"stopping_criteria": StoppingCriteriaList([RaisingCriterion()]), "policy": "ls:2-3"}
-    processors = {"a processor": Raising(9), "at the first token": Raising(3), "NaN": From(9, "nan")}
-    return {"logits_processor": LogitsProcessorList([processors[kind]]), "policy": "ls:2-3"}
-
-
-KINDS = (*EXIT_FAULTS, *STOP_FAULTS, "a criterion", "a processor", "at the first token", "NaN")
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_of_one_text_is_that_text_s_alone(
-    kind: str, layout: Layout, do_sample: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others have the same tokens by the same rounds, bit for bit on our kernels; caches are given back."""
-    model = shared_model(layout)
-    caches = CacheCount(monkeypatch)
-    generator = generator_of(layout)
-    common = {"max_new_tokens": 20, "do_sample": do_sample, "seed": 4 if do_sample else None}
-    bad = Wish(prompt=PROMPT, options={**common, **with_fault(kind)})
-    texts = [
-        Wish(prompt=PROMPT, policy="ls:{E}-4", options=common),
-        Wish(prompt=[2, 2, 8, 1], policy="dv:{E}", options=common),
-        Wish(prompt=[11], policy="changing plans", options=common, joins=2),
-    ]
-    first, failed, *others = run_together(generator, [texts[0], bad, *texts[1:]])
-    wanted = NonFiniteLogitsError if kind == "NaN" else ValueError if kind == "a wrong layer" else ZeroDivisionError
-    assert isinstance(failed.error, wanted), failed.error
-    assert failed.result is None
-    failed.error.__traceback__ = None  # whose frames know the texts
-    assert caches.alive == 1
-    for text, course in zip(texts, [first, *others]):
-        assert_same(course, run_alone(model, text), exact=layout == "native")
-        assert len(course.tokens) == 20
-    alone = run_together(generator_of(layout), [replace(bad, options={**common, **with_fault(kind)})])[0]
-    assert isinstance(alone.error, wanted)
-    assert failed.tokens == alone.tokens
-    again = run_together(generator, texts[:1])[0]
-    assert_same(again, first, exact=layout == "native")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nan_of_one_text_s_rows_is_that_text_s_alone(layout: Layout) -> None:
-    """A token without an embedding: a text that comes to it fails there, and one that only drafts it goes on."""
-    dtype = torch.float32 if layout == "native" else torch.float64
-    llama = tiny_llama(heads=4, kv_heads=2, late_scale=0.9, dtype=dtype, seed=21)
-    sound = from_transformers(llama, layout=layout)
-    texts = [
-        Wish(prompt=[number, 5], policy=policy, options={"max_new_tokens": 24})
-        for number in range(7)
-        for policy in ("ls:{E}-6", "ar", "stop before a draw")
-    ]
-    expected = [run_alone(sound, text) for text in texts]
-    failures = drafted = 0
-    for token in range(7, 24):
-        with torch.no_grad():
-            llama.model.embed_tokens.weight[token], kept = torch.nan, llama.model.embed_tokens.weight[token].clone()
-            model = from_transformers(llama, layout=layout)
-            llama.model.embed_tokens.weight[token] = kept
-        for part in (slice(0, 6), slice(6, 12), slice(12, None)):
-            courses = run_together(SelfSpecGenerator(model, tiny_tokenizer()), texts[part])
-            for course, own in zip(courses, expected[part]):
-                assert own.result is not None and own.result.trace is not None
-                if token in own.tokens[:-1]:
-                    assert isinstance(course.error, NonFiniteLogitsError)
-                    assert course.tokens == own.tokens[: own.tokens.index(token) + 1]
-                    failures += 1
-                else:
-                    assert_same(course, own, rounds=False, exact=layout == "native")
-                    drafted += any(token in record.draft_tokens for record in own.result.trace)
-    assert min(failures, drafted) > 5
-
-
-def test_an_error_of_what_all_need_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory, say: nobody is blamed, and the engine can be closed."""
-    generator = generator_of("plain")
-    with generator.engine() as engine:
-        for _ in range(2):
-            engine.add(PROMPT, max_new_tokens=9, policy="ar")
-        engine.step()
-        engine.step()
-        monkeypatch.setattr(type(generator.model), "run_layers", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
-        with pytest.raises(MemoryError, match="full"):
-            engine.step()
-        monkeypatch.undo()
-    assert generator.generate(PROMPT, max_new_tokens=9, policy="ar").stats.num_new_tokens == 9
-
-
-# Learning
-
-
-class Together(ScriptedExit):
-    """An exit policy whose texts learn in one state, with a stopping rule for each of them."""
-
-    learns_together = True
-
-    def __init__(self) -> None:
-        super().__init__([(2, 3), (1, 2)])
-        self.rounds = 0
-
-    def own_stopping(self) -> StopBelow:
-        return StopBelow(0.3)
-
-    def observe(self, record: RoundRecord) -> None:
-        super().observe(record)
-        self.rounds += 1
-
-
-def parts_of(engine: Engine) -> list[Policy]:
-    return [seat.text.policy for seat in engine._seats.values()]
-
-
-def is_free(policy: Policy) -> bool:
-    with use(policy) as (found, _):
-        return found is policy
-
-
-def test_texts_with_one_policy_that_learns_together_share_its_state() -> None:
-    """All their rounds teach it; each has a round of its own at hand. When the last has left it is free again."""
-    generator = generator_of("plain")
-    exit_policy = Together()
-    policy = Policy(exit_policy, exit_policy.own_stopping(), name="together")
-    with generator.engine() as engine:
-        for length in (12, 6):
-            engine.add(PROMPT, max_new_tokens=length, policy=policy)
-        engine.step()
-        engine.step()
-        engine.add([9], max_new_tokens=12, policy=policy)
-        parts = parts_of(engine)
-        assert all(part.exit is exit_policy for part in parts)
-        assert len({id(part.stopping) for part in parts}) == 3
-        with generator.engine() as other:  # of another engine: a copy, as for any other call
-            other.add([9], max_new_tokens=12, policy=policy)
-            assert parts_of(other)[0].exit is not exit_policy
-        with use(policy) as (copied, _):
-            assert copied.exit is not exit_policy
-        rounds = 0
-        results = {}
-        while len(engine):
-            assert not is_free(policy)
-            for progress in engine.step():
-                rounds += progress.record is not None
-                results[progress.ticket] = progress.result
-        assert is_free(policy)
-        assert all(result is not None and result.policy == "together" for result in results.values())
-        assert exit_policy.rounds >= rounds > 5
-        engine.add(PROMPT, max_new_tokens=5, policy=policy)
-        engine.cancel(3)
-        engine.cancel(4)
-        assert is_free(policy)
-
-
-@pytest.mark.parametrize("name", ["auto", "auto+spide", "auto+fs", "auto+pacer:b=2,t=0.3", "auto:learn_every=1"])
-def test_auto_learns_together_with_what_stops_it(name: str) -> None:
-    """With costs in seconds: the learner is one, and every text keeps the kind of stopping rule that its name says."""
-    model = shared_model("plain")
-    generator = SelfSpecGenerator(model)
-    measured = replace(made_up_cost(4), fixed=False)
-    policy = parse_policy(
-        name, num_layers=4, measure=lambda: measured, preverifier=lambda _: random_preverification(model)
-    )
-    assert policy.learns_together
-    prompts = [PROMPT, [9, 9], [2, 7, 7]]
-    expected = [generator.generate(prompt, max_new_tokens=15, policy="ar").new_tokens for prompt in prompts]
-    got: dict[int, list[int]] = {}
-    with generator.engine() as engine:
-        for prompt in prompts:
-            got[engine.add(prompt, max_new_tokens=15, policy=policy)] = []
-        parts = parts_of(engine)
-        assert all(part.exit is policy.exit for part in parts)
-        assert all(type(part.stopping) is type(policy.stopping) for part in parts)
-        assert len({id(part.stopping) for part in parts}) == 3
-        while len(engine):
-            for progress in engine.step():
-                got[progress.ticket] += progress.tokens
-    assert [*got.values()] == expected
-    assert is_free(policy)
-
-
-@pytest.mark.parametrize(
-    "name", ["ls:2-3", "fs:2-3", "del", "del:cost=measured", "auto:cost=layers", "auto:cost=layers+pacer:b=2", "auto"]
-)
-def test_other_policies_are_copied(name: str) -> None:
-    """Whose costs are no timings decide alike in any company: texts that learned together would not. The first text has the
-    policy itself, the others copies."""
-    model = shared_model("plain")
-    policy = parse_policy(
-        name,
-        num_layers=4,
-        measure=partial(made_up_cost, 4),  # fixed: for runs that must decide alike
-        preverifier=lambda _: random_preverification(model),
-    )
-    assert not policy.learns_together
-    with SelfSpecGenerator(model).engine() as engine:
-        for _ in range(3):
-            engine.add(PROMPT, max_new_tokens=9, policy=policy)
-        assert [part.exit is policy.exit for part in parts_of(engine)] == [True, False, False]
-        while len(engine):
-            engine.step()
-    assert is_free(policy)
-
-
-def test_a_policy_is_told_of_its_company() -> None:
-    seen: list[int] = []
-
-    class Told(ScriptedExit):
-        def plan(self, context: RoundContext) -> Plan:
-            seen.append(context.company)
-            return super().plan(context)
-
-    generator = generator_of("plain")
-    with generator.engine() as engine:
-        engine.add(PROMPT, max_new_tokens=12, policy=Policy(Told([(None, 0)])))
-        engine.step()
-        engine.step()
-        others = [engine.add([9], max_new_tokens=30, policy="ar") for _ in range(3)]
-        records = [engine.step() for _ in range(3)][-1]
-        assert [progress.record.company for progress in records if progress.record] == [4] * 4
-        for ticket in others[1:]:
-            engine.cancel(ticket)
-        engine.step()
-    assert seen[0] == 1 and seen[-2:] == [4, 2]
 
 
 # Threads

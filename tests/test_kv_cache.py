@@ -195,11 +195,8 @@ def test_roll_back_moves_nothing() -> None:
     assert torch.equal(rows_of(cache, 3), before)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_window_is_the_cache_itself(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayerSkipModel, "transposed_keys", transposed)
+def test_a_window_is_the_cache_itself() -> None:
     cache = fresh_rows(LAYERS, [1, 2, 3, 4])
-    assert cache.keys.is_contiguous() is transposed
     cache.roll_back(2)
     windows = list(cache.windows(1, 3, 2))
     assert cache.length == 2  # until somebody has filled them

@@ -14,6 +14,7 @@ import torch
 from companies import SCRIPTED, Wish, model_of, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cuda_paths import as_on_cuda
 from test_native import RUNNABLE, drawn, every_variant, native_model, needs_native
 from tiny_llama import tiny_llama, tiny_tokenizer
 from torch import Tensor
@@ -40,9 +41,15 @@ def cached_native(variant: str, shape: int) -> LayerSkipModel:
 
 
 @cache
-def operator_model(shape: int) -> LayerSkipModel:
-    changes = {"max_position_embeddings": 256, **SHAPES[shape]}
-    return from_transformers(tiny_llama(dtype=torch.float64, **changes), layout="plain")
+def operator_model(shape: int, path: str) -> LayerSkipModel:
+    """In float64, with attention as on a CPU, by the kernels that 16 bits take there, or as on CUDA."""
+    llama = tiny_llama(dtype=torch.float64, **{"max_position_embeddings": 256, **SHAPES[shape]})
+    if path == "CUDA":
+        return as_on_cuda(llama)
+    model = from_transformers(llama, layout="plain")
+    model._unfused = path == "CPU"
+    assert model.transposed_keys is (path == "CPU")
+    return model
 
 
 class Pass:
@@ -123,18 +130,14 @@ def test_a_pass_over_several_texts_is_their_passes_bit_for_bit(
     shape=st.integers(0, len(SHAPES) - 1),
     most=st.sampled_from([(6, 20), (12, 1), (3, 60)]),
     watched=st.booleans(),
-    transposed=st.booleans(),
+    path=st.sampled_from(["CPU", "CPU in 16 bits", "CUDA"]),
 )
 @settings(max_examples=80)
 def test_a_pass_over_several_texts_is_their_passes_on_operators(
-    seed: int, shape: int, most: tuple[int, int], watched: bool, transposed: bool
+    seed: int, shape: int, most: tuple[int, int], watched: bool, path: str
 ) -> None:
-    """With keys either way in memory, as on a CPU and as on CUDA."""
-    model = operator_model(shape)
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(model, "_unfused", transposed)
-        assert model.transposed_keys is transposed
-        Pass(model, seed, *most).compare(nearly_equal, watched)
+    with torch.inference_mode():
+        Pass(operator_model(shape, path), seed, *most).compare(nearly_equal, watched)
 
 
 @needs_native

@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 from companies import (
     BY_COMPANY,
+    LAYOUTS,
     NUM_LAYERS,
     POLICIES,
     Wish,
     assert_same,
-    model_of,
+    generator_of,
     random_wish,
     run_alone,
     run_together,
+    shared_model,
 )
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -29,8 +29,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import selfspec.engine
-from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kernels.check import native_works
+from layerskip_models import from_transformers
 from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
@@ -38,19 +37,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine import Engine, Progress
 from selfspec.text import Text
 
-CPU = torch.device("cpu")
-needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no native kernels here")
-LAYOUTS = ["plain", pytest.param("native", marks=needs_native)]
 EXAMPLES = 60
-
-
-@cache
-def shared_model(layout: Layout) -> LayerSkipModel:
-    return model_of(layout)
-
-
-def generator_of(layout: Layout) -> SelfSpecGenerator:
-    return SelfSpecGenerator(shared_model(layout), tiny_tokenizer())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

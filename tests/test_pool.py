@@ -33,14 +33,24 @@ def model() -> LayerSkipModel:
 
 
 def passes(model: LayerSkipModel) -> Tensor:
-    """Logits of a text that is run in pieces of several sizes."""
+    """Logits of a text that is run in pieces of several sizes, then of several texts whose rows share passes and steps."""
     tokens = torch.randint(0, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(2))
     cache, logits = KVCache(model, len(tokens)), []
     with torch.inference_mode():
         for part in tokens.split([20, 1, 1, 7, 1, 30]):
             hidden = model.run_layers(model.embed(part), 0, model.num_layers, cache)
             logits.append(model.logits(hidden))
-    return torch.cat([*logits, cache.keys.flatten()[:VOCAB_SIZE].unsqueeze(0)])
+        caches = [KVCache(model, 40) for _ in range(5)]
+        steps = model.steps()
+        assert steps is not None
+        for sizes in ([1, 17, 1, 9, 3], [1, 1, 1, 1, 1], [20, 2, 1, 1, 8]):
+            hidden = model.embed(tokens[: sum(sizes)])
+            logits.append(model.logits(model.run_layers(hidden, 0, model.num_layers, [*zip(caches, sizes)])))
+            last = torch.empty(5, model.hidden_size)
+            steps.tokens([1, 2, 3, 4, 5], [(one, 1) for one in caches], model.num_layers, last, head="full")
+            logits.append(model.logits(last))
+    rows = [one.keys[..., : one.length].flatten()[-VOCAB_SIZE:].unsqueeze(0) for one in (cache, *caches)]
+    return torch.cat([*logits, *rows])
 
 
 @pytest.fixture

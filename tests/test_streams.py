@@ -161,6 +161,27 @@ def test_rounds_on_a_lazy_device_are_the_eager_runner_s(
     assert device.num_operations > 1000
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_text_that_gets_company_on_a_lazy_device(
+    seed: int | None, llama: LlamaForCausalLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was launched ahead for a captured text does not disturb the eager rounds that follow, nor is it waited for."""
+    engine, device = lazy_engine(llama, monkeypatch, seed)
+    for index, (exit_policy, policy) in enumerate(policies()):
+        with device, engine.engine() as texts:
+            first = texts.add(PROMPT, max_new_tokens=14, policy=policy)
+            found: list[int] = []
+            for step in range(30):
+                if step == 3:
+                    other = texts.add([9, 2], max_new_tokens=5, policy="ls:1-2")
+                for progress in texts.step():
+                    found += progress.tokens if progress.ticket == first else []
+                    assert progress.ticket in (first, other) if step > 2 else progress.ticket == first
+                    if progress.result is not None and progress.ticket == first:
+                        assert progress.result.stats.runner == "eager"
+        assert (found, exit_policy.read) == expected["greedy"][index]
+
+
 def copy_after_the_event(patch: pytest.MonkeyPatch) -> None:
     def start(self: HostRead, numbers: Tensor) -> None:
         self._size = numbers.shape[0]

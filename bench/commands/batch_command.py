@@ -17,7 +17,7 @@ from bench.commands.bench_options import (
     PromptTokensOption,
 )
 from bench.commands.preparation import configuration, encoded, load_network, open_tokenizer, progress, recording, show
-from bench.machine.batch import BatchEngine, SelfSpecBatch, TransformersBatch, measure_batch, measure_joining
+from bench.machine.throughput import BatchEngine, SelfSpecBatch, TransformersBatch, measure_batch, measure_joining
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range

@@ -45,7 +45,6 @@ class _OneLayer:
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    transposed_keys: bool = False
 
     def prepare(self, max_length: int) -> None:
         pass  # the rotary table is drawn
