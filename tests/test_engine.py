@@ -126,7 +126,7 @@ def test_what_a_text_held_is_free_when_it_is_gone(layout: Layout, monkeypatch: p
             assert caches.alive <= len(engine) + 1
             while len(engine):
                 engine.step()
-                assert caches.alive <= len(engine) + 1
+            assert caches.alive == 1
         made = len(caches.made)
         engine.add(PROMPT, max_new_tokens=30)
         assert len(caches.made) == made
@@ -142,7 +142,7 @@ def test_new_weights_between_two_texts_of_an_engine() -> None:
     generator = SelfSpecGenerator(llama, policy="ls:2-4")
     models: list[weakref.ref[LayerSkipModel]] = []
     with generator.engine() as engine:
-        for number in range(24):
+        for number in range(14):
             in_company = number % 3 == 0
             expected = [reference_greedy(llama, PROMPT, max_new_tokens=14)]
             got = {engine.add(PROMPT, max_new_tokens=14): list[int]()}

@@ -162,7 +162,7 @@ def test_nan_of_one_text_s_rows_is_that_text_s_alone(layout: Layout) -> None:
     ]
     expected = [run_alone(sound, text) for text in texts]
     failures = drafted = 0
-    for token in range(7, 24):
+    for token in range(7, 24, 3):
         with torch.no_grad():
             llama.model.embed_tokens.weight[token], kept = torch.nan, llama.model.embed_tokens.weight[token].clone()
             model = from_transformers(llama, layout=layout)
@@ -178,7 +178,7 @@ def test_nan_of_one_text_s_rows_is_that_text_s_alone(layout: Layout) -> None:
                 else:
                     assert_same(course, own, rounds=False, exact=layout == "native")
                     drafted += any(token in record.draft_tokens for record in own.result.trace)
-    assert min(failures, drafted) > 5
+    assert min(failures, drafted) > 2
 
 
 def test_an_error_of_what_all_need_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,15 +71,24 @@ INLINE void put(const float *block, const float *residual, int64_t count, float 
   }
 }
 
+#define FETCHED_BYTES (1 << 20) /* of a matrix that is surely not all in a cache */
 #define WIDE_ROWS 32          /* from which on converting a group's weights first is worth it */
 #define WIDE_BYTES (24 << 10) /* of converted weights, that rows and they stay in the nearest cache */
 
 /* Whether weights are converted once for all rows; that rounds nothing. */
 INLINE int widens(const Matrix *m, int64_t rows) { return m->kind != FLOAT32 && rows >= WIDE_ROWS; }
 
+/* How many of the rows' turns fetch weights: the first alone of a small matrix, which may well be in a cache. */
+INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
+  return m->out * m->in * bytes_of(m->kind) < FETCHED_BYTES ? 1 : turns_of(rows);
+}
+
 /* How many outputs all rows are multiplied by before the next: as many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
-  if (!widens(m, rows)) return most(BLOCK, least(GROUP, GROUP_BYTES / (m->in * bytes_of(m->kind)) / BLOCK * BLOCK));
+  if (!widens(m, rows)) {
+    int64_t row = m->in * bytes_of(m->kind);
+    return turns_of(rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : most(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
+  }
   return most(BLOCK, least(GROUP, WIDE_BYTES / 4 / m->in / BLOCK * BLOCK));
 }
 
@@ -98,7 +107,7 @@ INLINE Matrix group_at(const Matrix *m, int64_t first, int64_t count, int64_t ro
  * output `first`. Weights are fetched ahead beyond `end`, too: what comes there is mostly this member's next piece. */
 static void some_outputs(const Matrix *m, const float *x, int64_t rows, const float *residual, int64_t first, int64_t end,
                          float *y, int64_t stride, float *room) {
-  int64_t step = group_of(m, rows), turns = turns_of(rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
+  int64_t step = group_of(m, rows), turns = fetching_turns(m, rows), ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix group = group_at(m, at, size, rows, room);
@@ -120,7 +129,7 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
 /* The same of silu(gate) * up; the matrix holds gate above up, and has half as many outputs. */
 static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t first, int64_t end, float *y, int64_t stride,
                        float *room) {
-  int64_t half = m->out / 2, step = group_of(m, rows), turns = turns_of(rows);
+  int64_t half = m->out / 2, step = group_of(m, rows), turns = fetching_turns(m, rows);
   int64_t ahead = widens(m, rows) ? 0 : outputs_ahead(m, turns, step);
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);

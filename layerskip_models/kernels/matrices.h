@@ -31,7 +31,7 @@ typedef struct {
 
 INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
   static const int16_t of_two[] = {0, 64}, of_three[] = {0, 128, 64}, of_four[] = {0, 128, 64, 192};
-  if (turns == 1) return (Fetch){(int32_t)ahead, 63, 0};
+  if (turns == 1) return (Fetch){turn ? 0 : (int32_t)ahead, 63, 0};
   if (turns == 2) return (Fetch){(int32_t)ahead, 127, of_two[turn]};
   if (turns == 3) return (Fetch){(int32_t)ahead, turn == 2 ? 127 : 255, of_three[turn]};
   int64_t part = 4 * turn / turns;
