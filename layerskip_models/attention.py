@@ -48,6 +48,7 @@ class OperatorAttention:
         rotary: Tensor,
         heads: int,
         unfused: bool,
+        groups_rows: bool,
     ) -> None:
         self._start, self._sizes = start, [number for _, number in rows]
         positions = [cache.position(start, stop) for cache, _ in rows]
@@ -56,7 +57,7 @@ class OperatorAttention:
         self._texts = [
             _TextAttention(
                 list(cache.windows(start, stop, number)), position, number, heads,
-                unfused=unfused,
+                unfused=unfused, groups_rows=groups_rows,
             )
             for (cache, number), position in zip(rows, positions)
         ]  # fmt: skip
@@ -80,6 +81,7 @@ class _TextAttention:
         heads: int,
         *,
         unfused: bool,
+        groups_rows: bool,
     ) -> None:
         self._windows = windows
         values = windows[0][3]
@@ -93,9 +95,7 @@ class _TextAttention:
             self._mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1).unsqueeze(1)
         elif rows > 1 and position > 0:
             self._mask = torch.full((rows, end), -torch.inf, dtype=dtype, device=device).triu_(position + 1)
-            if (
-                values.device.type != "cpu" and heads != kv_heads
-            ):  # no fused kernel there takes a mask and grouped heads
+            if groups_rows and heads != kv_heads:
                 self._grouped, self._mask = True, self._mask.repeat_interleave(heads // kv_heads, dim=0)
         # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
         self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)

@@ -105,6 +105,7 @@ class LayerSkipModel:
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
+        self._groups_rows = self.device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
         self._real_rotary = self.device.type != "cpu"  # on CUDA complex numbers are slow and cannot be compiled
         self._native: NativeLayers | None = None
         if NativeLayers.possible(layers):
@@ -196,7 +197,7 @@ class LayerSkipModel:
             return hidden
         attention = OperatorAttention(
             rows, start, stop, rotary=self._rotary, heads=self.num_heads,
-            unfused=self._unfused,
+            unfused=self._unfused, groups_rows=self._groups_rows,
         )  # fmt: skip
         hidden = self.walk(hidden, start, stop, attention, capture)
         for one, number in rows:

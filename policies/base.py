@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -175,7 +176,8 @@ class Policy:
     def beside(self) -> Policy:
         """For one more text of the same company: the same exit policy, and a stopping policy with a round of its own."""
         make = getattr(self.exit, "own_stopping", None)
-        return self if make is None else replace(self, stopping=make())
+        own = None if make is None else make()
+        return replace(self, stopping=own if type(own) is type(self.stopping) else deepcopy(self.stopping))
 
     def expect_company(self, texts: int) -> None:
         """Tell an exit policy that wants to know how many texts will share the passes, the new one among them."""

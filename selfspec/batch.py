@@ -70,10 +70,12 @@ def completed(checked: Sequence[Checked], batch_size: int) -> Generator[tuple[in
         places: dict[int, int] = {}
         waiting = iter(enumerate(checked))
         while True:
-            for index, call in waiting:
-                places[engine.join(call)] = index
-                if len(engine) == batch_size:
-                    break
+            while len(engine) < batch_size and (following := next(waiting, None)) is not None:
+                index, call = following
+                try:
+                    places[engine.join(call)] = index
+                except Exception as error:
+                    yield index, error
             if not len(engine):
                 return
             for progress in engine.step():

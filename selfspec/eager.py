@@ -137,7 +137,9 @@ class EagerPasses:
 
     def accept(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Judge each text's rows on the host."""
-        return [self._outcome(draft, scores) for draft, scores in zip(self._drafts, self._scores)]
+        outcomes = [self._outcome(draft, scores) for draft, scores in zip(self._drafts, self._scores)]
+        self.forget()
+        return outcomes
 
     def forget(self) -> None:
         """Let go of the texts of the last round, whose caches may be large."""
@@ -226,7 +228,7 @@ class EagerPasses:
             verdict = judge_sampled(sampler, scores.logits, turn.tokens, turn.length, drafts, q)
         else:
             verdict = judge_greedy(sampler, scores.logits, turn.tokens, turn.length, drafts)
-        if drafts and not sampler.do_sample and _spoilt(verdict, scores):
+        if drafts and draft.error is None and not sampler.do_sample and _spoilt(verdict, scores):
             # A row that overflows may spoil the rows before it, behind whose mask it is: nobody needs it but the draft.
             return self._plainly(turn)
         return Outcome(

@@ -107,8 +107,7 @@ class Engine:
         self._next = 0
         self._seats: dict[int, _Seat] = {}
         self._company = Company()
-        self._held = ExitStack()  # eager passes, one for each copy of the weights in use
-        self._passes: dict[int, Passes] = {}
+        self._passes: dict[BoundModel, tuple[Passes, ExitStack]] = {}  # eager ones, for each copy of the weights in use
 
     def __len__(self) -> int:
         """Texts that are not complete."""
@@ -138,8 +137,7 @@ class Engine:
         """Cancel all texts, and give back what the engine holds."""
         for ticket in [*self._seats]:
             self.cancel(ticket)
-        self._held.close()
-        self._passes.clear()
+        self._let_go()
         settle_threads()
 
     def __enter__(self) -> Engine:
@@ -205,10 +203,17 @@ class Engine:
         return _run(texts, self._eager(seats[0].checked.bound))
 
     def _eager(self, bound: BoundModel) -> Passes:
-        passes = self._passes.get(id(bound))
-        if passes is None:
-            passes = self._passes[id(bound)] = self._held.enter_context(bound.runners.eager_passes())
-        return passes
+        if bound not in self._passes:
+            self._let_go()
+            held = ExitStack()
+            self._passes[bound] = held.enter_context(bound.runners.eager_passes()), held
+        return self._passes[bound][0]
+
+    def _let_go(self) -> None:
+        """Give back the passes of copies of the weights that no text is on any more."""
+        in_use = {seat.checked.bound for seat in self._seats.values()}
+        for bound in self._passes.keys() - in_use:
+            self._passes.pop(bound)[1].close()
 
     def _progress(self, seat: _Seat, committed: Committed) -> Progress:
         """Count what a text got, and let it go if it is complete or cannot go on."""

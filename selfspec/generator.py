@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +35,8 @@ from selfspec.request import GenerationHost, make_request, refuse_unknown
 from selfspec.runtime.model_source import BoundModel, ModelSource
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
+
+_NOT_OF_ONE_TEXT = ("self", "prompt", "streamer", "unknown")
 
 
 class Streamer(Protocol):
@@ -213,8 +215,7 @@ class SelfSpecGenerator:
         """
         if isinstance(prompts, (str, Tensor)):
             raise TypeError("generate_batch takes a list of prompts; for a single one call generate")
-        known = [*signature(self.generate).parameters]
-        refuse_unknown(options.keys() - (set(known) - {"streamer"}), known)
+        refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
         results: list[GenerationResult | None] = [None] * len(prompts)
         errors: dict[int, Exception] = {}
         with closing(completed(check_all(self.check, prompts, options), batch_size)) as ended:
@@ -265,9 +266,10 @@ class SelfSpecGenerator:
     ) -> Checked:
         """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet.
 
-        options: the arguments of `generate` that are fields of a GenerationConfig.
+        options: the arguments of `generate` that are fields of a GenerationConfig. Others are refused.
         """
         started = perf_counter()
+        refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
         bound = self._models.bind()
         resolving = perf_counter()
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
@@ -401,6 +403,14 @@ class SelfSpecGenerator:
                     name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
                 )
             return self._policies[key]
+
+
+@cache
+def _of_one_text() -> dict[str, None]:
+    """The arguments of `generate` that a text among several may be given."""
+    return dict.fromkeys(
+        name for name in signature(SelfSpecGenerator.generate).parameters if name not in _NOT_OF_ONE_TEXT
+    )
 
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:

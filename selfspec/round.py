@@ -24,24 +24,39 @@ class Committed:
     error: Exception | None = None
 
 
-def plan_round(texts: Sequence[Text], passes: Passes) -> list[Planned]:
-    """Step 1: each text's policy says where to exit and how far to draft. A plain step is a plan with no drafts."""
-    return [text.plan(passes, len(texts)) for text in texts]
+def plan_round(texts: Sequence[Text], passes: Passes) -> list[Planned | Exception]:
+    """Step 1: each text's policy says where to exit and how far to draft. A plain step is a plan with no drafts.
+
+    An error in place of a plan is that text's; the others go on.
+    """
+    plans: list[Planned | Exception] = []
+    for text in texts:
+        try:
+            plans.append(text.plan(passes, len(texts)))
+        except Exception as error:
+            plans.append(error)
+    return plans
 
 
-def run_round(texts: Sequence[Text], plans: Sequence[Planned], passes: Passes) -> list[Committed]:
+def run_round(texts: Sequence[Text], plans: Sequence[Planned | Exception], passes: Passes) -> list[Committed]:
     """Steps 2 to 6. An error that concerns one text is that text's; the others go on."""
-    turns = [planned.turn for planned in plans]
+    going = [(text, planned) for text, planned in zip(texts, plans) if isinstance(planned, Planned)]
+    committed = iter(_run_planned(going, passes) if going else ())
+    return [Committed(tokens=[], error=plan) if isinstance(plan, Exception) else next(committed) for plan in plans]
+
+
+def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes) -> list[Committed]:
+    turns = [planned.turn for _, planned in going]
     started = perf_counter()
     passes.draft(turns)  # 2. the first layers propose tokens
     drafted = perf_counter()
     passes.verify(turns)  # 3. the other layers look at all of them at once
     verified = perf_counter()
     outcomes = passes.accept(turns)  # 4. those that the model itself would have said hold, and one token more
-    shares = (drafted - started) / len(texts), (verified - drafted) / len(texts)
-    texts[0].stats.accept_seconds += perf_counter() - verified
+    shares = (drafted - started) / len(going), (verified - drafted) / len(going)
+    going[0][0].stats.accept_seconds += perf_counter() - verified
     results = []
-    for text, planned, outcome in zip(texts, plans, outcomes):
+    for (text, planned), outcome in zip(going, outcomes):
         try:
             if outcome.error is not None:
                 raise outcome.error

@@ -43,7 +43,9 @@ def test_no_arrow_points_up(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "selfspec").glob("*.py")), ids=lambda path: path.name)
 def test_the_engine_knows_neither_its_command_line_nor_its_analysis(path: Path) -> None:
-    assert not re.search(r"^\s*(from|import) selfspec\.(cli|analysis)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert not re.search(
+        r"^\s*(from|import) selfspec\.(cli|analysis)\b", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def test_no_two_files_have_one_name() -> None:

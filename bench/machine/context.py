@@ -31,6 +31,8 @@ from selfspec.calibrate import synchronize
 
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""
+_LEARNED = 32
+"""Most rows of a prompt that a policy learns from."""
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
@@ -43,8 +45,11 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
 
 @contextmanager
 def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
-    """Within it, rows below `length` are not run: the cache must hold these rows from an earlier call."""
-    original = model.run_layers
+    """Within it, rows below `length` are not run: the cache must hold these rows from an earlier call.
+
+    But for the last few, which policies may learn from; run for all alike, so that all decode behind the same rows.
+    """
+    original, known = model.run_layers, length - _LEARNED
 
     def run_layers(
         hidden: Tensor,
@@ -53,8 +58,8 @@ def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
         cache: KVCache,
         capture: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        if isinstance(cache, KVCache) and cache.position(start, stop) < length:
-            kept = min(hidden.shape[0], length - cache.position(start, stop))
+        if isinstance(cache, KVCache) and cache.position(start, stop) < known:
+            kept = min(hidden.shape[0], known - cache.position(start, stop))
             cache.extend(start, stop, kept)
             if kept == hidden.shape[0]:
                 return hidden

@@ -205,8 +205,9 @@ class NativeLayers:
         positions: list[int] = []
         if not 0 <= start <= stop <= len(self._layers):
             raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}")
-        if count != (rows[0][1] if len(rows) == 1 else sum(number for _, number in rows)):
-            raise ValueError(f"{count} rows were given for caches that expect {[number for _, number in rows]}")
+        numbers = [number for _, number in rows]
+        if count != sum(numbers) or min(numbers, default=0) < 0:
+            raise ValueError(f"{count} rows were given for caches that expect {numbers}")
         if rotary is not self._rotary:
             self._rotary = self._checked_rotary(rotary)
         for cache, number in rows:

@@ -249,7 +249,8 @@ class AutoExit:
         self._needs_taught = replace(self._needs, prompt_rows=min(TUNING.prompt_rows_taught, prompt_rows))
         self._texts, self._hopeless = 1, False
         # Decided by time already, so texts that learn together may decide by each other's experience as well.
-        self.learns_together = isinstance(cost, (MeasuredCost, WithPreVerifier)) and not getattr(cost, "fixed", False)
+        timed = cost.cost if isinstance(cost, WithPreVerifier) else cost
+        self.learns_together = isinstance(timed, MeasuredCost) and not timed.fixed
 
     @classmethod
     def from_args(
