@@ -79,3 +79,25 @@ def test_best_setting_is_brute_force(
     assert rate == pytest.approx(max(every))
     assert rate == pytest.approx(tokens_per_cost(acceptance[exit_layer], exit_layer, length, cost))
     assert first <= length <= max_speculations
+
+
+def test_company_by_hand() -> None:
+    """4 layers; a pass over r rows takes 10 + r per layer and 4 + r for the head, so the line goes on; a draft adds 1."""
+    alone = MeasuredCost(
+        num_layers=4,
+        layer_seconds=tuple(10.0 + rows for rows in range(1, 6)),
+        head_seconds=tuple(4.0 + rows for rows in range(1, 6)),
+        draft_seconds=1.0,
+    )
+    pair = alone.in_company(2)
+    assert pair.autoregressive() == pytest.approx((4 * 12 + 6) / 2)
+    assert pair.look(1) == pytest.approx((6 + 1) / 2)
+    # Two drafts after layer 1: three rows through it for each text, six rows through the other three layers and the head.
+    assert pair.round(1, 2) == pytest.approx((3 * 12 + 2 * (6 + 1) + 3 * 16 + 10) / 2)
+    assert alone.in_company(1) is alone
+    assert pair.in_company(4).autoregressive() == pytest.approx((4 * 14 + 8) / 4)
+    # Drafts gain less in company: all accepted, two drafts give 3 tokens.
+    gains = [3 / cost.round(1, 2) * cost.autoregressive() for cost in map(alone.in_company, (1, 2, 8, 64))]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 1.5
+    assert gains[-1] < 1
