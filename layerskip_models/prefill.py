@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -38,13 +39,7 @@ def read_piece(
     Returns their hidden states, [rows, hidden].
     """
     first = cache.position(0, stop)
-    watch = None
-    if capture is not None:
-        seen = capture
-
-        def watch(layers_done: int, hidden: Tensor) -> None:
-            seen(first, layers_done, hidden)
-
+    watch = None if capture is None else partial(capture, first)
     return model.run_layers(model.embed(tokens[first:end]), 0, stop, cache, watch)
 
 

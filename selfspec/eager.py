@@ -10,7 +10,7 @@ On our own kernels a row's numbers do not depend on its company, so a text in co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -204,7 +204,7 @@ class EagerPasses:
 
     def _judgeable(self, strands: Sequence[_Strand]) -> list[_Scores]:
         """What the full head says of all rows: choices where they are enough, else logits."""
-        found: dict[int, _Scores] = {}
+        found: list[tuple[_Strand, _Scores]] = []
         for greedy in (True, False):
             group = [strand for strand in strands if strand.draft.turn.greedy == greedy]
             if not group:
@@ -215,8 +215,8 @@ class EagerPasses:
                 scores = _cut(choices.tokens.tolist(), choices.logits.tolist(), sizes)
             else:
                 scores = [_Scores([], [], logits) for logits in self._model.logits(hidden).split(sizes)]
-            found |= {id(strand.draft): score for strand, score in zip(group, scores)}
-        return [found[id(draft)] for draft in self._drafts]
+            found += zip(group, scores)
+        return self._in_order(found)
 
     def _outcome(self, draft: Draft, scores: _Scores) -> Outcome:
         turn, sampler = draft.turn, draft.turn.sampler
@@ -298,8 +298,12 @@ class EagerPasses:
         tokens, values = steps.rows(_together(strands), rows, layer, self._model.num_layers, record=record)
         self._hand_out(strands, layer, self._model.num_layers)
         scores = _cut(tokens, values, [strand.rows for strand in strands])
-        found = {id(strand.draft): score for strand, score in zip(strands, scores)}
-        return [found[id(draft)] for draft in self._drafts]
+        return self._in_order(zip(strands, scores))
+
+    def _in_order(self, found: Iterable[tuple[_Strand, _Scores]]) -> list[_Scores]:
+        """The scores of each draft, in the order of the turns."""
+        scores = {strand.draft: score for strand, score in found}
+        return [scores[draft] for draft in self._drafts]
 
     def _record(self, strands: Sequence[_Strand]) -> tuple[Tensor, int] | None:
         """Where a step puts every layer's output, if a text watches: at its place, or to be handed out."""

@@ -14,7 +14,7 @@ from layerskip_models.kernels.threads import settle as settle_threads
 from policies import Policy, RoundRecord
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
-from selfspec.round import Committed, plan_round, run_round
+from selfspec.round import Committed, run_round
 from selfspec.runtime.model_source import BoundModel
 from selfspec.runtime.policy_use import Company
 from selfspec.runtime.torch_mode import engine_mode
@@ -168,9 +168,9 @@ class Engine:
 
     def _by_model(self) -> list[list[_Seat]]:
         """Texts whose passes can be shared: those of one copy of the weights."""
-        groups: dict[int, list[_Seat]] = {}
+        groups: dict[BoundModel, list[_Seat]] = {}
         for seat in self._seats.values():
-            groups.setdefault(id(seat.checked.bound), []).append(seat)
+            groups.setdefault(seat.checked.bound, []).append(seat)
         return [*groups.values()]
 
     def _read(self, waiting: list[_Seat], budget: int | None) -> list[tuple[_Seat, Committed]]:
@@ -193,14 +193,14 @@ class Engine:
         if captured is None:
             for seat in seats:
                 seat.leave_captures()
-            return _run(texts, self._eager(seats[0].checked.bound))
+            return run_round(texts, self._eager(seats[0].checked.bound))
         try:
-            return _run(texts, captured)
+            return run_round(texts, captured)
         except CaptureError as error:
             seats[0].leave_captures()
             seats[0].checked.bound.runners.give_up_graphs(error)
         texts[0].read_again()  # graphs may have written anywhere in the cache
-        return _run(texts, self._eager(seats[0].checked.bound))
+        return run_round(texts, self._eager(seats[0].checked.bound))
 
     def _eager(self, bound: BoundModel) -> Passes:
         if bound not in self._passes:
@@ -228,10 +228,6 @@ class Engine:
         return Progress(
             ticket=seat.ticket, tokens=committed.tokens, record=committed.record, result=result, error=committed.error
         )
-
-
-def _run(texts: list[Text], passes: Passes) -> list[Committed]:
-    return run_round(texts, plan_round(texts, passes), passes)
 
 
 class _Locked:
@@ -335,9 +331,8 @@ class _Seat:
             first_token=self._first_token_seconds,
             cache_bytes=self._place.cache.num_bytes,
             runner=kind,
-            kernels=checked.bound.model.kernels
-            if kind == "eager"
-            else None,  # what is captured are PyTorch's operators
+            # What is captured are PyTorch's operators.
+            kernels=checked.bound.model.kernels if kind == "eager" else None,
             num_captures=captures[0],
             capture_seconds=captures[1],
         )

@@ -192,8 +192,6 @@ class SelfSpecGenerator:
         """
         if "streamer" in options:
             raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
-        known = signature(self.generate).parameters
-        refuse_unknown(options.keys() - known.keys(), known)
         return GenerationStream(Call(self.check(prompt, **options)))
 
     def generate_batch(

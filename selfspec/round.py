@@ -24,25 +24,18 @@ class Committed:
     error: Exception | None = None
 
 
-def plan_round(texts: Sequence[Text], passes: Passes) -> list[Planned | Exception]:
-    """Step 1: each text's policy says where to exit and how far to draft. A plain step is a plan with no drafts.
-
-    An error in place of a plan is that text's; the others go on.
-    """
-    plans: list[Planned | Exception] = []
+def run_round(texts: Sequence[Text], passes: Passes) -> list[Committed]:
+    """One round of all these texts. An error that concerns one text is that text's; the others go on."""
+    committed: dict[Text, Committed] = {}
+    plans: dict[Text, Planned] = {}
     for text in texts:
         try:
-            plans.append(text.plan(passes, len(texts)))
+            plans[text] = text.plan(passes, len(texts))  # 1. where to exit, how far to draft (0: a plain step)
         except Exception as error:
-            plans.append(error)
-    return plans
-
-
-def run_round(texts: Sequence[Text], plans: Sequence[Planned | Exception], passes: Passes) -> list[Committed]:
-    """Steps 2 to 6. An error that concerns one text is that text's; the others go on."""
-    going = [(text, planned) for text, planned in zip(texts, plans) if isinstance(planned, Planned)]
-    committed = iter(_run_planned(going, passes) if going else ())
-    return [Committed(tokens=[], error=plan) if isinstance(plan, Exception) else next(committed) for plan in plans]
+            committed[text] = Committed(tokens=[], error=error)
+    if plans:
+        committed |= zip(plans, _run_planned([*plans.items()], passes))
+    return [committed[text] for text in texts]
 
 
 def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes) -> list[Committed]:
@@ -78,7 +71,7 @@ def decode(text: Text, passes: Passes) -> Iterator[Committed]:
         if tokens:
             yield Committed(tokens=tokens)
     while text.stop_reason is None:
-        (committed,) = run_round([text], plan_round([text], passes), passes)
+        (committed,) = run_round([text], passes)
         if committed.error is not None:
             raise committed.error
         yield committed

@@ -21,6 +21,9 @@ from policies import kept_between_texts
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
 
+GREEDY: Mapping[str, Any] = {"do_sample": False, "eos_token_id": []}
+"""Arguments of `generate` for measurements that always yield as many tokens as were asked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:

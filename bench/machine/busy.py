@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, MaxTimeCriteria, StoppingCriteriaList
 
+from bench.engines.own import GREEDY
 from bench.engines.peers import generation_settings
 from bench.record import Line
 from selfspec import SelfSpecGenerator
@@ -44,7 +45,7 @@ def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            # In this session: Linux may divide the processor between sessions first, which would change the fair share.
+            # Not with setsid: Linux may divide the processor between process sessions first, which would change the fair share.
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         for process in started:
             assert process.stdout is not None
@@ -81,8 +82,7 @@ class TimedSelfSpec:
         result = self._generator.generate(
             prompt,
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=[],
+            **GREEDY,
             policy=self._policy,
             stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(seconds)]),
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,6 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from bench.datasets import EncodedPrompt, load_prompts
+from bench.engines.own import GREEDY
 from bench.engines.peers import generation_settings
 from bench.machine.memory import peak_bytes
 from bench.machine.roofline import best_fixed
@@ -76,7 +76,7 @@ def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens:
     cache_bytes = []
 
     def afresh() -> None:
-        result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+        result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
         cache_bytes.append(result.stats.peak_cache_bytes)
 
     peak = peak_bytes(model.device, afresh)
@@ -98,7 +98,7 @@ class Context:
         self._size = prompt.ids.numel()
         # The cache has a row for every token of the runs that follow, which therefore take it over.
         with nullcontext() if prefill else _unread(model, self._size - 1):
-            first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **_GREEDY)
+            first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
         self._tokens = first.new_tokens
         seconds = first.stats.time_to_first_token if prefill else None
         self.prefill: Line = {"kind": "prefill", "context": self._size, "time_to_first_token": seconds}
@@ -135,16 +135,13 @@ def _unread(model: LayerSkipModel, length: int) -> Iterator[None]:
         yield
 
 
-_GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": []}
-
-
 def _role(policy: str) -> str:
     return "best fixed" if policy.startswith("ls:") else {"ar": "plain"}.get(policy, policy)
 
 
 def _decode(generator: SelfSpecGenerator, policy: str, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
     generator.resolve_policy(policy).reset()
-    result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy=policy, **_GREEDY)
+    result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy=policy, **GREEDY)
     stats = result.stats
     return {
         "kind": "decode",

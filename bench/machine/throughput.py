@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM
 
+from bench.engines.own import GREEDY
 from bench.engines.peers import generation_settings
 from bench.record import Line
 from selfspec import SelfSpecGenerator
@@ -51,7 +52,7 @@ class SelfSpecBatch:
         self._generator, self._policy = generator, policy
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": [], "policy": self._policy}
+        options = {**GREEDY, "max_new_tokens": max_new_tokens, "policy": self._policy}
         start = perf_counter()
         with self._generator.engine() as engine:
             places = {engine.add(prompt, **options): place for place, prompt in enumerate(prompts)}
@@ -117,7 +118,7 @@ def measure_joining(
 
     Seconds between two steps that bring tokens: the median and the longest before the prompt joins, and while it is read.
     """
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": [], "policy": policy}
+    options = {**GREEDY, "max_new_tokens": max_new_tokens, "policy": policy}
     gaps: dict[str, list[float]] = {"before": [], "reading": []}
     with generator.engine() as engine:
         decoding = {engine.add(prompt, **options) for prompt in prompts}

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import Line
-from bench.report.table import UNKNOWN, Table
+from bench.report.table import UNKNOWN, Table, subject
 
 
 def batch_headline(lines: Sequence[Line]) -> str:
     """What company brings."""
-    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
-    device = where["cpu"] if where["device"] == "cpu" else where["device"]
     sizes = _sizes(lines)
     most = sizes[-1]
     parts = []
@@ -20,10 +18,7 @@ def batch_headline(lines: Sequence[Line]) -> str:
         speed, alone = _throughput(lines, name, most), _throughput(lines, name, sizes[0])
         if speed and alone:
             parts.append(f"{label} {speed:.0f} tokens/s ({speed / alone:.1f} times one text's)")
-    return (
-        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads, "
-        f"{most} texts decoded together: {', '.join(parts)}."
-    )
+    return f"{subject(lines)}, {most} texts decoded together: {', '.join(parts)}."
 
 
 def batch_tables(lines: Sequence[Line]) -> list[Table]:

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import Line
-from bench.report.table import UNKNOWN, Table
+from bench.report.table import UNKNOWN, Table, subject
 
 
 def busy_headline(lines: Sequence[Line]) -> str:
     """What the engines keep of their quiet speed."""
-    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
-    device = where["cpu"] if where["device"] == "cpu" else where["device"]
     most = max(busy_levels(lines))
     shares = {label: busy_share(lines, name, most) for name, label in lines[0]["engines"].items()}
     kept = [f"{label} {share:.2f}" for label, share in shares.items() if share is not None]
     return (
-        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {where['threads']} threads. Beside {most} busy "
+        f"{subject(lines)}. Beside {most} busy "
         f"processes per core, each engine keeps this share of its quiet speed (a fair share is {1 / (most + 1):.2f}): "
         f"{', '.join(kept)}."
     )

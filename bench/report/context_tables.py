@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.record import Line
-from bench.report.table import UNKNOWN, Table, counted, number
+from bench.report.table import UNKNOWN, Table, number, subject
 
 ROLES = ("plain", "best fixed", "auto")
 
@@ -28,14 +28,12 @@ def time_beside_reading(lines: Sequence[Line], context: int) -> float:
 
 def context_headline(lines: Sequence[Line]) -> str:
     """What a long context costs."""
-    configuration, where = lines[0]["configuration"], lines[0]["provenance"]
-    model = configuration["model"]
+    configuration = lines[0]["configuration"]
     contexts = _contexts(lines)
-    device = where["cpu"] if where["device"] == "cpu" else where["device"]
     differing = sum(not line["outputs_equal"] for line in lines if line["kind"] == "decode")
     unread = "" if configuration["prefill"] else " (keys and values random: the prompt was not read)"
     text = (
-        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}, greedy, "
+        f"{subject(lines)}, greedy, "
         f"{configuration['max_new_tokens']} new tokens behind {', '.join(map(str, contexts))}{unread}: runs whose text "
         f"is not plain decoding's: {differing}."
     )

@@ -7,18 +7,16 @@ from statistics import median
 
 from bench.machine.roofline import PHASES
 from bench.record import Line
-from bench.report.table import UNKNOWN, Table, counted
+from bench.report.table import UNKNOWN, Table, subject
 
 
 def roofline_headline(lines: Sequence[Line]) -> str:
     """The limit, and how close plain decoding comes."""
-    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
-    device = where["cpu"] if where["device"] == "cpu" else where["device"]
     bandwidth = _bandwidth(lines)
     step = next(line for line in lines if line["kind"] == "call")
     plain = _of_policy(lines, "ar")
     return (
-        f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}: memory gives "
+        f"{subject(lines)}: memory gives "
         f"{bandwidth / 1e9:.1f} GB/s (one large tensor, read) and a plain step must read {step['bytes'] / 1e6:.1f} MB, so at "
         f"most {bandwidth / step['bytes']:.1f} tokens/s; it does {1 / step['seconds']:.1f} by itself "
         f"({_share(step['bytes'], step['seconds'], bandwidth)}) and {_speed(plain):.1f} within `generate` "

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from bench.record import Line
 from bench.report.summary import EngineSummary, Spread
 
 UNKNOWN = "–"
@@ -109,6 +110,13 @@ def _unmarked(text: str) -> str:
 def number(value: float | None, pattern: str, factor: float = 1) -> str:
     """value * factor in a pattern such as "{:.2f}"; a dash for None."""
     return UNKNOWN if value is None else pattern.format(value * factor)
+
+
+def subject(lines: Sequence[Line]) -> str:
+    """What a record measured, where: the beginning of a headline."""
+    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
+    device = where["cpu"] if where["device"] == "cpu" else where["device"]
+    return f"{model[0].upper()}{model[1:]} in {where['dtype']} on {device}, {counted(where['threads'], 'thread')}"
 
 
 def counted(count: int, what: str) -> str:

@@ -88,9 +88,8 @@ class CostDrift:
 
     def observe(self, record: RoundRecord) -> bool:
         """Take a round into account. Returns whether the cost has changed."""
-        if (
-            record.company > 1 or record.draft_seconds + record.verify_seconds <= 0
-        ):  # company is not measured, but derived
+        # What rounds cost in company follows from what they cost alone, so only rounds alone say whether that is right.
+        if record.company > 1 or record.draft_seconds + record.verify_seconds <= 0:
             return False
         self._round += 1
         exit_layer = record.exit_layer

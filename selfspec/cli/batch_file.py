@@ -58,8 +58,7 @@ def read_prompts(path: Path, options: Mapping[str, Any]) -> list[PromptLine]:
         found.append(PromptLine(id=values.get("id", number), prompt=values["prompt"], options=merged, key=key))
     if not found:
         raise ValueError(f"{path} holds no prompts")
-    keys = [(line.id, line.key) for line in found]
-    if len({line.id for line in found}) < len(keys):
+    if len({line.id for line in found}) < len(found):
         raise ValueError(f"{path} has the same id twice: results could not be told apart")
     return found
 
