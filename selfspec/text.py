@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import MOST_ROWS, piece_end, prefill, read_piece
+from layerskip_models.prefill import MOST_ROWS, Piece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
 from selfspec.hidden_states import HiddenStates
 from selfspec.passes import Outcome, Passes, Turn
@@ -54,6 +54,9 @@ class Text:
         if request.stops.criteria:
             self._on_host = torch.empty(1, cache.max_length + 1, dtype=torch.long, device="cpu")
             self._on_host[0, : self.length] = request.prompt
+        # Where the host writes, through NumPy: an operator takes as long as the rest of a commit.
+        kept = [tokens for tokens in (self.tokens, self._on_host) if tokens is not None and tokens.is_cpu]
+        self._written = [tokens[0].numpy() for tokens in kept]
         self.states = HiddenStates(
             model, self.needs.shadow_layers, self.needs.context_layers,
             max_length=cache.max_length if self.needs.context_layers else 0,
@@ -77,34 +80,31 @@ class Text:
         """Tokens of the prompt still to be read."""
         return self.length - self.cache.length if self.reading else 0
 
-    def read(self, most: int = MOST_ROWS) -> list[int]:
-        """Read a piece of the prompt, about `most` rows at most. After the last one the first new token is committed.
-
-        Returns the committed tokens, none before the prompt's end.
-        """
-        start = perf_counter()
-        model, prompt = self.model, self.tokens[0, : self.length]
+    def next_piece(self, most: int = MOST_ROWS) -> Piece:
+        """What to read next of the prompt, about `most` rows at most."""
         capture = None
         if self._prompt_rows or self.needs.context_layers:
             capture = partial(self.states.capture_prompt, self._prompt_rows)
         end = piece_end(self.cache.length, self.length, most=most, together=self._prompt_rows)
-        hidden = read_piece(model, prompt, self.cache, model.num_layers, end, capture)
-        if end < self.length:
-            self.prefill_seconds += perf_counter() - start
-            return []
-        token = self._first_token(hidden[-1:])
+        return Piece(self.tokens[0, : self.length], self.cache, end, capture)
+
+    def begin(self, hidden: Tensor, logits: Tensor) -> list[int]:
+        """The prompt is read: commit the first new token, and return it.
+
+        hidden: [rows, hidden], of the last piece. logits: [1, vocab], of its last row.
+        """
+        start = perf_counter()
+        token = self._first_token(logits)
         self._commit([token])
         self.prefill_seconds += perf_counter() - start
         if self._prompt_rows:
             learning = perf_counter()
-            target = model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
+            target = self.model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
             self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target))
             self.stats.learn_seconds += perf_counter() - learning
         return [token]
 
-    def _first_token(self, hidden: Tensor) -> int:
-        """From the prompt's last row, [1, hidden]."""
-        logits = self.model.logits(hidden)
+    def _first_token(self, logits: Tensor) -> int:
         if self.sampler.do_sample:
             p = self.sampler.probabilities(logits, self.tokens, self.length)[0]
             return self.sampler.draw(p, "the first token")
@@ -221,11 +221,12 @@ class Text:
     def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
         """Sets lengths, pending and the stop reason; failure: why the last token of the block is none."""
         end = self.length + len(block)
-        found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
-        if self._on_host is not None:
-            self._on_host[0, self.length : end] = found
-        # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
-        self.tokens[0, self.length : end].copy_(found, non_blocking=True)
+        for written in self._written:
+            written[self.length : end] = block
+        if not self.tokens.is_cpu:
+            # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
+            found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
+            self.tokens[0, self.length : end].copy_(found, non_blocking=True)
         sound = block if failure is None else block[:-1]
         count, self.stop_reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
         if failure is not None and self.stop_reason is None:
