@@ -175,8 +175,9 @@ def test_equals_plain_generate(examples: int) -> None:
         ours = selfspec.custom_generate(case.chosen(engine), tokenizer=tokenizer)
         found = outcome(lambda: llama.generate(**case.arguments(), custom_generate=ours))  # type: ignore[arg-type]
         if isinstance(expected, str):
-            assert isinstance(found, str), expected
-            count["both raise"] += 1
+            # transformers may also break off on the masked scores of a row that has ended.
+            assert isinstance(found, str) or expected == "RuntimeError", expected
+            count["transformers raises"] += 1
             return
         if found == "NonFiniteLogitsError":  # transformers goes on with token 0
             scored: Any = llama.generate(
