@@ -224,3 +224,26 @@ def test_transformers_serve(folder: Path, tmp_path: Path) -> None:
     expected = tokenizer.decode(reference_greedy(tiny_llama(seed=3), prompt, max_new_tokens=10))
     assert answer["choices"][0]["message"]["content"] == expected
     assert seen.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_by_its_hub_name(checkpoint: Path, tmp_path: Path) -> None:
+    """From the local cache, offline: links point at the files themselves, not at the cache's links."""
+    repo = tmp_path / "home" / "hub" / "models--someone--tiny"
+    snapshot = repo / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0123", encoding="utf-8")
+    for number, path in enumerate(sorted(checkpoint.iterdir())):
+        (repo / "blobs" / str(number)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-m", "selfspec.cli.main", "export-hub", "someone/tiny", str(tmp_path / "out"), "--link"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    weights = tmp_path / "out" / "model.safetensors"
+    assert weights.is_symlink()
+    assert weights.readlink().parent == (repo / "blobs").resolve()
+    assert "base_model: someone/tiny" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.integrations.log_likelihood import continuation_scores
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -97,26 +95,6 @@ def test_log_likelihoods_are_the_harness_own(output_type: str, checkpoint: Path,
         }
     assert found["selfspec"] == pytest.approx(found["hf"], rel=1e-4)
     assert len(found["hf"]) > 4
-
-
-def test_a_continuation_is_scored_by_the_models_own_logits(generator: SelfSpecGenerator) -> None:
-    llama = tiny_llama(seed=3)
-    context, continuations = [5, 1, 7], [[2], [9, 9, 3], full_greedy(llama, [5, 1, 7], 4)]
-    for (score, greedy), continuation in zip(
-        continuation_scores(generator.model, context, continuations), continuations
-    ):
-        logits = full_logits(llama, [*context, *continuation])[len(context) - 1 : -1]
-        rows = logits.log_softmax(-1).gather(-1, torch.tensor(continuation)[:, None])
-        assert score == pytest.approx(float(rows.sum()), rel=1e-5)
-        assert greedy == (continuation == continuations[2])
-    with pytest.raises(ValueError, match="at least one token"):
-        continuation_scores(generator.model, [], [[1]])
-    with pytest.raises(ValueError, match="context of 64"):
-        continuation_scores(generator.model, [1] * 60, [[1] * 6])
-
-
-def full_greedy(llama: Any, prompt: list[int], length: int) -> list[int]:
-    return reference_greedy(llama, prompt, max_new_tokens=length)
 
 
 def test_the_harness_finds_it_by_its_entry_point() -> None:
