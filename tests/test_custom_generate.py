@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from scripted_policies import EVERY_POLICY, named_policy
 from strategies import POOL_SIZE, processor_options, prompts, tokens
-from tiny_llama import VOCAB_SIZE, pool_model, tiny_llama, tiny_tokenizer
+from tiny_llama import VOCAB_SIZE, pool_model, reference_greedy, tiny_llama, tiny_tokenizer
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -121,7 +121,7 @@ _options = st.builds(
     st.fixed_dictionaries(
         {},
         optional={
-            "eos_token_id": st.one_of(tokens, st.lists(tokens, min_size=3, max_size=8, unique=True)),
+            "eos_token_id": st.lists(tokens, min_size=5, max_size=10, unique=True),
             "stop_strings": st.sampled_from(["a", "e", "ab", ["fig", "ba", "d"]]),
             "num_return_sequences": st.integers(1, 3),
             "encoder_repetition_penalty": st.sampled_from([0.6, 1.5]),
@@ -218,6 +218,22 @@ def inputs(*texts: list[int], pad: int = 0) -> dict[str, Any]:
         "do_sample": False,
         "pad_token_id": pad,
     }
+
+
+@pytest.mark.parametrize("options", [{}, {"stop_strings": "d"}, {"pad_token_id": None}])
+def test_rows_that_end_at_different_places(options: dict[str, Any], llama64: LlamaForCausalLM) -> None:
+    """By an EOS token each; the end of the shorter ones is padding."""
+    texts = [[5, 1, 7], [9], [2, 2, 8, 8]]
+    continued = [reference_greedy(llama64, text, max_new_tokens=20) for text in texts]
+    eos = [continued[0][2], continued[1][6]]
+    arguments = {**inputs(*texts, pad=23), "max_new_tokens": 20, "eos_token_id": eos, **options}
+    ours = selfspec.custom_generate("ls:2-4", tokenizer=tiny_tokenizer())
+    found = llama64.generate(**arguments, custom_generate=ours)
+    assert torch.equal(found, llama64.generate(**arguments, tokenizer=tiny_tokenizer()))
+    ends = [next((i for i, token in enumerate(text) if token in eos), 20) for text in continued]
+    assert len(set(ends)) > 1, ends
+    fill = eos[0] if "pad_token_id" in options else 23
+    assert found[ends.index(min(ends)), 4 + min(ends) + 1 :].unique().tolist() == [fill]
 
 
 class Puts(BaseStreamer):
