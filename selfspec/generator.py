@@ -31,7 +31,7 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine import Checked, Engine, GenerationResult
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
-from selfspec.request import GenerationHost, make_request, refuse_unknown
+from selfspec.request import GenerationHost, Request, check_context, make_request, refuse_unknown
 from selfspec.runtime.model_source import BoundModel, ModelSource
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
@@ -293,6 +293,41 @@ class SelfSpecGenerator:
             keep_trace=trace,
             ended=self._models.called,
         )
+
+    def check_prepared(
+        self,
+        requests: Sequence[Request],
+        *,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+    ) -> list[Checked]:
+        """Bind calls that somebody else has prepared to the model as it is now; `Engine.join` takes them.
+
+        requests: prompt ids, logits processors, stop conditions and random generators, used as they are. All run on one copy
+            of the weights. Their results have no text.
+        Raises ValueError for a request that is longer than the model's context, or a policy that does not fit.
+        """
+        started = perf_counter()
+        bound = self._models.bind()
+        resolving = perf_counter()
+        chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        calibrating = perf_counter() - resolving
+        for request in requests:
+            check_context(request.prompt.numel(), request.stops.max_new_tokens, bound.model.max_positions)
+        return [
+            Checked(
+                bound=bound,
+                request=request,
+                policy=chosen,
+                tokenizer=None,
+                started=started,
+                calibration_seconds=calibrating,
+                keep_trace=False,
+                ended=self._models.called,
+            )
+            for request in requests
+        ]
 
     def warm_up(
         self,

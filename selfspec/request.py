@@ -6,7 +6,7 @@ builds the logits processors and the stopping criteria.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -156,6 +156,26 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
         raise TypeError(f"generate() has no argument {name!r}{hint}")
 
 
+def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> None:
+    """Raise ValueError for a configuration that sets a field which does not apply to this engine."""
+    for name, neutral in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in neutral and name not in allowed:
+            raise ValueError(
+                f"{name}={value!r} does not apply to self-speculative decoding of one sequence: leave it unset"
+            )
+
+
+def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
+    """Raise ValueError where a prompt and all its new tokens are longer than the model's context."""
+    total = num_prompt + max_new_tokens
+    if total > context:
+        raise ValueError(
+            f"prompt ({num_prompt}) + max_new_tokens ({max_new_tokens}) = {total} tokens exceed this model's context "
+            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
+        )
+
+
 def make_generator(
     seed: int | None, generator: torch.Generator | None, device: torch.device, do_sample: bool
 ) -> torch.Generator | None:
@@ -211,12 +231,7 @@ def make_request(
         config.do_sample, config.temperature = False, 1.0
     if never_stops:
         config.eos_token_id = None
-    for name, neutral in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise ValueError(
-                f"{name}={value!r} does not apply to self-speculative decoding of one sequence: leave it unset"
-            )
+    refuse_fields(config)
 
     context, vocab_size = host.config.max_position_embeddings, host.config.vocab_size
     ids = encode_prompt(prompt, tokenizer, vocab_size)
@@ -230,13 +245,8 @@ def make_request(
                 f"max_length={config.max_length} leaves no room behind a prompt of {num_prompt} tokens: "
                 "raise it, or set max_new_tokens"
             )
-    total = num_prompt + config.max_new_tokens
-    if total > context:
-        raise ValueError(
-            f"prompt ({num_prompt}) + max_new_tokens ({config.max_new_tokens}) = {total} tokens exceed this model's context "
-            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
-        )
-    config.max_length = total
+    check_context(num_prompt, config.max_new_tokens, context)
+    config.max_length = num_prompt + config.max_new_tokens
     if config.min_new_tokens is not None:  # in transformers it takes precedence over min_length
         config.min_length = num_prompt + config.min_new_tokens
 

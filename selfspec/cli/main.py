@@ -1,4 +1,4 @@
-"""The command line: `selfspec generate`, `trace`, `inspect`, `verify`, `train` and `train-pacer`.
+"""The command line: `selfspec generate`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub` and `lm-eval`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -43,7 +43,9 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
+from selfspec.cli.hub_command import export_hub_command
 from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
@@ -386,6 +388,10 @@ app.command("train-pacer")(
         "selfspec generate --policy pacer:{}",
     )
 )
+app.command("export-hub")(export_hub_command)
+app.command(
+    "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(lm_eval_command)
 
 
 def _check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
