@@ -33,6 +33,8 @@ from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
 from selfspec.request import GenerationHost, make_request, refuse_unknown
 from selfspec.runtime.model_source import BoundModel, ModelSource
+from selfspec.runtime.prefix_cache import PrefixCache
+from selfspec.runtime.runner_pool import KeptTexts
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
 
@@ -62,8 +64,14 @@ class SelfSpecGenerator:
         weight) may be found only some calls later. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
+    prefix_cache: memory for the keys and values of complete texts. A prompt that begins like a kept text is read only from
+        where it differs (docs/chat.md). None: the last text is kept, and used where that changes no bit of the output, which
+        is on our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, oldest given up first;
+        the last one always stays. They are used everywhere; on PyTorch's operators that may change the last digits, as any
+        other batch size does. 0: every prompt is read from its beginning.
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
-    Raises ValueError for an unsupported architecture, a policy that does not fit the model, or another runner.
+    Raises ValueError for an unsupported architecture, a policy that does not fit the model, another runner, or a size that is
+    none.
     """
 
     def __init__(
@@ -73,8 +81,9 @@ class SelfSpecGenerator:
         policy: str | Policy | None = None,
         *,
         runner: RunnerChoice = "auto",
+        prefix_cache: int | str | None = None,
     ) -> None:
-        self._models = ModelSource(model, runner)
+        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache))
         self.tokenizer = tokenizer
         self._lock = threading.Lock()  # of `_policies`
         self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
@@ -93,11 +102,13 @@ class SelfSpecGenerator:
         device: str | torch.device = "auto",
         revision: str | None = None,
         local_files_only: bool = False,
+        prefix_cache: int | str | None = None,
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`."""
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         model = load_model(name_or_path, dtype=dtype, device=device, **options)
-        return cls(model, load_tokenizer(name_or_path, **options), policy, runner=runner)
+        tokenizer = load_tokenizer(name_or_path, **options)
+        return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
 
     def generate(
         self,
@@ -330,8 +341,8 @@ class SelfSpecGenerator:
     def refresh(self) -> None:
         """Copy the transformers model's weights again now, whether or not they seem to have changed.
 
-        Calls that are running end with the weights they began with. Policies keep what they have learned. Does nothing for
-        a `LayerSkipModel`, which is not copied.
+        Calls that are running end with the weights they began with. Policies keep what they have learned. A `LayerSkipModel`
+        is not copied; texts that were kept are forgotten, so it is enough after its weights were written to.
         """
         self._models.refresh()
 
@@ -339,6 +350,11 @@ class SelfSpecGenerator:
     def model(self) -> LayerSkipModel:
         """The model that the next call runs on, unless its weights have changed by then."""
         return self._models.current.model
+
+    @property
+    def kept_texts(self) -> KeptTexts:
+        """How many texts are kept for prompts that begin like them, and the memory that they take."""
+        return self._models.current.runners.kept_texts
 
     @property
     def runner(self) -> RunnerName:

@@ -74,7 +74,7 @@ def context(
         lengths = usable_contexts(wanted, max_new_tokens, skip.max_positions)
     for left_out in sorted(set(wanted) - set(lengths)):
         typer.echo(f"{left_out} tokens of context: beyond the model's {skip.max_positions} positions", err=True)
-    generator = SelfSpecGenerator(skip)
+    generator = SelfSpecGenerator(skip, prefix_cache=0)
     prompts = [long_prompt(tokenizer, length) for length in lengths]
     weights = WeightBytes.of(skip)
     heads = weights.head if weights.draft_head == weights.head else weights.head + weights.draft_head

@@ -42,10 +42,14 @@ def notes_console(quiet: bool) -> Console:
     return Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
 
 
-def load_generator(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer."""
+def load_generator(
+    model: str | None, dtype: str, device: str, notes: Console, *, prefix_cache: int | str | None = None
+) -> SelfSpecGenerator:
+    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache: see `SelfSpecGenerator`."""
     with _loading(model, notes) as name:
-        return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
+        return SelfSpecGenerator.from_pretrained(
+            name, dtype=dtype, device=device, local_files_only=model is None, prefix_cache=prefix_cache
+        )
 
 
 def load_reference(

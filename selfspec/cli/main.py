@@ -247,7 +247,8 @@ def generate(
             _generate_file(generator, asked, output, batch_size, notes)
             return
         text = read_prompt(prompt, file)
-        generator = load_generator(model, dtype, device, notes)
+        # Runs of one prompt are timed beside each other: each reads it.
+        generator = load_generator(model, dtype, device, notes, prefix_cache=0)
         greedy = _check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             generator.resolve_policy(policy, exit_layer, num_speculations)
