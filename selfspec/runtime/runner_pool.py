@@ -98,6 +98,7 @@ class RunnerPool:
         self.kind: RunnerName = kind
         self._on_giving_up = on_giving_up
         self._model, self._prefixes = model, prefixes
+        self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
         self._idle: list[Place] = []  # the one that was used last is last
         self._returned: list[Place] = []  # not among the idle ones yet
         self._times_forgotten = 0
@@ -210,8 +211,7 @@ class RunnerPool:
 
     def _with_room(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
         """An idle place to write over: the text's own beginning, or what would be given up for the new text's memory."""
-        model = self._model
-        needed = num_tokens * 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+        needed = num_tokens * self._row_bytes
         found: Place | None = None
         if source is not None and source.tokens.numel() - rows <= SMALL_LOSS:
             self._idle.remove(source)
@@ -232,7 +232,9 @@ class RunnerPool:
         at = self._idle.index(found)
         self._idle.remove(found)
         held = found.tokens.numel()
-        if held - (rows if found is source else 0) > SMALL_LOSS and self._prefixes.num_bytes:
+        both = found.num_bytes + self._row_bytes * held
+        lost = held - (rows if found is source else 0)
+        if lost > SMALL_LOSS and self._num_bytes() + both <= self._prefixes.num_bytes:
             self._idle.insert(at, found.copy(self._model, held))
         return found
 
