@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from layerskip_models.kernels.threads import settle as settle_threads
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
+from selfspec.messages import Messages
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
 from selfspec.round import Committed, read_prompts, run_round
@@ -116,7 +117,7 @@ class Engine:
         """Texts that are not complete."""
         return len(self._seats)
 
-    def add(self, prompt: str | list[int] | Tensor, **options: object) -> int:
+    def add(self, prompt: str | list[int] | Tensor | Messages | None = None, **options: object) -> int:
         """Let a text join. Arguments and errors are those of `SelfSpecGenerator.generate`, without `streamer`.
 
         Returns its ticket. Nothing is run before the next step.

@@ -29,6 +29,7 @@ from selfspec.calibrate import measured_cost
 from selfspec.call import Call
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine import Checked, Engine, GenerationResult
+from selfspec.messages import Messages, encode_messages
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
 from selfspec.request import GenerationHost, make_request, refuse_unknown
@@ -38,7 +39,9 @@ from selfspec.runtime.runner_pool import KeptTexts
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
 
-_NOT_OF_ONE_TEXT = ("self", "prompt", "streamer", "unknown")
+Prompt = str | list[int] | Tensor | Messages
+
+_NOT_OF_ONE_TEXT = ("self", "prompt", "messages", "streamer", "unknown")
 
 
 class Streamer(Protocol):
@@ -112,8 +115,9 @@ class SelfSpecGenerator:
 
     def generate(
         self,
-        prompt: str | list[int] | Tensor,
+        prompt: Prompt | None = None,
         *,
+        messages: Messages | None = None,
         max_new_tokens: int | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -135,9 +139,11 @@ class SelfSpecGenerator:
         trace: bool = False,
         **unknown: object,
     ) -> GenerationResult:
-        """Continue a prompt.
+        """Continue a prompt, or answer messages.
 
-        prompt: text, token ids, or an integer tensor [n] or [1, n].
+        prompt: text, token ids, or an integer tensor [n] or [1, n]. Messages may be given here, too.
+        messages: a conversation, [{"role": "user", "content": "..."}, ...], which the tokenizer's chat template turns into
+            a prompt. If the last one is the assistant's, it is continued.
         max_new_tokens .. stop_strings: as in transformers' GenerationConfig, whose defaults and merging apply (this call
             over `generation_config` over the checkpoint's). eos_token_id=[] means never stop at a token. Without any
             length, 128 new tokens.
@@ -160,6 +166,7 @@ class SelfSpecGenerator:
         call = Call(
             self.check(
                 prompt,
+                messages=messages,
                 max_new_tokens=max_new_tokens,
                 do_sample=do_sample,
                 temperature=temperature,
@@ -193,7 +200,7 @@ class SelfSpecGenerator:
         assert call.result is not None
         return call.result
 
-    def stream(self, prompt: str | list[int] | Tensor, **options: Any) -> GenerationStream:
+    def stream(self, prompt: Prompt | None = None, **options: Any) -> GenerationStream:
         """Continue a prompt piece by piece: `for piece in generator.stream("Once"): print(piece, end="")`.
 
         options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
@@ -207,7 +214,7 @@ class SelfSpecGenerator:
 
     def generate_batch(
         self,
-        prompts: Sequence[str | list[int] | Tensor],
+        prompts: Sequence[Prompt],
         *,
         batch_size: int = DEFAULT_BATCH_SIZE,
         on_result: Callable[[int, GenerationResult], None] | None = None,
@@ -215,6 +222,7 @@ class SelfSpecGenerator:
     ) -> list[GenerationResult]:
         """Continue many prompts, `batch_size` at a time in shared passes; the next joins when a text is complete.
 
+        prompts: as in `generate`; a list of messages is one prompt.
         options: those of `generate`, without `streamer`: one value for all, or a list with one for each prompt (seeds,
             lengths, policies; of arguments that are lists themselves, such as stop_strings, a list of lists). A generator
             given for all is used by all, in the order in which they draw; seeds are each text's own.
@@ -224,6 +232,8 @@ class SelfSpecGenerator:
         """
         if isinstance(prompts, (str, Tensor)):
             raise TypeError("generate_batch takes a list of prompts; for a single one call generate")
+        if "messages" in options:
+            raise TypeError("generate_batch takes conversations as its prompts: generate_batch([messages, messages])")
         refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
         results: list[GenerationResult | None] = [None] * len(prompts)
         errors: dict[int, Exception] = {}
@@ -260,8 +270,9 @@ class SelfSpecGenerator:
 
     def check(
         self,
-        prompt: str | list[int] | Tensor,
+        prompt: Prompt | None = None,
         *,
+        messages: Messages | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         logits_processor: LogitsProcessorList | None = None,
@@ -278,6 +289,8 @@ class SelfSpecGenerator:
         options: the arguments of `generate` that are fields of a GenerationConfig. Others are refused.
         """
         started = perf_counter()
+        if prompt is not None and messages is not None:
+            raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
         bound = self._models.bind()
         resolving = perf_counter()
@@ -285,7 +298,7 @@ class SelfSpecGenerator:
         calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
         request = make_request(
             host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
-            prompt=prompt,
+            prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer,
             generation_config=generation_config,
             options=options,

@@ -39,7 +39,7 @@ class Text:
     """A text from its prompt to its stop.
 
     cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
-    that the prompt begins with. kept: that text's hidden states. policy: of this text alone while it lasts.
+    that the prompt begins with. kept_states: that text's hidden states. policy: of this text alone while it lasts.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Text:
         cache: KVCache,
         request: Request,
         policy: Policy,
-        kept: KeptStates | None = None,
+        kept_states: KeptStates | None = None,
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
@@ -71,7 +71,7 @@ class Text:
         )  # fmt: skip
         self._prompt_rows = self.needs.prompt_rows_for(self.length, request.stops.max_new_tokens)
         self.states.reserve(self._prompt_rows)
-        self.num_reused = self._reuse(kept)
+        self.num_reused = self._reuse(kept_states)
         self.pending = -1  # the last committed token, not yet run through any layer
         self.num_new = 0
         self.stop_reason: StopReason | None = None
