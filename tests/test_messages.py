@@ -78,7 +78,7 @@ def test_what_is_wrong_with_them(generator: SelfSpecGenerator) -> None:
     silent = SelfSpecGenerator(generator.model, tiny_tokenizer())
     for call in (silent.generate, silent.stream, silent.check):
         with pytest.raises(
-            ValueError, match="has no chat template: give a text prompt, or set tokenizer.chat_template"
+            ValueError, match=r"has no chat template: give a text prompt, or set tokenizer\.chat_template"
         ):
             call(messages=TALK)
     with pytest.raises(ValueError, match="text 1: this model's tokenizer has no chat template"):
