@@ -26,7 +26,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.runtime.prefix_cache import num_alike, parse_bytes
 from selfspec.runtime.runner_pool import SMALL_LOSS, Place, RunnerPool
 
-EXAMPLES = {"native": 18, "plain": 6}
+EXAMPLES = {"native": 14, "plain": 5}
 POSITIONS = 320
 ROW_BYTES = 4 * 2 * 2 * 8 * 4
 """Keys and values of one position: layers, two of them, heads, head_dim, float32."""
