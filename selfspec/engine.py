@@ -268,7 +268,7 @@ class _Seat:
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_company(texts)
                 self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept)
-            self._place.kept = None  # the text has a copy
+            self._place.share(self.text.prompt_read)
             if self.text.needs.context_layers or self.text.needs.features:
                 self.captured = None  # captures keep neither
             self._captures = 0, 0.0

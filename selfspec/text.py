@@ -92,6 +92,10 @@ class Text:
         """Rows of the cache that are those of committed tokens, wherever the text was broken off."""
         return min(self.length - 1, self.cache.length)
 
+    def prompt_read(self) -> Tensor:
+        """The tokens of the prompt whose rows the cache holds, int64 [rows] on the CPU. Any thread may ask."""
+        return self.request.prompt[: self.cache.length]
+
     @property
     def reading(self) -> bool:
         """Whether the prompt is not read to its end yet."""

@@ -215,6 +215,25 @@ def test_two_texts_at_once_go_on_from_one() -> None:
         )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_text_goes_on_from_one_that_is_still_being_decoded(layout: Layout) -> None:
+    """From what that one has read of its prompt, even if it is not at its end."""
+    generator = generator_of(layout, "1MB")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selfspec.engine, "PIECE_ROWS", 20)
+        wishes = [
+            Wish(prompt=B, options={"max_new_tokens": 40}),
+            Wish(prompt=A, policy="ls:{E}-4", options={"max_new_tokens": 30}, joins=1),
+            Wish(prompt=[*A, 5], policy="ls:{E}-4", options={"max_new_tokens": 20}, joins=2),
+            Wish(prompt=[*A, 6], policy="del", options={"max_new_tokens": 20}, joins=8),
+            Wish(prompt=A, policy="ar", options={"max_new_tokens": 20, "do_sample": True, "seed": 1}, joins=8),
+        ]
+        courses = run_together(generator, wishes)
+    assert [reused(course) for course in courses] == [0, 0, 20, 51 - 32, 49]
+    for wish, course in zip(wishes, courses):
+        assert_same(course, run_alone(generator.model, wish), exact=layout == "native")
+
+
 def test_without_a_size_the_last_text_is_kept_in_the_one_cache_there_is() -> None:
     """As much memory as ever. On operators, where a kept row may differ in its last digits, it is not used."""
     pool = Pool(None)

@@ -36,12 +36,14 @@ class Place:
     """Where a text lives: its KV cache, and the passes that were captured on that cache, if there are any.
 
     tokens: of the text that it holds while it is idle, int64 [rows] on the CPU. kept: that text's hidden states.
+    read: while a text lives here, returns those of its tokens whose rows are final and will stay.
     """
 
     cache: KVCache
     captured: CapturedRunner | None = None
     tokens: Tensor = field(default_factory=_no_tokens)
     kept: KeptStates | None = None
+    read: Callable[[], Tensor] | None = None
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -60,6 +62,14 @@ class Place:
         cache.take(self.cache, rows)
         kept = None if self.kept is None else KeptStates(self.kept.layers, self.kept.rows[:, :rows].clone())
         return Place(cache, tokens=self.tokens[:rows], kept=kept)
+
+    def share(self, read: Callable[[], Tensor]) -> None:
+        """A text lives here now, and others may go on from what it has read. Hidden states are its own until it ends."""
+        self.read, self.kept = read, None
+
+    def shared(self) -> Tensor:
+        """The tokens that a prompt may begin with in order to go on from here."""
+        return self.tokens if self.read is None else self.read()
 
     def leave(self, tokens: Tensor, kept: KeptStates | None) -> None:
         """The text ends here. tokens: int64 [rows], those that the cache's first rows belong to."""
@@ -100,6 +110,7 @@ class RunnerPool:
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
         self._idle: list[Place] = []  # the one that was used last is last
+        self._lent: list[Place] = []
         self._returned: list[Place] = []  # not among the idle ones yet
         self._times_forgotten = 0
         self._is_changing = False
@@ -130,11 +141,14 @@ class RunnerPool:
             before = self._times_forgotten
             place = self._find(num_tokens, prompt)
             place.tokens = _no_tokens()
+            self._lent.append(place)
         try:
             yield place
         finally:
             with self._changing():
-                if before != self._times_forgotten:
+                self._lent.remove(place)
+                place.read = None
+                if before != self._times_forgotten or not len(place.tokens):
                     place.forget()
                 self._returned.append(place)
 
@@ -154,8 +168,9 @@ class RunnerPool:
         """Use no text that has been read so far: the weights are others now."""
         with self._changing():
             self._times_forgotten += 1
-            for place in (*self._idle, *self._returned):
+            for place in (*self._idle, *self._returned, *self._lent):
                 place.forget()
+                place.read = None
 
     def give_up_graphs(self, error: RuntimeError) -> None:
         """Lend no captures from now on, and warn of it once: graphs do not work here, for this reason."""
@@ -195,16 +210,21 @@ class RunnerPool:
             place.cache.declare(rows)
         else:
             place.cache.take(source.cache, rows)
-            place.kept = source.kept
+        place.kept = None if source is None else source.kept
         return place
 
     def _most_alike(self, prompt: Tensor | None) -> tuple[Place | None, int]:
-        """The idle place whose text has the longest beginning in common with the prompt, and the length of that."""
+        """The place whose text has the longest beginning in common with the prompt, and the length of that.
+
+        Captured passes may write over a whole cache, for padding or after a failure: of texts that still live, only those
+        without captures are looked at.
+        """
         best: Place | None = None
         rows = 0
         if prompt is not None and self.reuses:
-            for place in self._idle[::-1]:
-                alike = num_alike(place.tokens, prompt)
+            living = [place for place in self._lent if place.captured is None]
+            for place in (*self._idle[::-1], *living):
+                alike = num_alike(place.shared(), prompt)
                 if alike > rows:
                     best, rows = place, alike
         return best, rows
@@ -213,7 +233,7 @@ class RunnerPool:
         """An idle place to write over: the text's own beginning, or what would be given up for the new text's memory."""
         needed = num_tokens * self._row_bytes
         found: Place | None = None
-        if source is not None and source.tokens.numel() - rows <= SMALL_LOSS:
+        if source in self._idle and len(source.tokens) - rows <= SMALL_LOSS:
             self._idle.remove(source)
             found = source
         while self._idle and self._num_bytes() + needed > self._prefixes.num_bytes:
