@@ -74,7 +74,7 @@ def install(app: FastAPI) -> None:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What is wrong with a request's body, naming the field. Where several types were tried, the one that got furthest counts."""
+    """What is wrong with a request's body, naming the field. Of several types, the one that got furthest counts."""
     error = max(errors, key=lambda one: len(one["loc"]))
     if error["type"] == "json_invalid":
         return ApiError(f"the body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
