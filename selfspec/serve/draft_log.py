@@ -1,6 +1,6 @@
 """The extension of streamed chunks that `show_drafts` asks for: what became of each draft, in step with the text.
 
-With `"show_drafts": true` in the body of a streamed request, each choice of a chunk has one more field:
+With `"show_drafts": true` in the body of a streamed request, every chunk has one more field:
 
     "selfspec": {
         "pieces": [{"text": " the", "fate": "accepted"}, {"text": " dog", "fate": "rejected"}, ...],
