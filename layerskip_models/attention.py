@@ -36,8 +36,8 @@ class OperatorAttention:
     """By PyTorch's operators, text by text: a row attends to its own text up to itself.
 
     rows: of each text, in the order of the pass's rows. Raises ValueError where they do not fit into a cache.
-    rotary: the model's table. unfused: whether a few rows take three kernels of their own. groups_rows: whether no fused kernel
-    takes both a mask and grouped heads, as on CUDA.
+    rotary: the model's table. unfused: whether a few rows take three kernels of their own. groups_rows: whether no fused
+    kernel takes both a mask and grouped heads, as on CUDA.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""Reading a text into its KV cache, in passes whose memory stays small however long it is."""
+"""Reading texts into their KV caches, in passes whose memory stays small however long the texts are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from layerskip_models.kv_cache import KVCache
@@ -31,16 +32,39 @@ def piece_end(first: int, length: int, *, most: int = MOST_ROWS, together: int =
     return end
 
 
-def read_piece(
-    model: LayerSkipModel, tokens: Tensor, cache: KVCache, stop: int, end: int, capture: CaptureAt | None = None
-) -> Tensor:
-    """Run the tokens behind those that the cache holds, up to `end`, through layers [0, stop). tokens: int64 [n].
+@dataclass(slots=True, eq=False)
+class Piece:
+    """What a pass reads of a text: the tokens behind those that its cache holds, up to position `end`.
 
-    Returns their hidden states, [rows, hidden].
+    tokens: int64 [n], the whole text. capture: sees what the layers put out for these rows.
     """
-    first = cache.position(0, stop)
-    watch = None if capture is None else partial(capture, first)
-    return model.run_layers(model.embed(tokens[first:end]), 0, stop, cache, watch)
+
+    tokens: Tensor
+    cache: KVCache
+    end: int
+    capture: CaptureAt | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.end - self.cache.length
+
+
+def read_pieces(model: LayerSkipModel, pieces: Sequence[Piece], stop: int) -> list[Tensor]:
+    """Run pieces of several texts through layers [0, stop) in one pass. Returns the hidden states of each, [rows, hidden]."""
+    firsts = [piece.cache.position(0, stop) for piece in pieces]
+    tokens = [piece.tokens[first : piece.end] for piece, first in zip(pieces, firsts)]
+    sizes = [new.numel() for new in tokens]
+
+    def watch(layers_done: int, hidden: Tensor) -> None:
+        for piece, first, part in zip(pieces, firsts, hidden.split(sizes)):
+            if piece.capture is not None:
+                piece.capture(first, layers_done, part)
+
+    watched = any(piece.capture is not None for piece in pieces)
+    rows = [(piece.cache, size) for piece, size in zip(pieces, sizes)]
+    hidden = model.run_layers(model.embed(torch.cat(tokens)), 0, stop, rows, watch if watched else None)
+    return [*hidden.split(sizes)]
 
 
 def prefill(
@@ -60,7 +84,8 @@ def prefill(
     last = model.num_layers if stop is None else stop
     hidden: Tensor | None = None
     while (first := cache.position(0, last)) < tokens.numel():
-        hidden = read_piece(model, tokens, cache, last, piece_end(first, tokens.numel(), most=most), capture)
+        end = piece_end(first, tokens.numel(), most=most)
+        (hidden,) = read_pieces(model, [Piece(tokens, cache, end, capture)], last)
     if hidden is None:
         raise ValueError("the cache holds all of this text already")
     return hidden

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from layerskip_models.kernels.threads import settle as settle_threads
+from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
-from selfspec.round import Committed, run_round
+from selfspec.round import Committed, read_prompts, run_round
 from selfspec.runtime.model_source import BoundModel
 from selfspec.runtime.policy_use import Company
 from selfspec.runtime.torch_mode import engine_mode
@@ -25,7 +26,9 @@ from selfspec.stop_conditions import StopReason
 from selfspec.text import Text
 
 PIECE_ROWS = 64
-"""Rows of a prompt that are read between two rounds while other texts decode: none of them waits longer than for that."""
+"""Rows of prompts that are read between two rounds while other texts decode: none of them waits longer than for that."""
+FULL_ROWS = 128
+"""Rows from which on a pass is bound by arithmetic, and another prompt in it would only delay the first."""
 _SHOWN = 60  # characters, or ids, of the new text in a repr
 
 
@@ -113,6 +116,11 @@ class Engine:
         """Texts that are not complete."""
         return len(self._seats)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV caches of its texts."""
+        return sum(seat.cache_bytes for seat in self._seats.values())
+
     def add(self, prompt: str | list[int] | Tensor, **options: object) -> int:
         """Let a text join. Arguments and errors are those of `SelfSpecGenerator.generate`, without `streamer`.
 
@@ -159,8 +167,7 @@ class Engine:
             with engine_mode(model.device), model.on_one_team(), _Locked(seats):
                 waiting = [seat for seat in seats if seat.text.reading]
                 going = [seat for seat in seats if not seat.text.reading] if waiting else seats
-                # Alone, a prompt is read in passes as long as memory allows.
-                committed = self._read(waiting, PIECE_ROWS if going else None) if waiting else []
+                committed = self._read(waiting, alone=not going) if waiting else []
                 if going:
                     committed += zip(going, self._round(going))
             found += [self._progress(seat, result) for seat, result in committed]
@@ -173,18 +180,14 @@ class Engine:
             groups.setdefault(seat.checked.bound, []).append(seat)
         return [*groups.values()]
 
-    def _read(self, waiting: list[_Seat], budget: int | None) -> list[tuple[_Seat, Committed]]:
-        """Read prompts in the order in which they came, about `budget` rows of them; None for one pass of the first."""
-        read = []
-        for seat in waiting:
-            rows = seat.text.unread
-            committed = seat.read(budget)
-            if committed is not None:
-                read.append((seat, committed))
-            if budget is None or rows >= budget:
-                break
-            budget -= rows
-        return read
+    def _read(self, waiting: list[_Seat], alone: bool) -> list[tuple[_Seat, Committed]]:
+        """Read prompts in the order in which they came, several in a pass if they are short.
+
+        alone: no text is past its prompt, so nobody waits for this pass, which may be as long as memory allows.
+        """
+        texts = {seat.text: seat for seat in waiting}
+        most, enough = (MOST_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
+        return [(texts[text], committed) for text, committed in read_prompts([*texts], most, enough)]
 
     def _round(self, seats: list[_Seat]) -> list[Committed]:
         """One round of these texts, captured where there is one that can be, eager else."""
@@ -276,19 +279,15 @@ class _Seat:
             self.close()
             raise
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._place.cache.num_bytes
+
     def leave_captures(self) -> None:
         """From now on this text runs eagerly."""
         if self.captured is not None:
             self.captured.leave()
             self.captured = None
-
-    def read(self, budget: int | None) -> Committed | None:
-        """Read a piece of the prompt; None if there is more of it."""
-        try:
-            tokens = self.text.read() if budget is None else self.text.read(budget)
-        except Exception as error:
-            return Committed(tokens=[], error=error)
-        return Committed(tokens=tokens) if tokens else None
 
     def count(self, record: RoundRecord | None) -> None:
         """A round, or the prompt's end, was committed."""

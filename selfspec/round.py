@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
+
+from layerskip_models.prefill import MOST_ROWS, Piece, read_pieces
 from policies import RoundRecord
 from selfspec.passes import Passes
 from selfspec.text import Planned, Text
@@ -64,14 +67,46 @@ def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes) -> list[
     return results
 
 
+def read_prompts(texts: Sequence[Text], most: int = MOST_ROWS, enough: int = 1) -> list[tuple[Text, Committed]]:
+    """Read the next pieces of prompts in one pass: of `most` rows, about; no further prompt once `enough` rows are in it.
+
+    Returns what those commit whose prompt is read now: the first new token.
+    """
+    pieces: list[Piece] = []
+    rows = 0
+    for text in texts:
+        pieces.append(text.next_piece(most - rows))
+        rows += pieces[-1].rows
+        if rows >= enough:
+            break
+    reading = perf_counter()
+    model = texts[0].model
+    hidden = read_pieces(model, pieces, model.num_layers)
+    ended = [(text, states) for text, states in zip(texts, hidden) if not text.unread]
+    logits = model.logits(torch.cat([states[-1:] for _, states in ended])).split(1) if ended else ()
+    seconds = perf_counter() - reading
+    for text, piece in zip(texts, hidden):
+        text.prefill_seconds += seconds * piece.shape[0] / rows
+    committed = []
+    for (text, states), scores in zip(ended, logits):
+        try:
+            committed.append((text, Committed(tokens=text.begin(states, scores))))
+        except Exception as error:
+            committed.append((text, Committed(tokens=[], error=error)))
+    return committed
+
+
 def decode(text: Text, passes: Passes) -> Iterator[Committed]:
     """A single text from its prompt to its stop, without an engine: what each step commits. Raises what ends it early."""
     while text.reading:
-        tokens = text.read()
-        if tokens:
-            yield Committed(tokens=tokens)
+        for _, committed in read_prompts([text]):
+            yield _sound(committed)
     while text.stop_reason is None:
         (committed,) = run_round([text], passes)
-        if committed.error is not None:
-            raise committed.error
-        yield committed
+        yield _sound(committed)
+
+
+def _sound(committed: Committed) -> Committed:
+    if committed.error is not None:
+        raise committed.error
+    return committed

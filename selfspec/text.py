@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import MOST_ROWS, piece_end, prefill, read_piece
+from layerskip_models.prefill import MOST_ROWS, Piece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
 from selfspec.hidden_states import HiddenStates
 from selfspec.passes import Outcome, Passes, Turn
@@ -77,34 +77,31 @@ class Text:
         """Tokens of the prompt still to be read."""
         return self.length - self.cache.length if self.reading else 0
 
-    def read(self, most: int = MOST_ROWS) -> list[int]:
-        """Read a piece of the prompt, about `most` rows at most. After the last one the first new token is committed.
-
-        Returns the committed tokens, none before the prompt's end.
-        """
-        start = perf_counter()
-        model, prompt = self.model, self.tokens[0, : self.length]
+    def next_piece(self, most: int = MOST_ROWS) -> Piece:
+        """What to read next of the prompt, about `most` rows at most."""
         capture = None
         if self._prompt_rows or self.needs.context_layers:
             capture = partial(self.states.capture_prompt, self._prompt_rows)
         end = piece_end(self.cache.length, self.length, most=most, together=self._prompt_rows)
-        hidden = read_piece(model, prompt, self.cache, model.num_layers, end, capture)
-        if end < self.length:
-            self.prefill_seconds += perf_counter() - start
-            return []
-        token = self._first_token(hidden[-1:])
+        return Piece(self.tokens[0, : self.length], self.cache, end, capture)
+
+    def begin(self, hidden: Tensor, logits: Tensor) -> list[int]:
+        """The prompt is read: commit the first new token, and return it.
+
+        hidden: [rows, hidden], of the last piece. logits: [1, vocab], of its last row.
+        """
+        start = perf_counter()
+        token = self._first_token(logits)
         self._commit([token])
         self.prefill_seconds += perf_counter() - start
         if self._prompt_rows:
             learning = perf_counter()
-            target = model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
+            target = self.model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
             self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target))
             self.stats.learn_seconds += perf_counter() - learning
         return [token]
 
-    def _first_token(self, hidden: Tensor) -> int:
-        """From the prompt's last row, [1, hidden]."""
-        logits = self.model.logits(hidden)
+    def _first_token(self, logits: Tensor) -> int:
         if self.sampler.do_sample:
             p = self.sampler.probabilities(logits, self.tokens, self.length)[0]
             return self.sampler.draw(p, "the first token")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -29,13 +30,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import selfspec.engine
-from layerskip_models import from_transformers
+import selfspec.round
+from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
+from layerskip_models.prefill import Piece
 from selfspec import SelfSpecGenerator
 from selfspec.engine import Engine, Progress
-from selfspec.text import Text
 
 EXAMPLES = 60
 
@@ -139,14 +141,13 @@ def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monk
     """Whoever decodes gets a token in every step; of the prompts no more rows are read in a step than may be."""
     monkeypatch.setattr(selfspec.engine, "PIECE_ROWS", 4)
     read: list[int] = []
-    original = Text.read
+    original = selfspec.round.read_pieces
 
-    def counted(self: Text, *most: int) -> list[int]:
-        before, tokens = self.cache.length, original(self, *most)
-        read[-1] += (self.cache.length if self.reading else self.length - 1) - before
-        return tokens
+    def counted(model: LayerSkipModel, pieces: Sequence[Piece], stop: int) -> list[Tensor]:
+        read[-1] += sum(piece.rows for piece in pieces)
+        return original(model, pieces, stop)
 
-    monkeypatch.setattr(Text, "read", counted)
+    monkeypatch.setattr(selfspec.round, "read_pieces", counted)
     texts = [
         Wish(prompt=[5, 1, 7], policy="ls:{E}-4", options={"max_new_tokens": 40}),
         Wish(prompt=[3, 9] * 11, policy="dv:{E}", options={"max_new_tokens": 20}, joins=2),
@@ -171,12 +172,37 @@ def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monk
     assert read[:12] == [3, 0, *[4] * 9, 3]
 
 
-def test_with_nobody_decoding_a_prompt_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one: nobody waits for a token meanwhile. The others in pieces, in the order in which they came."""
+def test_with_nobody_decoding_prompts_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the pass is full: nobody waits for a token meanwhile. The others in pieces, in the order in which they came."""
     monkeypatch.setattr(selfspec.engine, "PIECE_ROWS", 15)
+    monkeypatch.setattr(selfspec.engine, "FULL_ROWS", 60)
     texts = [Wish(prompt=[token] * 30, options={"max_new_tokens": 6}) for token in (1, 2, 3)]
     courses = run_together(generator_of("plain"), texts)
-    assert [course.steps for course in courses] == [[*range(6)], [*range(2, 8)], [*range(4, 10)]]
+    assert [course.steps for course in courses] == [[*range(6)], [*range(6)], [*range(2, 8)]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("full", [1, 12, 40])
+def test_short_prompts_share_a_pass(layout: Layout, full: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reading of the weights for several prompts, each of which is read as if alone, what policies see of it included."""
+    monkeypatch.setattr(selfspec.engine, "FULL_ROWS", full)
+    passes = []
+    original = selfspec.round.read_pieces
+
+    def counted(model: LayerSkipModel, pieces: Sequence[Piece], stop: int) -> list[Tensor]:
+        passes.append(len(pieces))
+        return original(model, pieces, stop)
+
+    monkeypatch.setattr(selfspec.round, "read_pieces", counted)
+    lengths, names = (5, 9, 1, 14, 3, 7), ("ls:{E}-3", "del", "ar", "pacer:{E}", "auto:cost=layers", "dv:{E}")
+    texts = [
+        Wish(prompt=[(7 * i + length) % 23 for i in range(length)], policy=name, options={"max_new_tokens": 9})
+        for length, name in zip(lengths, names)
+    ]
+    courses = run_together(generator_of(layout), texts)
+    assert passes[0] == {1: 1, 12: 2, 40: 6}[full]  # at 1 and 12 the others follow beside decoding
+    for text, course in zip(texts, courses):
+        assert_same(course, run_alone(shared_model(layout), text), exact=layout == "native")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

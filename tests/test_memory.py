@@ -20,7 +20,7 @@ from layerskip_models.prefill import piece_end, prefill
 from policies import Policy, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.eager import EagerPasses
-from selfspec.round import decode
+from selfspec.round import decode, read_prompts
 from selfspec.text import Text
 
 
@@ -143,7 +143,7 @@ def test_prefill_in_passes_that_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths = []
         while text.reading:
             lengths.append(text.unread)
-            text.read(50)
+            read_prompts([text], 50)
         assert lengths == [301 - first for first, _ in pieces(301, most=50)]
         for _ in decode(text, EagerPasses(model)):
             pass

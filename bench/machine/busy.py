@@ -45,7 +45,7 @@ def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            # Not with setsid: Linux may divide the processor between process sessions first, which would change the fair share.
+            # No setsid: Linux may divide the processor between process sessions first, which would change the fair share.
             started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
         for process in started:
             assert process.stdout is not None
