@@ -9,7 +9,9 @@ import pytest
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
 from selfspec.call import Call
+from selfspec.engine import Progress
 from selfspec.serve.draft_log import DraftLog
+from selfspec.serve.scheduler import Update
 
 PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
 
@@ -23,8 +25,8 @@ def logged(demo: SelfSpecGenerator, **options: object) -> tuple[DraftLog, Call]:
     assert demo.tokenizer is not None
     call, log = Call(demo.check(PROMPT, trace=True, **options)), DraftLog(demo.tokenizer)
     for seconds, (tokens, record) in enumerate(call.rounds()):
-        log.add(tokens, record, float(seconds))
-    log.finish()
+        progress = Progress(ticket=1, tokens=tokens, record=record, result=call.result)
+        log.add(Update(progress=progress, seconds=float(seconds)))
     return log, call
 
 

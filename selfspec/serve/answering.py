@@ -11,7 +11,7 @@ from selfspec.engine import GenerationResult
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
-from selfspec.serve.round_view import RoundView
+from selfspec.serve.draft_log import DraftLog
 from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler, Update
 from selfspec.serve.token_logprobs import TokenLogprob
 from selfspec.serve.translation import Choice
@@ -79,7 +79,7 @@ class Texts:
     async def pieces(self) -> AsyncIterator[Piece]:
         """The texts piece by piece, of all choices as they come. Errors as of `whole`."""
         texts = [TrimmedText(self._tokenizer, choice.stops) for choice in self._choices]
-        views = [RoundView(self._tokenizer) for _ in self._choices] if self._show_drafts else None
+        logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
         for index, choice in enumerate(self._choices):
             if choice.echo:
                 yield Piece(index=index, text=choice.echo)
@@ -90,9 +90,10 @@ class Texts:
             if update.result is not None:
                 piece.text += texts[index].finish()
                 piece.finish = finish_reason(update.result.stop_reason)
-            if views is not None:
-                piece.round = views[index].show(update.progress)
-            if piece.text or piece.logprobs or piece.finish or piece.round:
+            if logs is not None:
+                logs[index].add(update)
+                piece.drafts = logs[index].take(len(piece.text))
+            if piece.text or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
 
     def _job(self, index: int, choice: Choice) -> Job:

@@ -11,19 +11,18 @@ With `"show_drafts": true` in the body of a streamed request, every chunk has on
 
 pieces: in reading order. Those that were not rejected are, put together, exactly the chunk's text. fate: see
 `selfspec.streaming.Fate`. rounds: that ended since the last chunk; exit_layer is null for a round without speculation.
-tokens: committed since the last chunk. seconds: from the request's arrival to the last of them.
+tokens: committed since the last chunk. seconds: from the request's arrival in the queue to the last of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from policies import RoundRecord
+from selfspec.serve.scheduler import Update
 from selfspec.streaming import DraftStreamer, Fate
 
 
@@ -42,19 +41,18 @@ class DraftLog:
         self._tokens = 0
         self._seconds = 0.0
 
-    def add(self, tokens: Sequence[int], record: RoundRecord | None, seconds: float) -> None:
-        """What a step committed. record: of its round, None for the end of the prompt. seconds: since the request came."""
+    def add(self, update: Update) -> None:
+        """What a step brought. A complete text's incomplete character becomes text."""
+        record, tokens = update.progress.record, update.progress.tokens
         self._tokens += len(tokens)
-        self._seconds = seconds
+        self._seconds = update.seconds
         if record is not None:
             drafted, accepted = record.counted_drafts
             self._rounds.append({"exit_layer": record.exit_layer, "drafted": drafted, "accepted": accepted})
             self._streamer.on_round(record)
         self._streamer.put(torch.tensor(tokens, dtype=torch.int64))
-
-    def finish(self) -> None:
-        """The text is complete: an incomplete character at its end becomes text, too."""
-        self._streamer.end()
+        if update.result is not None:
+            self._streamer.end()
 
     def take(self, length: int) -> dict[str, Any]:
         """The field of a chunk with `length` characters of text, which must be known."""
