@@ -26,7 +26,7 @@ def logged(demo: SelfSpecGenerator, **options: object) -> tuple[DraftLog, Call]:
     call, log = Call(demo.check(PROMPT, trace=True, **options)), DraftLog(demo.tokenizer)
     for seconds, (tokens, record) in enumerate(call.rounds()):
         progress = Progress(ticket=1, tokens=tokens, record=record, result=call.result)
-        log.add(Update(progress=progress, seconds=float(seconds)))
+        log.add([Update(progress=progress, seconds=float(seconds))])
     return log, call
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,10 @@ from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler
 from selfspec.serve.token_logprobs import TokenLogprob
 from selfspec.serve.translation import Choice
 from selfspec.serve.trimmed_text import TrimmedText
+
+_PAUSE_SECONDS = 0.02
+"""Between two events of a stream, at least. On a CPU the threads that send and those that decode share the cores, so that
+every event takes time from the engine. Rounds of larger models take longer than this, and are sent at once."""
 
 
 class Texts:
@@ -35,7 +40,7 @@ class Texts:
     ) -> None:
         self._scheduler, self._choices, self._tokenizer = scheduler, choices, tokenizer
         self._loop = asyncio.get_running_loop()
-        self._came: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._came: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
         self._results: dict[int, GenerationResult] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, c in enumerate(choices) if c.recorder is not None}
         self._show_drafts, self._streamed = show_drafts, streamed
@@ -64,8 +69,8 @@ class Texts:
     async def whole(self) -> list[Piece]:
         """All texts, when they are complete. Raises ApiError (status 500 or 503) if one could not be completed."""
         while len(self._results) < len(self._jobs):
-            index, update = await self._came.get()
-            self._take(index, update)
+            index, updates = await self._came.get()
+            self._take(index, updates)
         parts = []
         for index, choice in enumerate(self._choices):
             result = self._results[index]
@@ -84,41 +89,60 @@ class Texts:
             if choice.echo:
                 yield Piece(index=index, text=choice.echo)
         while len(self._results) < len(self._jobs):
-            index, update = await self._came.get()
-            self._take(index, update)
-            piece = Piece(index=index, text=texts[index].push(update.progress.tokens), logprobs=update.logprobs)
-            if update.result is not None:
-                piece.text += texts[index].finish()
-                piece.finish = finish_reason(update.result.stop_reason)
+            index, updates = await self._came.get()
+            self._take(index, updates)
+            piece = _joined(index, updates, texts[index])
             if logs is not None:
-                logs[index].add(update)
+                logs[index].add(updates)
                 piece.drafts = logs[index].take(len(piece.text))
             if piece.text or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
 
     def _job(self, index: int, choice: Choice) -> Job:
         """Its `deliver` runs in the scheduler's thread."""
-        collected = self._logprobs.get(index)
+        held: list[Update] = []
+        sent = 0.0
 
         def deliver(update: Update) -> None:
-            if not self._streamed:
-                if collected is not None and update.logprobs is not None:
-                    collected.extend(update.logprobs)
-                if update.result is None and update.progress.error is None:
-                    return
-            try:
-                self._loop.call_soon_threadsafe(self._came.put_nowait, (index, update))
-            except RuntimeError:  # the loop is closed: nobody waits
-                self._scheduler.cancel(self._jobs)
+            nonlocal sent
+            held.append(update)
+            ended = update.result is not None or update.progress.error is not None
+            now = perf_counter()
+            if ended or (self._streamed and now - sent >= _PAUSE_SECONDS):
+                sent = now
+                try:
+                    self._loop.call_soon_threadsafe(self._came.put_nowait, (index, [*held]))
+                except RuntimeError:  # the loop is closed: nobody waits
+                    self._scheduler.cancel(self._jobs)
+                held.clear()
 
         return Job(checked=choice.checked, deliver=deliver, recorder=choice.recorder)
 
-    def _take(self, index: int, update: Update) -> None:
-        error = update.progress.error
+    def _take(self, index: int, updates: list[Update]) -> None:
+        last = updates[-1]
+        error = last.progress.error
         if isinstance(error, ClosedError):
             raise ApiError(str(error), status=503, code="shutting_down")
         if error is not None:
             known = isinstance(error, (NonFiniteLogitsError, MemoryError))
             raise ApiError(str(error) if known else "the text could not be completed", status=500)
-        if update.result is not None:
-            self._results[index] = update.result
+        if index in self._logprobs and not self._streamed:
+            self._logprobs[index] += _logprobs(updates) or []
+        if last.result is not None:
+            self._results[index] = last.result
+
+
+def _joined(index: int, updates: Sequence[Update], text: TrimmedText) -> Piece:
+    """What several rounds brought, as one piece."""
+    tokens = [token for update in updates for token in update.progress.tokens]
+    piece = Piece(index=index, text=text.push(tokens), logprobs=_logprobs(updates))
+    result = updates[-1].result
+    if result is not None:
+        piece.text += text.finish()
+        piece.finish = finish_reason(result.stop_reason)
+    return piece
+
+
+def _logprobs(updates: Sequence[Update]) -> list[TokenLogprob] | None:
+    found = [one for update in updates for one in update.logprobs or ()]
+    return found if any(update.logprobs is not None for update in updates) else None

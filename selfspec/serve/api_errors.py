@@ -40,6 +40,8 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
+    message = message.encode("utf-8", "replace").decode()  # a field of the request may hold half a character
+    param = None if param is None else param.encode("utf-8", "replace").decode()
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

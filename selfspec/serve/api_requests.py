@@ -26,7 +26,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 class Strict(BaseModel):
     """Refuses fields it does not know, and values of another type."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):

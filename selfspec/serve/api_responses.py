@@ -154,8 +154,9 @@ class CompletionAnswer(Answer):
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         logprobs = None if piece.logprobs is None else self._logprobs(piece.index, piece.logprobs)
-        return CompletionChoice.construct(
-            index=piece.index, text=piece.text, finish_reason=piece.finish, logprobs=logprobs
+        finish: Any = piece.finish  # null until the end, as OpenAI sends it; the type knows whole answers only
+        return CompletionChoice.model_construct(
+            index=piece.index, text=piece.text, finish_reason=finish, logprobs=logprobs
         )
 
     def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> Logprobs:

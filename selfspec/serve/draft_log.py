@@ -17,6 +17,7 @@ tokens: committed since the last chunk. seconds: from the request's arrival in t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,18 +42,19 @@ class DraftLog:
         self._tokens = 0
         self._seconds = 0.0
 
-    def add(self, update: Update) -> None:
-        """What a step brought. A complete text's incomplete character becomes text."""
-        record, tokens = update.progress.record, update.progress.tokens
-        self._tokens += len(tokens)
-        self._seconds = update.seconds
-        if record is not None:
-            drafted, accepted = record.counted_drafts
-            self._rounds.append({"exit_layer": record.exit_layer, "drafted": drafted, "accepted": accepted})
-            self._streamer.on_round(record)
-        self._streamer.put(torch.tensor(tokens, dtype=torch.int64))
-        if update.result is not None:
-            self._streamer.end()
+    def add(self, updates: Sequence[Update]) -> None:
+        """What steps brought. A complete text's incomplete character becomes text."""
+        for update in updates:
+            record, tokens = update.progress.record, update.progress.tokens
+            self._tokens += len(tokens)
+            self._seconds = update.seconds
+            if record is not None:
+                drafted, accepted = record.counted_drafts
+                self._rounds.append({"exit_layer": record.exit_layer, "drafted": drafted, "accepted": accepted})
+                self._streamer.on_round(record)
+            self._streamer.put(torch.tensor(tokens, dtype=torch.int64))
+            if update.result is not None:
+                self._streamer.end()
 
     def take(self, length: int) -> dict[str, Any]:
         """The field of a chunk with `length` characters of text, which must be known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serve.api_errors import ApiError
@@ -39,10 +40,7 @@ class Guard:
         if refused is not None:
             await refused.response()(scope, receive, counted)
             return
-        try:
-            await self._app(scope, self._limited(receive), counted)
-        except _TooLargeError:
-            await self._too_large().response()(scope, receive, counted)
+        await self._app(scope, self._limited(receive), counted)
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         if self._key is not None and path not in OPEN_PATHS:
@@ -68,14 +66,10 @@ class Guard:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._most:
-                raise _TooLargeError
+                raise HTTPException(413, self._too_large().message)
             return message
 
         return limited
 
     def _too_large(self) -> ApiError:
         return ApiError(f"the body is larger than {self._most} bytes", status=413, code="body_too_large")
-
-
-class _TooLargeError(Exception):
-    """More came than a body may hold."""
