@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+_TRIED = ("str", "bool", "dict")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -72,11 +74,13 @@ def install(app: FastAPI) -> None:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first thing that is wrong with a request's body, naming the field."""
-    error = errors[0]
+    """What is wrong with a request's body, naming the field. Where several types were tried, the one that got furthest counts."""
+    error = max(errors, key=lambda one: len(one["loc"]))
     if error["type"] == "json_invalid":
         return ApiError(f"the body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
-    param = ".".join(str(part) for part in error["loc"] if part != "body") or None
+    # Behind the name pydantic says which of several types it tried.
+    path = [str(part) for part in error["loc"] if part != "body"]
+    param = ".".join(part for part in path if re.fullmatch(r"\w+", part) and part not in _TRIED) or None
     if error["type"] == "extra_forbidden":
         return ApiError(f"{param} is not supported", param=param, code="unsupported_parameter")
     if error["type"] == "missing" and param is None:

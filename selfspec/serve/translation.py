@@ -70,7 +70,8 @@ class Translator:
     def chat(self, body: ChatRequest) -> list[Choice]:
         """The n answers to a conversation."""
         self._check_model(body)
-        ids = chat_prompt(self.tokenizer, self._template, body.messages)
+        with _bad_request("messages"):
+            ids = chat_prompt(self.tokenizer, self._template, body.messages)
         room = self._generator.model.max_positions - len(ids)
         limit = body.max_completion_tokens or body.max_tokens
         wanted = max(1, min(self._settings.default_chat_tokens, room)) if limit is None else limit
