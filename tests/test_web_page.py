@@ -6,22 +6,17 @@ import json
 import os
 import re
 import shutil
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import pytest
+from running_server import RunningServer, running_server
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
-from selfspec.serve.app import make_app
-from selfspec.serve.chat_template import read_template
-from selfspec.serve.running import make_server, open_socket
-from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.web_page import content_policy
 
 if TYPE_CHECKING:
@@ -37,28 +32,16 @@ def demo() -> SelfSpecGenerator:
     return SelfSpecGenerator.from_pretrained(DEMO_PATH, policy="auto:cost=layers")
 
 
-@contextmanager
-def served(generator: SelfSpecGenerator, **settings: object) -> Iterator[str]:
-    """The address of a server that runs in a thread."""
-    listening = open_socket("127.0.0.1", 0)
-    started = threading.Event()
-    app = make_app(generator, ServerSettings(model_name="demo", **settings))  # type: ignore[arg-type]
-    server = make_server(app, grace_seconds=1, on_start=started.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        assert started.wait(30)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listening.close()
-
-
 @pytest.fixture(scope="module")
-def address(demo: SelfSpecGenerator) -> Iterator[str]:
-    with served(demo) as found:
+def server(demo: SelfSpecGenerator) -> Iterator[RunningServer]:
+    """One without a chat template."""
+    with running_server(demo, chat_template=None) as found:
         yield found
+
+
+@pytest.fixture
+def address(server: RunningServer) -> str:
+    return server.base
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +168,8 @@ def test_side_by_side_with_plain_decoding(address, open_page):
     assert left and right and left["y"] == right["y"] and left["x"] < right["x"]
 
 
-def test_stop_by_key_keeps_what_has_come_and_frees_the_server(address, open_page):
-    page = open_page(address)
+def test_stop_by_key_keeps_what_has_come_and_frees_the_server(server, open_page):
+    page = open_page(server.base)
     page.fill("#max-tokens", "1900")
     page.fill("#policy", "ar")
     ask(page, "Once upon a time")
@@ -198,16 +181,13 @@ def test_stop_by_key_keeps_what_has_come_and_frees_the_server(address, open_page
     page.fill("#max-tokens", "5")
     ask(page, "Once")
     finished(page, 2)
-    with urllib.request.urlopen(address + "/metrics") as response:
-        assert "cancelled" in response.read().decode()
+    assert server.metric("cancelled_texts_total") == 1
 
 
 def test_conversation_remembers_earlier_turns(demo, open_page):
-    template = read_template("plain")
-    assert template.source is not None
     bodies = []
-    with served(demo, chat_template=template.source, chat_stops=template.stops) as address:
-        page = open_page(address)
+    with running_server(demo) as server:
+        page = open_page(server.base)
         assert page.is_checked("[value=chat]")
         page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
         page.fill("#max-tokens", "20")
@@ -293,11 +273,11 @@ def test_server_that_is_gone_is_told_and_found_again(address, open_page):
 
 
 def test_key_is_asked_for_where_the_server_has_one(demo, open_page):
-    with served(demo, api_key="secret") as address:
-        page = open_page(address, ready=False)
+    with running_server(demo, api_key="secret") as server:
+        page = open_page(server.base, ready=False)
         page.fill("#key", "wrong")
         page.press("#key", "Tab")
-        page.wait_for_function("$('status').textContent === 'needs a key'")
+        page.wait_for_function("() => $('status').textContent === 'needs a key'")
         page.fill("#key", "secret")
         page.press("#key", "Tab")
         page.wait_for_selector("#status[data-state=ready]")
@@ -305,7 +285,7 @@ def test_key_is_asked_for_where_the_server_has_one(demo, open_page):
         ask(page, "Once")
         finished(page)
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(address + "/v1/models")
+            urllib.request.urlopen(server.base + "/v1/models")
         refused.value.close()
 
 
