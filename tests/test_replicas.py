@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_a_stream_has_no_status_before_its_first_piece() -> None:
         assert texts.left
 
     asyncio.run(scenario())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs selfspec[ray]")
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_arguments_on_rays_command_line_are_checked_by_their_type() -> None:
+    """Ray turns `num_replicas=2` into what `build` is annotated with, if that is a class and not its name."""
+    from selfspec.serve.replicas import ReplicaOptions, build
+
+    assert inspect.signature(build).parameters["options"].annotation is ReplicaOptions
+    assert ReplicaOptions.model_validate({"num_replicas": "3", "model": "x"}).num_replicas == 3
+    with pytest.raises(ValueError, match="nonsense"):
+        ReplicaOptions.model_validate({"nonsense": "1"})
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@
 Ray starts the replicas, on one machine or many, spreads requests over them, and starts a new one for one that died.
 """
 
-from __future__ import annotations
+# Annotations are not postponed here: Ray reads the type of `build`'s argument as it stands.
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
