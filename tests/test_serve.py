@@ -125,16 +125,28 @@ def test_streams_are_the_whole_answer_in_pieces(client: OpenAI, offline: SelfSpe
     assert all(chunk.usage is None for chunk in chat)
 
 
-def test_shown_drafts_are_the_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
+@pytest.mark.parametrize("stop", [None, " representation repre"])
+def test_shown_drafts_keep_step_with_the_text(client: OpenAI, offline: SelfSpecGenerator, stop: str | None) -> None:
+    """Also where text is held back because a stop string may have begun, and where it is cut there."""
+    extra = {"show_drafts": True}
     stream = client.completions.create(
-        model="demo", prompt=CODE, max_tokens=40, temperature=0, stream=True, extra_body={"show_drafts": True}
+        model="demo", prompt=CODE, max_tokens=40, temperature=0, stop=stop, stream=True, extra_body=extra
     )
-    rounds = [(chunk.model_extra or {})["round"] for chunk in stream]
-    pieces = [piece for round in rounds for piece in round["pieces"]]
-    kept = "".join(piece["text"] for piece in pieces if piece["fate"] != "rejected")
-    assert kept == offline.generate(CODE, max_new_tokens=40).text
-    assert sum(round["accepted"] for round in rounds) == sum(piece["fate"] == "accepted" for piece in pieces)
-    assert any(piece["fate"] == "rejected" for piece in pieces)
+    text, fields = "", []
+    for chunk in stream:
+        fields.append((chunk.model_extra or {})["selfspec"])
+        kept = [piece["text"] for piece in fields[-1]["pieces"] if piece["fate"] != "rejected"]
+        assert "".join(kept) == chunk.choices[0].text
+        text += chunk.choices[0].text
+    whole = offline.generate(CODE, max_new_tokens=40)
+    assert text == (whole.text or "").partition(stop or "\0")[0]
+    rounds = [one for field in fields for one in field["rounds"]]
+    pieces = [piece["fate"] for field in fields for piece in field["pieces"]]
+    assert sum(field["tokens"] for field in fields) == sum(one["accepted"] + 1 for one in rounds) + 1 <= 41
+    assert "accepted" in pieces and [field["seconds"] for field in fields] == sorted(
+        field["seconds"] for field in fields
+    )
+    assert "rejected" in pieces or stop
 
 
 @pytest.mark.parametrize("stops", ["return", ["no such text", "sentation\n", " representation repre"]])

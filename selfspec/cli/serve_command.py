@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -80,13 +78,13 @@ def serve_command(
             from selfspec.serve.app import make_app
             from selfspec.serve.chat_template import PLAIN, read_template
             from selfspec.serve.running import open_socket, run
-            from selfspec.serve.server_settings import ServerSettings
+            from selfspec.serve.server_settings import ServerSettings, default_name
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
         template = read_template(PLAIN if chat_template is None and model is None else chat_template)
         listening = open_socket(host, port)
         settings = ServerSettings(
-            model_name=served_name or _last_part(str(DEMO_PATH) if model is None else model),
+            model_name=served_name or default_name(str(DEMO_PATH) if model is None else model),
             policy=policy,
             batch_size=batch_size,
             max_waiting=max_waiting,
@@ -102,8 +100,3 @@ def serve_command(
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
         run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))
-
-
-def _last_part(name: str) -> str:
-    """The folder's own name, or a hub name without its owner."""
-    return Path(re.sub(r"[/\\]+$", "", name)).resolve().name if Path(name).is_dir() else name.rpartition("/")[2]

@@ -12,7 +12,7 @@ from selfspec.engine import GenerationResult
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
-from selfspec.serve.round_view import RoundView
+from selfspec.serve.draft_log import DraftLog
 from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler, Update
 from selfspec.serve.token_logprobs import TokenLogprob
 from selfspec.serve.translation import Choice
@@ -84,20 +84,19 @@ class Texts:
     async def pieces(self) -> AsyncIterator[Piece]:
         """The texts piece by piece, of all choices as they come. Errors as of `whole`."""
         texts = [TrimmedText(self._tokenizer, choice.stops) for choice in self._choices]
-        views = [RoundView(self._tokenizer) for _ in self._choices] if self._show_drafts else None
+        logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
         for index, choice in enumerate(self._choices):
             if choice.echo:
                 yield Piece(index=index, text=choice.echo)
         while len(self._results) < len(self._jobs):
             index, updates = await self._came.get()
             self._take(index, updates)
-            # With drafts shown, each round is a piece of its own.
-            for together in [updates] if views is None else [[update] for update in updates]:
-                piece = _joined(index, together, texts[index])
-                if views is not None:
-                    piece.round = views[index].show(together[0].progress)
-                if piece.text or piece.logprobs or piece.finish or piece.round:
-                    yield piece
+            piece = _joined(index, updates, texts[index])
+            if logs is not None:
+                logs[index].add(updates)
+                piece.drafts = logs[index].take(len(piece.text))
+            if piece.text or piece.logprobs or piece.finish or piece.drafts:
+                yield piece
 
     def _job(self, index: int, choice: Choice) -> Job:
         """Its `deliver` runs in the scheduler's thread."""

@@ -1,6 +1,7 @@
 """Answers as OpenAI's own types.
 
-Beyond them: `drafted`, `accepted` and `rounds` in the usage, and in a chunk of a stream with show_drafts its `round`.
+Beyond them: `drafted`, `accepted` and `rounds` in the usage, and in a chunk of a stream with show_drafts what
+`selfspec.serve.draft_log` describes, in a field `selfspec`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Piece:
     text: str
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
-    round: dict[str, Any] | None = None
+    drafts: dict[str, Any] | None = None
 
 
 class Answer:
@@ -111,7 +112,7 @@ class ChatAnswer(Answer):
                 delta.role = "assistant"
             logprobs = None if piece.logprobs is None else pieces.ChoiceLogprobs(content=self._logprobs(piece.logprobs))
             choices.append(pieces.Choice(index=piece.index, delta=delta, finish_reason=piece.finish, logprobs=logprobs))
-            extra = {} if piece.round is None else {"round": piece.round}
+            extra = {} if piece.drafts is None else {"selfspec": piece.drafts}
         chunk = ChatCompletionChunk(object="chat.completion.chunk", choices=choices, usage=used, **self.head, **extra)
         return chunk.model_dump_json(exclude_unset=True)
 
@@ -147,7 +148,7 @@ class CompletionAnswer(Answer):
 
     def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
         choices = [] if piece is None else [self._choice(piece)]
-        extra: dict[str, Any] = {} if piece is None or piece.round is None else {"round": piece.round}
+        extra: dict[str, Any] = {} if piece is None or piece.drafts is None else {"selfspec": piece.drafts}
         chunk = Completion(object="text_completion", choices=choices, usage=used, **self.head, **extra)
         return chunk.model_dump_json(exclude_unset=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import Model
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
 from selfspec.serve import api_errors
@@ -25,6 +25,7 @@ from selfspec.serve.scheduler import Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.translation import Choice, Translator, check_model
+from selfspec.serve.web_page import add_page
 
 _CLIENT_LEFT = 499  # nobody reads it; the log and the metrics do
 
@@ -37,7 +38,13 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
     created = int(time())
-    served = Model(id=settings.model_name, created=created, object="model", owned_by="selfspec")
+    served = Model(
+        id=settings.model_name,
+        created=created,
+        object="model",
+        owned_by="selfspec",
+        selfspec=translator.offers,  # type: ignore[call-arg]
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -94,6 +101,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     async def show_metrics() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    add_page(app)
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
     return app
@@ -117,15 +125,27 @@ async def _events(texts: Texts, answer: Answer, choices_per_prompt: int, include
 
 
 class _EventStream(StreamingResponse):
-    """A stream that frees its texts' places when it ends, however it ends."""
+    """A stream that frees its texts' places when it ends, however it ends.
+
+    Its head goes out with its first piece: a request that fails before that may be sent again, by whoever is in between.
+    """
 
     def __init__(self, texts: Texts, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._texts = texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held: list[Message] = []
+
+        async def with_the_first_piece(message: Message) -> None:
+            held.append(message)
+            if message["type"] != "http.response.start":
+                for one in held:
+                    await send(one)
+                held.clear()
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, with_the_first_piece)
         finally:
             self._texts.cancel()
 

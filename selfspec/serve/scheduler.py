@@ -18,10 +18,14 @@ log = logging.getLogger("selfspec.serve")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Update:
-    """What came for a text: tokens with their log-probabilities if asked for, and the end: a result, or why there is none."""
+    """What came for a text: tokens with their log-probabilities if asked for, and the end: a result, or why there is none.
+
+    seconds: since the text was submitted.
+    """
 
     progress: Progress
     logprobs: list[TokenLogprob] | None = None
+    seconds: float = 0.0
 
     @property
     def result(self) -> GenerationResult | None:
@@ -179,8 +183,8 @@ class Scheduler:
         logprobs = None
         if job.recorder is not None and progress.tokens:
             logprobs = job.recorder.committed(progress.tokens)
-        job.deliver(Update(progress=progress, logprobs=logprobs))
         now = perf_counter()
+        job.deliver(Update(progress=progress, logprobs=logprobs, seconds=now - job.submitted))
         self._metrics.progressed(progress, now - (job.last_token or job.submitted), first=job.last_token is None)
         job.last_token = now
         if progress.result is not None or progress.error is not None:

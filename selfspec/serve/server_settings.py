@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 MOST_CHOICES = 16
 """Largest `n`, and the most prompts of one completion request."""
@@ -35,3 +37,8 @@ class ServerSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.api_key is not None and not self.api_key:
             raise ValueError("the API key is empty: give one, or none")
+
+
+def default_name(model: str) -> str:
+    """What clients call a model: the folder's own name, or a hub name without its owner."""
+    return Path(re.sub(r"[/\\]+$", "", model)).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]

@@ -61,6 +61,12 @@ class Translator:
             self.tokenizer, self._vocab_size, [] if eos is None else eos if isinstance(eos, list) else [eos]
         )
 
+    @property
+    def offers(self) -> dict[str, Any]:
+        """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
+        chat = self._template.source is not None or bool(getattr(self.tokenizer, "chat_template", None))
+        return {"chat": chat, "policy": self._policies.choose(None, repeats=False).name}
+
     def chat(self, body: ChatRequest) -> list[Choice]:
         """The n answers to a conversation."""
         self._check_model(body)
