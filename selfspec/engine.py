@@ -117,6 +117,11 @@ class Engine:
         """Texts that are not complete."""
         return len(self._seats)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV caches of its texts."""
+        return sum(seat.cache_bytes for seat in self._seats.values())
+
     def add(self, prompt: str | list[int] | Tensor | Messages | None = None, **options: object) -> int:
         """Let a text join. Arguments and errors are those of `SelfSpecGenerator.generate`, without `streamer`.
 
@@ -279,6 +284,10 @@ class _Seat:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._place.cache.num_bytes
 
     def leave_captures(self) -> None:
         """From now on this text runs eagerly."""

@@ -40,6 +40,7 @@ from bench.commands.preparation import (
 )
 from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
+from bench.commands.serving_command import serving, serving_soak
 from bench.commands.shapes_command import shapes
 from bench.commands.soak_command import soak
 from bench.commands.sweep_command import sweep
@@ -72,6 +73,8 @@ app.command()(context)
 app.command()(soak)
 app.command()(busy)
 app.command()(batch)
+app.command()(serving)
+app.command()(serving_soak)
 
 
 @app.command()

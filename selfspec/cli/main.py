@@ -1,4 +1,4 @@
-"""The command line: `generate`, `chat`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub`, `lm-eval`.
+"""The command line: `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub`, `lm-eval`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -49,6 +49,7 @@ from selfspec.cli.hub_command import export_hub_command
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
+from selfspec.cli.serve_command import serve_command
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -382,6 +383,7 @@ app.command("chat")(chat_command)
 app.command("trace")(trace_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
+app.command("serve")(serve_command)
 app.command("train")(train_command)
 app.command("train-pacer")(
     command_for_config(
