@@ -1,4 +1,4 @@
-"""The command line: `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub`, `lm-eval`.
+"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub` and `lm-eval`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
