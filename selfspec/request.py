@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from selfspec.messages import are_messages, encode_messages
 from selfspec.stop_conditions import StopConditions
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -91,7 +92,8 @@ class Request:
 def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Tensor:
     """A prompt in any accepted form as int64 ids [n] on the CPU.
 
-    prompt: text (needs a tokenizer, which adds its special tokens), a list of ids, or an integer tensor [n] or [1, n].
+    prompt: text (needs a tokenizer, which adds its special tokens), messages (need its chat template), a list of ids, or an
+    integer tensor [n] or [1, n].
     Raises ValueError when it is empty, of another shape, or holds an id outside the vocabulary; TypeError for other types.
     """
     if isinstance(prompt, str):
@@ -101,6 +103,8 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
         if ids.numel() == 0:
             raise ValueError("the prompt is empty: give at least one token to continue")
         return ids
+    if are_messages(prompt):
+        prompt = encode_messages(prompt, tokenizer)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(p, str) for p in prompt):
         raise TypeError(f"got a list of {len(prompt)} texts: one text is decoded at a time, call generate for each")
     if isinstance(prompt, Tensor):

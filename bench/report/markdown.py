@@ -19,6 +19,7 @@ from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
+from bench.report.serving_tables import serving_headline, serving_tables
 from bench.report.summary import Samples, Spread
 from bench.report.sweep_tables import sweep_tables
 from bench.report.table import Table, counted, times
@@ -40,10 +41,14 @@ HEADINGS = {
     "agreement": "Agreement of early layers with the last",
     "calls": "Single calls",
     "contexts": "Speed over the length of the context",
+    "turns": "The next turn of a conversation",
     "memory": "Memory",
     "decoding": "Throughput while all texts decode",
     "batch": "Throughput with prompts",
     "joining": "A long prompt that joins",
+    "serving": "Throughput of a server",
+    "waiting": "Time to first token",
+    "overhead": "What the server adds",
     "cost": "Processor time",
     "transfer": "Transfer of a setting between tasks",
     "segments": "Segments of a text",
@@ -63,12 +68,14 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "context": context_tables,
     "busy": busy_tables,
     "batch": batch_tables,
+    "serving": serving_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
     "context": context_headline,
     "busy": busy_headline,
     "batch": batch_headline,
+    "serving": serving_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 

@@ -1,0 +1,159 @@
+"""`selfspec-bench serving` and `serving-soak`: our server beside its peers, and under clients that hang up."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from bench.commands.bench_options import ModelOption, NewTokensOption, OutputOption, PromptTokensOption, RepeatsOption
+from bench.commands.preparation import configuration, encoded, is_synthetic, load_network, progress, recording, show
+from bench.datasets import EncodedPrompt
+from bench.engines.servers import selfspec_server, served_folder, transformers_server
+from bench.machine.serving_load import measure_batch_call, measure_clients, measure_overhead
+from bench.provenance import provenance
+from bench.record import RecordWriter
+from bench.sweep import parse_range
+from bench.trials.serving_soak import MOST_RSS, ServingSoak
+from layerskip_models import DEMO_PATH, load_tokenizer
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import one_line_errors
+
+_BATCH = "selfspec:generate_batch"
+
+
+def serving(
+    model: ModelOption = None,
+    clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8; 0 for none.")] = "1,4,8",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each client in a measurement.")] = 2,
+    prompt_tokens: PromptTokensOption = 64,
+    max_new_tokens: NewTokensOption = 64,
+    repeats: RepeatsOption = 3,
+    overhead_tokens: Annotated[
+        int, typer.Option(min=0, help="New tokens for measuring what the server adds for one client; 0 for none.")
+    ] = 128,
+    overhead_repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs for that.")] = 15,
+    overhead_policy: Annotated[str, typer.Option(help="Policy for that: the same rounds in both.")] = "ar",
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure `transformers serve`, plain and continuous, as well.")
+    ] = True,
+    output: OutputOption = None,
+) -> None:
+    """Serving: throughput and time to first token over the number of clients, and overhead for one client. CPU, float32,
+    greedy, EOS ignored where the checkpoint has none.
+
+    All servers run on one folder, and are measured in turn, as is generate_batch in this process. Ends with status 1 if
+    our server's texts differ from generate_batch's.
+    """
+    with one_line_errors():
+        checkpoint = str(model or DEMO_PATH)
+        sizes = [] if clients == "0" else parse_range(clients, "--clients")
+        synthetic = is_synthetic(checkpoint)
+        if not synthetic and not Path(checkpoint).is_dir():
+            raise ValueError("--model must be a folder or synthetic:SHAPE: all servers load the same files")
+        network = load_network(checkpoint, "bfloat16", "cpu") if synthetic else None
+    with ExitStack() as held, recording(RecordWriter(output)) as record:
+        folder = held.enter_context(served_folder(None if synthetic else Path(checkpoint), network))
+        del network
+        tokenizer = load_tokenizer(folder, local_files_only=True)
+        count = max(sizes, default=1) * requests
+        samples, prompts = _prompts(tokenizer, count, prompt_tokens)
+        generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True)
+        generator.resolve_policy()
+        options = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
+        servers = [held.enter_context(selfspec_server(folder, options))]
+        if peers and sizes:
+            for continuous in (False, True):
+                try:
+                    servers.append(
+                        held.enter_context(transformers_server(folder, "float32", continuous_batching=continuous))
+                    )
+                except RuntimeError as error:
+                    typer.echo(f"left out: {error}", err=True)
+        engines = {_BATCH: "selfspec generate_batch"} if sizes else {}
+        record.write(
+            {
+                "kind": "run",
+                "command": "serving",
+                "configuration": {
+                    **configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1),
+                    "requests": requests,
+                },
+                "engines": {**engines, **{server.name: server.label for server in servers}},
+                "provenance": provenance(generator.model.device, generator.model.dtype),
+            }
+        )
+        different = 0
+        with progress((len(servers) + 1) * len(sizes) * repeats + 1) as advance:
+            if overhead_tokens:
+                prompt = prompts[0]
+                for line in measure_overhead(
+                    generator, servers[0], prompt, overhead_tokens, overhead_policy, overhead_repeats
+                ):
+                    different += not line["outputs_equal"]
+                    record.write(line)
+                advance("overhead")
+            for server in servers if sizes else ():
+                measure_clients(server, prompts[:2], 2, 8)
+            for repeat in range(repeats):
+                for size in sizes:
+                    asked = prompts[: size * requests]
+                    line, expected = measure_batch_call(generator, asked, size, max_new_tokens, None)
+                    record.write({**line, "repeat": repeat})
+                    advance(f"generate_batch, {size} clients")
+                    for server in servers:
+                        line, texts = measure_clients(server, asked, size, max_new_tokens)
+                        record.write({**line, "repeat": repeat, "outputs_equal": texts == expected})
+                        different += server is servers[0] and texts != expected
+                        advance(f"{server.label}, {size} clients")
+    show(record.lines)
+    if different:
+        typer.echo(f"{different} measurements of selfspec serve gave other texts than the engine itself", err=True)
+        raise typer.Exit(1)
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, prompt_tokens: int
+) -> tuple[list[EncodedPrompt], list[str]]:
+    """Prompts as records name them, and as texts; of random words for a tokenizer that has no others."""
+    if tokenizer.convert_ids_to_tokens(1) == "w1":
+        random, words = Random(0), len(tokenizer)
+        texts = [" ".join(f"w{random.randrange(words)}" for _ in range(prompt_tokens)) for _ in range(count)]
+        return [], texts
+    samples = encoded(None, min(count, 8), tokenizer, prompt_tokens)
+    texts = []
+    for index in range(count):
+        ids: Any = samples[index % len(samples)].ids[index // len(samples) :]  # later ones a little shorter
+        texts.append(str(tokenizer.decode(ids)))
+    return samples, texts
+
+
+def serving_soak(
+    minutes: Annotated[float, typer.Option(min=0.05, help="Minutes to run; the first quarter is warm-up.")] = 15,
+    clients: Annotated[int, typer.Option(min=1, help="Clients at the same time.")] = 32,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+) -> None:
+    """Many clients of a server with the demo model: a third hang up, some send nonsense.
+
+    Compares every finished answer with the same request run alone, offline. At the end the server must be idle, and its
+    memory where it was after the warm-up. Ends with status 1 if anything was wrong.
+    """
+    errors = Console(stderr=True)
+    with one_line_errors(), errors.status("computing what is expected") as status:
+        soak = ServingSoak(clients=clients, seed=seed)
+        report = soak.run(60 * minutes, lambda label: status.update(label))
+    counts = ", ".join(f"{count:,} {kind}" for kind, count in report.counts.most_common())
+    print(f"{sum(report.counts.values()):,} requests in {minutes:g} minutes from {clients} clients: {counts}")
+    print(
+        f"the server's resident memory: {report.warm_rss >> 20} MB after warm-up, {report.end_rss >> 20} MB at the end; "
+        f"it may grow by {MOST_RSS >> 20} MB"
+    )
+    for failure in report.failures:
+        errors.print(failure, markup=False, highlight=False)
+    if report.failures:
+        raise typer.Exit(1)

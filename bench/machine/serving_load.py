@@ -1,0 +1,145 @@
+"""Clients of a server: what they get, and when."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from bench.engines.servers import Server
+from bench.record import Line
+from selfspec import SelfSpecGenerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A streamed answer. first_seconds, seconds: from the request to its first text, and to its end."""
+
+    text: str
+    first_seconds: float
+    seconds: float
+
+
+def stream(
+    connection: http.client.HTTPConnection, server: Server, prompt: str, max_tokens: int, **fields: Any
+) -> Reply:
+    """A greedy completion, streamed. Raises RuntimeError for anything but a complete one."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    start = perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body | fields), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"{server.label}: status {response.status}: {response.read(500).decode(errors='replace')}")
+    first, pieces = None, []
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{server.label}: {event['error']}")
+            text = event["choices"][0]["text"] if event["choices"] else ""
+            if text:
+                first = perf_counter() - start if first is None else first
+                pieces.append(text)
+    if first is None:
+        raise RuntimeError(f"{server.label}: a stream without text")
+    return Reply(text="".join(pieces), first_seconds=first, seconds=perf_counter() - start)
+
+
+def measure_clients(
+    server: Server, prompts: Sequence[str], clients: int, max_tokens: int, **fields: Any
+) -> tuple[Line, list[str]]:
+    """So many clients at once, who send the prompts in turn, each on one connection. Returns the line, and all texts."""
+    replies: list[Reply | Exception | None] = [None] * len(prompts)
+    connections = [server.connect() for _ in range(clients)]
+
+    def work(client: int) -> None:
+        for index in range(client, len(prompts), clients):
+            try:
+                replies[index] = stream(connections[client], server, prompts[index], max_tokens, **fields)
+            except Exception as error:
+                replies[index] = error
+                return
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
+    start = perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = perf_counter() - start
+    for connection in connections:
+        connection.close()
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise RuntimeError(f"a client of {server.label} failed") from reply
+    found = [reply for reply in replies if isinstance(reply, Reply)]
+    line = {
+        "kind": "serving",
+        "engine": server.name,
+        "clients": clients,
+        "tokens": max_tokens * len(prompts),
+        "seconds": seconds,
+        "first_seconds": [reply.first_seconds for reply in found],
+    }
+    return line, [reply.text for reply in found]
+
+
+def measure_batch_call(
+    generator: SelfSpecGenerator, prompts: Sequence[str], clients: int, max_tokens: int, policy: str | None
+) -> tuple[Line, list[str]]:
+    """The same texts by `generate_batch`, so many at a time: what a server could give at best."""
+    start = perf_counter()
+    results = generator.generate_batch(
+        list(prompts), batch_size=clients, max_new_tokens=max_tokens, do_sample=False, policy=policy
+    )
+    line = {
+        "kind": "serving",
+        "engine": "selfspec:generate_batch",
+        "clients": clients,
+        "tokens": sum(result.stats.num_new_tokens for result in results),
+        "seconds": perf_counter() - start,
+        "first_seconds": None,
+    }
+    return line, [result.text or "" for result in results]
+
+
+def measure_overhead(
+    generator: SelfSpecGenerator, server: Server, prompt: str, max_tokens: int, policy: str, repeats: int
+) -> list[Line]:
+    """One client and the engine alone in turn, on one prompt and with one policy: a line for each pair of runs."""
+    lines: list[Line] = []
+    connection = server.connect()
+    try:
+        for repeat in range(-3, repeats):  # three warm both up
+            reply = stream(connection, server, prompt, max_tokens, policy=policy)
+            start = perf_counter()
+            first, pieces = None, []
+            for piece in generator.stream(prompt, max_new_tokens=max_tokens, do_sample=False, policy=policy):
+                first = perf_counter() - start if first is None else first
+                pieces.append(piece)
+            seconds = perf_counter() - start
+            if repeat >= 0:
+                lines.append(
+                    {
+                        "kind": "overhead",
+                        "repeat": repeat,
+                        "served_first_seconds": reply.first_seconds,
+                        "served_seconds": reply.seconds,
+                        "own_first_seconds": first,
+                        "own_seconds": seconds,
+                        "outputs_equal": reply.text == "".join(map(str, pieces)),
+                    }
+                )
+    finally:
+        connection.close()
+    return lines
+
+
+def overhead(lines: Sequence[Line], what: str) -> float:
+    """Median of the served runs less that of the engine's own; what: "first_seconds" or "seconds"."""
+    return median(line[f"served_{what}"] for line in lines) - median(line[f"own_{what}"] for line in lines)

@@ -1,0 +1,102 @@
+"""`selfspec serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from layerskip_models import DEMO_PATH
+from selfspec.cli.arguments import (
+    POLICY_HELP,
+    DeviceOption,
+    DtypeOption,
+    load_generator,
+    notes_console,
+    one_line_errors,
+)
+
+_SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
+
+
+def serve_command(
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    policy: Annotated[
+        str | None, typer.Option(help=POLICY_HELP + " Requests may name another.", rich_help_panel=_SPECULATION)
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_NETWORK)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=_NETWORK)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SELFSPEC_API_KEY",
+            help="Clients must send this key. The environment variable keeps it out of the process list.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option(
+            help="What clients call the model (default: the last part of its name).", rich_help_panel=_NETWORK
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help='Jinja file, or "plain" (questions and answers, for base models). '
+            "Default: the tokenizer's; plain for the demo model.",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts that are decoded together.", rich_help_panel=_LOAD)] = 8,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Texts that may wait for a place; more get status 429.", rich_help_panel=_LOAD)
+    ] = 64,
+    max_body_mb: Annotated[
+        float, typer.Option(min=0.001, help="Largest request body, in MB.", rich_help_panel=_LOAD)
+    ] = 4,
+    default_chat_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="New tokens of a chat answer whose request gives no limit.", rich_help_panel=_LOAD),
+    ] = 1024,
+    grace_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="After SIGTERM or Ctrl-C, how long running requests may go on.", rich_help_panel=_LOAD
+        ),
+    ] = 30,
+) -> None:
+    """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
+    notes = notes_console(False)
+    with one_line_errors():
+        try:
+            from selfspec.serve.app import make_app
+            from selfspec.serve.chat_template import PLAIN, read_template
+            from selfspec.serve.running import open_socket, run
+            from selfspec.serve.server_settings import ServerSettings, default_name
+        except ModuleNotFoundError as error:
+            raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
+        template = read_template(PLAIN if chat_template is None and model is None else chat_template)
+        listening = open_socket(host, port)
+        settings = ServerSettings(
+            model_name=served_name or default_name(str(DEMO_PATH) if model is None else model),
+            policy=policy,
+            batch_size=batch_size,
+            max_waiting=max_waiting,
+            max_body_bytes=int(max_body_mb * (1 << 20)),
+            default_chat_tokens=default_chat_tokens,
+            api_key=api_key,
+            chat_template=template.source,
+            chat_stops=template.stops,
+        )
+        generator = load_generator(model, dtype, device, notes)
+        with notes.status("Calibrating ..."):
+            app = make_app(generator, settings)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
+        run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))

@@ -1,0 +1,148 @@
+"""The texts of one request on their way through the scheduler, as the event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from time import perf_counter
+
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.engine import GenerationResult
+from selfspec.sampling import NonFiniteLogitsError
+from selfspec.serve.api_errors import ApiError
+from selfspec.serve.api_responses import Piece, finish_reason
+from selfspec.serve.draft_log import DraftLog
+from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler, Update
+from selfspec.serve.token_logprobs import TokenLogprob
+from selfspec.serve.translation import Choice
+from selfspec.serve.trimmed_text import TrimmedText
+
+_PAUSE_SECONDS = 0.02
+"""Between two events of a stream, at least. On a CPU the threads that send and those that decode share the cores, so that
+every event takes time from the engine. Rounds of larger models take longer than this, and are sent at once."""
+
+
+class Texts:
+    """The choices of one request. Made and used in an event loop.
+
+    streamed: whether `pieces` will be read; else `whole`, for which the loop is woken only at each text's end.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        choices: Sequence[Choice],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        streamed: bool,
+        show_drafts: bool = False,
+    ) -> None:
+        self._scheduler, self._choices, self._tokenizer = scheduler, choices, tokenizer
+        self._loop = asyncio.get_running_loop()
+        self._came: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
+        self._results: dict[int, GenerationResult] = {}
+        self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, c in enumerate(choices) if c.recorder is not None}
+        self._show_drafts, self._streamed = show_drafts, streamed
+        self._jobs = [self._job(index, choice) for index, choice in enumerate(choices)]
+
+    @property
+    def results(self) -> list[GenerationResult]:
+        """Of complete texts, in the order of the choices."""
+        return [self._results[index] for index in sorted(self._results)]
+
+    def submit(self) -> None:
+        """Let them wait for a place. Raises ApiError (status 429 or 503)."""
+        try:
+            self._scheduler.submit(self._jobs)
+        except QueueFullError as error:
+            seconds = {"Retry-After": str(error.retry_seconds)}
+            raise ApiError(str(error), status=429, code="queue_full", headers=seconds) from None
+        except ClosedError as error:
+            raise ApiError(str(error), status=503, code="shutting_down") from None
+
+    def cancel(self) -> None:
+        """Free their places, unless they are complete."""
+        if len(self._results) < len(self._jobs):
+            self._scheduler.cancel(self._jobs)
+
+    async def whole(self) -> list[Piece]:
+        """All texts, when they are complete. Raises ApiError (status 500 or 503) if one could not be completed."""
+        while len(self._results) < len(self._jobs):
+            index, updates = await self._came.get()
+            self._take(index, updates)
+        parts = []
+        for index, choice in enumerate(self._choices):
+            result = self._results[index]
+            text = TrimmedText(self._tokenizer, choice.stops)
+            written = choice.echo + text.push(result.new_tokens)
+            written += text.finish()
+            finish = finish_reason(result.stop_reason)
+            parts.append(Piece(index=index, text=written, logprobs=self._logprobs.get(index), finish=finish))
+        return parts
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The texts piece by piece, of all choices as they come. Errors as of `whole`."""
+        texts = [TrimmedText(self._tokenizer, choice.stops) for choice in self._choices]
+        logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
+        for index, choice in enumerate(self._choices):
+            if choice.echo:
+                yield Piece(index=index, text=choice.echo)
+        while len(self._results) < len(self._jobs):
+            index, updates = await self._came.get()
+            self._take(index, updates)
+            piece = _joined(index, updates, texts[index])
+            if logs is not None:
+                logs[index].add(updates)
+                piece.drafts = logs[index].take(len(piece.text))
+            if piece.text or piece.logprobs or piece.finish or piece.drafts:
+                yield piece
+
+    def _job(self, index: int, choice: Choice) -> Job:
+        """Its `deliver` runs in the scheduler's thread."""
+        held: list[Update] = []
+        sent = 0.0
+
+        def deliver(update: Update) -> None:
+            nonlocal sent
+            held.append(update)
+            ended = update.result is not None or update.progress.error is not None
+            now = perf_counter()
+            if ended or (self._streamed and now - sent >= _PAUSE_SECONDS):
+                sent = now
+                try:
+                    self._loop.call_soon_threadsafe(self._came.put_nowait, (index, [*held]))
+                except RuntimeError:  # the loop is closed: nobody waits
+                    self._scheduler.cancel(self._jobs)
+                held.clear()
+
+        return Job(checked=choice.checked, deliver=deliver, recorder=choice.recorder)
+
+    def _take(self, index: int, updates: list[Update]) -> None:
+        last = updates[-1]
+        error = last.progress.error
+        if isinstance(error, ClosedError):
+            raise ApiError(str(error), status=503, code="shutting_down")
+        if error is not None:
+            known = isinstance(error, (NonFiniteLogitsError, MemoryError))
+            raise ApiError(str(error) if known else "the text could not be completed", status=500)
+        if index in self._logprobs and not self._streamed:
+            self._logprobs[index] += _logprobs(updates) or []
+        if last.result is not None:
+            self._results[index] = last.result
+
+
+def _joined(index: int, updates: Sequence[Update], text: TrimmedText) -> Piece:
+    """What several rounds brought, as one piece."""
+    tokens = [token for update in updates for token in update.progress.tokens]
+    piece = Piece(index=index, text=text.push(tokens), logprobs=_logprobs(updates))
+    result = updates[-1].result
+    if result is not None:
+        piece.text += text.finish()
+        piece.finish = finish_reason(result.stop_reason)
+    return piece
+
+
+def _logprobs(updates: Sequence[Update]) -> list[TokenLogprob] | None:
+    found = [one for update in updates for one in update.logprobs or ()]
+    return found if any(update.logprobs is not None for update in updates) else None

@@ -1,0 +1,75 @@
+"""Which policy a request runs with."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from functools import partial
+
+from policies import CostModel, Policy, PreVerifier, parse_policy
+from selfspec import SelfSpecGenerator
+from selfspec.calibrate import measured_cost
+
+REPEATING = "auto:cost=layers"
+"""For sampled requests with a seed that name no policy: it decides by counts alone, never by measured time."""
+_KEPT = 16
+
+
+class ServedPolicies:
+    """Policies by name for the requests of one server.
+
+    The server's own policy keeps what it learns from request to request, and so do the last 16 that clients named. A
+    sampled request with a seed gets a policy of its own: what others have taught would change what is drafted, and so
+    what is drawn.
+    """
+
+    def __init__(self, generator: SelfSpecGenerator, default: str | None) -> None:
+        self._generator, self._default = generator, default
+        self._default_name = generator.resolve_policy(default).name
+        self._named: OrderedDict[str, Policy] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def choose(self, name: str | None, *, repeats: bool) -> Policy:
+        """repeats: whether the same request must be drafted the same way every time.
+
+        Raises ValueError for an unknown name, for one that names a folder, and for one that cannot repeat.
+        """
+        if name is None and not repeats:
+            return self._generator.resolve_policy(self._default)
+        if repeats:
+            return self._fresh(name)
+        assert name is not None
+        name = name.strip()
+        with self._lock:
+            if name not in self._named:
+                self._named[name] = self._parse(name, measured=True)
+            self._named.move_to_end(name)
+            if len(self._named) > _KEPT:
+                self._named.popitem(last=False)
+            return self._named[name]
+
+    def _fresh(self, name: str | None) -> Policy:
+        if name is not None:
+            return self._parse(name, measured=False)
+        try:
+            return self._parse(self._default_name, measured=False)
+        except ValueError:
+            layers = self._generator.model.num_layers
+            return self._parse(REPEATING if layers > 1 else "ar", measured=False)
+
+    def _parse(self, name: str, *, measured: bool) -> Policy:
+        model = self._generator.model
+        measure = partial(measured_cost, model, self._generator.runner) if measured else _refuse_measuring
+        return parse_policy(name, num_layers=model.num_layers, measure=measure, preverifier=self._beside_the_model)
+
+    def _beside_the_model(self, path: str | None) -> PreVerifier:
+        if path is not None:
+            raise ValueError("a request may not name a folder of the server")
+        return self._generator.load_preverifier(None)
+
+
+def _refuse_measuring() -> CostModel:
+    raise ValueError(
+        "it decides by measured time, so a seed would not give the same text again: "
+        f"leave out seed or policy, or choose one that counts layers, such as {REPEATING}"
+    )

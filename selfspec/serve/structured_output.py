@@ -1,0 +1,93 @@
+"""Text that follows a JSON schema, with speculation: llguidance says which tokens may come next.
+
+The mask is a pure function of the generated tokens, so drafts and verified rows are masked alike, and the output follows the
+model's distribution under the schema. The matcher stays where the last call left it. The next call rolls it back to
+where the two texts part, so that a rejected draft costs nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+_COMPACT: Any = {"whitespace_flexible": False}
+"""No white space between tokens of JSON: else a weak model may go on writing spaces for ever."""
+
+
+class Vocabulary:
+    """A tokenizer's tokens as bytes. Made when first needed: for a large vocabulary that takes about a second.
+
+    eos: ids that end a text. vocab_size: the model's, which may be larger than the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, [*eos]
+        self._lock = threading.Lock()
+        self._made: LLTokenizer | None = None
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._get().decode_bytes([token])
+
+    def matcher(self, schema: dict[str, Any] | bool) -> LLMatcher:
+        """A fresh matcher for JSON that follows a schema.
+
+        Raises ValueError for a schema that is none, or that holds what llguidance does not know.
+        """
+        if not self._eos:
+            raise ValueError("response_format needs a model with an end-of-sequence token")
+        tokenizer = self._get()
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_COMPACT)
+        matcher = LLMatcher(tokenizer, grammar)
+        if matcher.is_error():
+            raise ValueError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")
+        return matcher
+
+    def _get(self) -> LLTokenizer:
+        with self._lock:
+            if self._made is None:
+                eos: Any = self._eos or None
+                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+            return self._made
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Allows only tokens with which the text can still become what the grammar asks for. For one text.
+
+    Raises ValueError for a text that the grammar does not allow.
+    """
+
+    def __init__(self, matcher: LLMatcher, prompt_length: int, vocab_size: int) -> None:
+        self._matcher, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
+        self._taken: list[int] = []
+        self._mask = torch.zeros((vocab_size + 31) // 32, dtype=torch.int32, device="cpu")
+        self._bits = torch.arange(32, dtype=torch.int32, device="cpu")
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: int64 [1, n]. scores: [1, vocab]. Returns them with -inf where a token may not come."""
+        self._go_to(input_ids[0, self._prompt_length :].tolist())
+        self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * self._mask.element_size())
+        allowed = ((self._mask.unsqueeze(-1) >> self._bits) & 1).flatten()[: self._vocab_size].bool()
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _go_to(self, tokens: list[int]) -> None:
+        common = 0
+        for ours, theirs in zip(self._taken, tokens):
+            if ours != theirs:
+                break
+            common += 1
+        if common < len(self._taken):
+            self._matcher.rollback(len(self._taken) - common)
+            del self._taken[common:]
+        following = tokens[common:]
+        count = self._matcher.try_consume_tokens(following)
+        self._taken += following[:count]
+        if count < len(following):
+            raise ValueError("the text has left the grammar")

@@ -1,0 +1,47 @@
+"""Log-probabilities of the generated tokens, read from the passes that verified them: nothing is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its natural log-probability, and the likeliest tokens at its place with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Changes nothing, and remembers the model's logits for each place of the text. Must be the first processor.
+
+    Drafts write the draft's logits first. Verification writes the full model's over them before a token is committed, so
+    what stands at a committed place is the full model's, before temperature, penalties and biases.
+    """
+
+    def __init__(self, prompt_length: int, num_top: int) -> None:
+        self._next, self._num_top = prompt_length, num_top
+        self._rows: dict[int, Tensor] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: int64 [1, n]. scores: [1, vocab], returned as they are."""
+        self._rows[input_ids.shape[1]] = scores[0].clone()
+        return scores
+
+    def committed(self, tokens: Sequence[int]) -> list[TokenLogprob]:
+        """The log-probabilities of tokens that were committed now. Called once for each block, in order."""
+        found = []
+        for token in tokens:
+            logprobs = self._rows.pop(self._next).float().log_softmax(dim=-1)
+            values, ids = logprobs.topk(self._num_top)
+            top = tuple(zip(ids.tolist(), values.tolist()))
+            found.append(TokenLogprob(token, float(logprobs[token]), top))
+            self._next += 1
+        self._rows = {place: row for place, row in self._rows.items() if place >= self._next}
+        return found

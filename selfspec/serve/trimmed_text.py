@@ -1,0 +1,77 @@
+"""Tokens to text as they come, cut before the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from selfspec.streaming import IncrementalDecoder
+
+
+class TrimmedText:
+    """The text of one answer. Text that may be the beginning of a stop string is held back until that is decided.
+
+    ended: whether a stop string has come. What `push` and `finish` returned, put together, ends before it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._stops = stops
+        self._held = ""
+        self.ended = False
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that is now certain."""
+        return self._cut(self._decoder.push(tokens))
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        return self._cut(self._decoder.finish()) + self._release()
+
+    def _cut(self, piece: str) -> str:
+        if not self._stops:
+            return piece
+        if self.ended:
+            return ""
+        text = self._held + piece
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.ended, self._held = True, ""
+            return text[: min(found)]
+        kept = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[kept:]
+        return text[:kept]
+
+    def _release(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a text at the token that completes a stop string. For one text: it reads each committed token once.
+
+    transformers' StopStringCriteria gives the same stops, but first goes through the whole vocabulary for every new set of
+    strings, which a server that takes them from its clients cannot afford.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt_length: int) -> None:
+        self._text = TrimmedText(tokenizer, stops)
+        self._seen = prompt_length
+        self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        """Whether the text, int64 [1, n], holds a stop string; bool [1]."""
+        self._text.push(input_ids[0, self._seen :].tolist())
+        self._seen = input_ids.shape[1]
+        return self._answers[self._text.ended]

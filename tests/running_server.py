@@ -1,0 +1,54 @@
+"""A server in a thread of the test's process, on a free port."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from openai import OpenAI
+
+from selfspec import SelfSpecGenerator
+from selfspec.serve.app import make_app
+from selfspec.serve.chat_template import read_template
+from selfspec.serve.running import make_server, open_socket
+from selfspec.serve.server_settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """base: its address. app: to look inside. server: to end it."""
+
+    base: str
+    app: FastAPI
+    server: uvicorn.Server
+    thread: threading.Thread
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.base}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.app.state.metrics.registry.get_sample_value(f"selfspec_{name}", labels) or 0.0
+
+
+@contextmanager
+def running_server(generator: SelfSpecGenerator, *, grace_seconds: int = 5, **settings: Any) -> Iterator[RunningServer]:
+    template = read_template("plain")
+    chat = {"chat_template": template.source, "chat_stops": template.stops}
+    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **settings}))
+    up = threading.Event()
+    with open_socket("127.0.0.1", 0) as listening:
+        server = make_server(app, grace_seconds=grace_seconds, on_start=up.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        assert up.wait(30)
+        try:
+            yield RunningServer(f"http://127.0.0.1:{listening.getsockname()[1]}", app, server, thread)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
