@@ -112,7 +112,8 @@ class Draft:
             self._seen.append(row.confidence)
         token, stop, self.dropped_token = next_draft(turn, row, lambda: self._pick(look, logits))
         if token is not None:
-            turn.tokens[0, turn.length + len(self.tokens)] = token
+            if logits is not None:  # processors see drafts, and so does whoever draws
+                turn.tokens[0, turn.length + len(self.tokens)] = token
             self.tokens.append(token)
         if stop is not None:
             self.stop_cause = stop

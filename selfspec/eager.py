@@ -114,9 +114,16 @@ class EagerPasses:
         last = self._model.num_layers
         steps = self._steps_for(sum(len(draft.tokens) + 1 for draft in self._drafts))
         if steps is not None and all(turn.exit_layer is None for turn in turns):
-            self._scores = [
-                _Scores([look.token], [look.logit]) for look in self._token_step(self._drafts, last, "full", steps)
-            ]
+            looks = self._token_step(self._drafts, last, "full", steps)
+            self._scores = [_Scores([look.token], [look.logit]) for look in looks]
+            return
+        common = self._common_exit(self._drafts)
+        if steps is not None and common:
+            lacking = [draft for draft in self._drafts if draft.lacks_last]
+            if lacking:
+                self._token_step(lacking, common, None, steps, keep=True)
+            strands = [_Strand(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1]) for draft in self._drafts]
+            self._scores = self._final_step(strands, common, steps)
             return
         strands = [_Strand(draft, draft.num_rows) for draft in self._drafts if draft.lacks_last]
         joins = sorted({draft.turn.exit_layer or 0 for draft in self._drafts})
@@ -174,9 +181,9 @@ class EagerPasses:
 
     def _look(self, drafts: Sequence[Draft]) -> list[tuple[Look, Tensor | None]]:
         """Run each draft's next row through its exit layer, and look at it with the draft head."""
-        steps, exit_layer = self._steps_for(len(drafts)), drafts[0].exit_layer
-        if steps is not None and all(draft.exit_layer == exit_layer for draft in drafts):
-            return [(look, None) for look in self._token_step(drafts, exit_layer, "draft", steps)]
+        steps, common = self._steps_for(len(drafts)), self._common_exit(drafts)
+        if steps is not None and common:
+            return [(look, None) for look in self._token_step(drafts, common, "draft", steps, keep=True)]
         strands, start = [_Strand(draft, draft.num_rows) for draft in drafts], 0
         for stop in sorted({draft.exit_layer for draft in drafts}):
             strands, start = self._leave(self._run(strands, start, stop, steps), stop), stop
@@ -193,6 +200,12 @@ class EagerPasses:
                 detail = drafts[index].detail
                 found[index] = NOTHING if detail == "token" else _looks_of(choices_of(row, detail))[0], row
         return found
+
+    @staticmethod
+    def _common_exit(drafts: Sequence[Draft]) -> int:
+        """The layer at which all of these exit; 0 if there is none."""
+        exit_layer = drafts[0].exit_layer
+        return exit_layer if all(draft.exit_layer == exit_layer for draft in drafts) else 0
 
     def _leave(self, strands: Sequence[_Strand], layer: int) -> list[_Strand]:
         """Rows whose text exits here stay with its draft. The strands that go on."""
@@ -270,14 +283,18 @@ class EagerPasses:
         parts = x.split([strand.rows for strand in strands])
         return [_Strand(strand.draft, strand.first_row, part) for strand, part in zip(strands, parts)]
 
-    def _token_step(self, drafts: Sequence[Draft], stop: int, head: str | None, steps: NativeSteps) -> list[Look]:
-        """Each draft's next token through layers [0, stop), and the head, in a single call. Drafts keep its state."""
-        drafting = head == "draft"
-        detail = _most_detail(drafts) if drafting else "token"
+    def _token_step(
+        self, drafts: Sequence[Draft], stop: int, head: str | None, steps: NativeSteps, *, keep: bool = False
+    ) -> list[Look]:
+        """Each draft's next token through layers [0, stop), and the head, in a single call.
+
+        keep: these are the exit layers, so drafts keep the rows; else they are in `_last`.
+        """
+        detail = _most_detail(drafts) if head == "draft" else "token"
         if len(drafts) == 1:  # the state goes where it belongs at once
             (draft,) = drafts
             states, row = draft.turn.states, draft.num_rows
-            place = draft.exit_hidden[row] if drafting else self._last_rows[0]
+            place = draft.exit_hidden[row] if keep else self._last_rows[0]
             record = None if states is None else (states.round, row)
             return steps.tokens(
                 (draft.next_token,), draft.one_row, stop, place, head=head, detail=detail, record=record
@@ -287,7 +304,7 @@ class EagerPasses:
         tokens = [draft.next_token for draft in drafts]
         looks = steps.tokens(tokens, _cache_rows(strands), stop, last, head=head, detail=detail, record=record)
         self._hand_out(strands, 0, stop)
-        if drafting:
+        if keep:
             for draft, row in zip(drafts, last):
                 draft.exit_hidden[draft.num_rows] = row
         return looks

@@ -54,6 +54,9 @@ class Text:
         if request.stops.criteria:
             self._on_host = torch.empty(1, cache.max_length + 1, dtype=torch.long, device="cpu")
             self._on_host[0, : self.length] = request.prompt
+        # Where the host writes, through NumPy: an operator takes as long as the rest of a commit.
+        kept = [tokens for tokens in (self.tokens, self._on_host) if tokens is not None and tokens.is_cpu]
+        self._written = [tokens[0].numpy() for tokens in kept]
         self.states = HiddenStates(
             model, self.needs.shadow_layers, self.needs.context_layers,
             max_length=cache.max_length if self.needs.context_layers else 0,
@@ -218,11 +221,12 @@ class Text:
     def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
         """Sets lengths, pending and the stop reason; failure: why the last token of the block is none."""
         end = self.length + len(block)
-        found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
-        if self._on_host is not None:
-            self._on_host[0, self.length : end] = found
-        # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
-        self.tokens[0, self.length : end].copy_(found, non_blocking=True)
+        for written in self._written:
+            written[self.length : end] = block
+        if not self.tokens.is_cpu:
+            # From pinned memory: from ordinary memory a copy to CUDA would wait for all that was launched ahead.
+            found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
+            self.tokens[0, self.length : end].copy_(found, non_blocking=True)
         sound = block if failure is None else block[:-1]
         count, self.stop_reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
         if failure is not None and self.stop_reason is None:

@@ -88,7 +88,7 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     assert count["in company"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3
     assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 4
-    assert layout == "plain" or min(count["tokens"], count["rows"]) >= EXAMPLES
+    assert layout == "plain" or min(count["tokens"], count["rows"]) >= EXAMPLES // 2
 
 
 def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ INLINE int64_t bytes_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == INT
 #define GROUP_BYTES (64 << 10) /* of their weights, at most: these and the next group's stay in the second cache */
 #define LINE 64 /* bytes that memory delivers together */
 #define AHEAD 4096 /* bytes; what memory delivers while it is waited for */
-#define ROWS (MANY_REGISTERS ? 6 : 3) /* that a weight serves at once, with BLOCK sums in registers for each */
+#define ROWS 6   /* that a weight serves at once, with sums in registers */
+#define SIDE(R) (MANY_REGISTERS || R <= 3 ? BLOCK : BLOCK / 2) /* outputs whose sums are in registers together */
+#define PROMPT_ROWS 32 /* from which on, with few registers, three rows at once are faster: they stay in the nearest cache */
 
 /* Weights that are fetched while others are computed with: left alone, processors do that too late, at every row of the matrix
  * anew. Where rows take turns with a group's weights, each turn fetches its share of the next group's lines of 64 bytes, so that
@@ -38,36 +40,42 @@ INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
   return (Fetch){part == 4 * (turn + 1) / turns ? 0 : (int32_t)ahead, 255, of_four[part]};
 }
 
-/* LANES inputs of R rows and BLOCK outputs. */
+/* LANES inputs of R rows and SIDE(R) outputs. */
 #define STEP(KIND, R) \
   do { \
-    vf rows[R]; \
-    UNROLL for (int r = 0; r < R; r++) rows[r] = load(x + i * R + r * LANES); \
-    UNROLL for (int o = 0; o < BLOCK; o++) { \
-      vf v = load_##KIND(w + o * in + i); \
-      UNROLL for (int r = 0; r < R; r++) total[o][r] = multiply_add(v, rows[r], total[o][r]); \
+    vf weights[SIDE(R)]; \
+    UNROLL for (int o = 0; o < SIDE(R); o++) weights[o] = load_##KIND(w + o * in + i); \
+    UNROLL for (int r = 0; r < R; r++) { \
+      vf row = load(x + i * R + r * LANES); \
+      UNROLL for (int o = 0; o < SIDE(R); o++) total[o][r] = multiply_add(weights[o], row, total[o][r]); \
     } \
   } while (0)
 
 /* y[r * BLOCK + o] = weight[o] . x[r] for BLOCK outputs and R rows. x is packed (see `pack`). */
 #define DOTS(T, KIND, R) \
   INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Fetch fetch, float *y) { \
-    vf total[BLOCK][R]; \
-    UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
-    int64_t i = 0, line = LINE / sizeof(T), place = 0; \
-    for (; i + line <= in; place += LINE) { \
-      if (fetch.ahead && (place & fetch.mask) == fetch.place) \
-        UNROLL for (int o = 0; o < BLOCK; o++) __builtin_prefetch(w + (o + fetch.ahead) * in + i); \
-      UNROLL for (int k = 0; k < (int)(LINE / sizeof(T) / LANES); k++, i += LANES) STEP(KIND, R); \
+    for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * in, y += SIDE(R)) { \
+      vf total[BLOCK][R]; \
+      UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+      int64_t i = 0, line = LINE / sizeof(T), place = 0; \
+      for (; i + line <= in; place += LINE) { \
+        if (fetch.ahead && (place & fetch.mask) == fetch.place) \
+          UNROLL for (int o = 0; o < SIDE(R); o++) __builtin_prefetch(w + (o + fetch.ahead) * in + i); \
+        UNROLL for (int k = 0; k < (int)(LINE / sizeof(T) / LANES); k++, i += LANES) STEP(KIND, R); \
+      } \
+      for (; i + LANES <= in; i += LANES) STEP(KIND, R); \
+      UNROLL for (int r = 0; r < R; r++) { \
+        float sums[BLOCK]; \
+        sum_4(total[0][r], total[1][r], total[2][r], total[3][r], sums); \
+        UNROLL for (int o = 0; o < SIDE(R); o++) y[r * BLOCK + o] = sums[o]; \
+      } \
+      for (int64_t j = i; j < in; j++) \
+        for (int r = 0; r < R; r++) \
+          for (int o = 0; o < SIDE(R); o++) { \
+            float *sum = y + r * BLOCK + o; \
+            *sum = multiply_add_1(one_##KIND(w + o * in + j), x[i * R + r * (in - i) + j - i], *sum); \
+          } \
     } \
-    for (; i + LANES <= in; i += LANES) STEP(KIND, R); \
-    UNROLL for (int r = 0; r < R; r++) sum_4(total[0][r], total[1][r], total[2][r], total[3][r], y + r * BLOCK); \
-    for (int64_t j = i; j < in; j++) \
-      for (int r = 0; r < R; r++) \
-        for (int o = 0; o < BLOCK; o++) { \
-          float *sum = y + r * BLOCK + o; \
-          *sum = multiply_add_1(one_##KIND(w + o * in + j), x[i * R + r * (in - i) + j - i], *sum); \
-        } \
   }
 #define DOTS_OF(T, KIND) \
   DOTS(T, KIND, 1) DOTS(T, KIND, 2) DOTS(T, KIND, 3) DOTS(T, KIND, 4) DOTS(T, KIND, 5) DOTS(T, KIND, 6) \
@@ -112,7 +120,10 @@ static void pack(const float *x, int64_t rows, int64_t in, float *packed) {
 }
 
 /* How many rows from `r` on go through a weight together: few, and about equally many each time. */
-INLINE int64_t turns_of(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+INLINE int64_t turns_of(int64_t rows) {
+  int64_t most = MANY_REGISTERS || rows < PROMPT_ROWS ? ROWS : ROWS / 2;
+  return (rows + most - 1) / most;
+}
 INLINE int64_t together(int64_t r, int64_t rows) {
   int64_t turns = turns_of(rows), size = (rows + turns - 1) / turns;
   return least(size, rows - r);

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from selfspec.passes import on_device
 from selfspec.runtime.attention_backends import without_cudnn
 
-_AS_IT_IS = nullcontext()
 
-
-@contextmanager
-def engine_mode(device: torch.device) -> Iterator[None]:
+def engine_mode(device: torch.device) -> AbstractContextManager[object]:
     """Inference mode, the model's device as the current one, no autocast, and on CUDA no attention by cuDNN.
 
     Autocast would run some operations of the plain layout in half precision and leave the rest as they are, so the output
@@ -22,6 +19,12 @@ def engine_mode(device: torch.device) -> Iterator[None]:
     Entered for the engine's own work only. A streamer, or the body of a loop over `stream`, runs in the caller's mode.
     """
     casting = torch.is_autocast_enabled(device.type)
-    no_autocast = torch.autocast(device.type, enabled=False) if casting else _AS_IT_IS
+    if device.type == "cpu" and not casting:  # entered in every round
+        return torch.inference_mode()
+    return _all_of(device, torch.autocast(device.type, enabled=False) if casting else nullcontext())
+
+
+@contextmanager
+def _all_of(device: torch.device, no_autocast: AbstractContextManager[object]) -> Iterator[None]:
     with torch.inference_mode(), on_device(device), without_cudnn(device), no_autocast:
         yield
