@@ -103,6 +103,16 @@ class KVCache:
             raise ValueError(f"length must be in [0, {self.length}], the rows that every layer holds, got {length}")
         self._rows = [length] * len(self._rows)
 
+    def take(self, source: KVCache, length: int) -> None:
+        """Copy the first `length` rows of another cache of the same model, and hold these rows alone.
+
+        Raises ValueError if they do not fit.
+        """
+        self.declare(length)
+        with torch.inference_mode():  # either cache may have been made in it
+            self.values[:, :, :length] = source.values[:, :, :length]
+            self.keys[..., :length] = source.keys[..., :length]
+
     def declare(self, length: int) -> None:
         """Every layer holds exactly these rows: written by somebody else than `run_layers`, by captured graphs for one."""
         if not 0 <= length <= self.max_length:

@@ -121,6 +121,10 @@ class MeasuredCost:
         return cls(**{**values, **lists})
 
 
+DRAFTING_ON = 0.25
+"""Share of the other texts that still draft when a text drafts on: each stops by its own confidence."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompanyCost:
     """What each of `texts` texts pays for its part of passes that they share, where all do alike.
@@ -140,14 +144,21 @@ class CompanyCost:
         return self._pass(self.num_layers, self.texts) + _at(self.alone.head_seconds, self.texts) / self.texts
 
     def look(self, exit_layer: int) -> float:
-        head = _at(self.alone.head_seconds, self.texts)
-        return max(head + self.alone.draft_seconds, 0.1 * head) / self.texts
+        together = self._together
+        head = _at(self.alone.head_seconds, together)
+        return max(head + self.alone.draft_seconds, 0.1 * head) / together
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         rows = (num_drafts + 1) * self.texts
-        drafting = (num_drafts + 1) * self._pass(exit_layer, self.texts) + num_drafts * self.look(exit_layer)
+        step = exit_layer * _at(self.alone.layer_seconds, self._together) / self._together
+        drafting = self._pass(exit_layer, self.texts) + num_drafts * (step + self.look(exit_layer))
         verifying = self._pass(self.num_layers - exit_layer, rows) + _at(self.alone.head_seconds, rows) / self.texts
         return drafting + verifying + self.alone.round_seconds / self.texts
+
+    @property
+    def _together(self) -> float:
+        """Texts that share a draft step: of the others so many draft on when this one does."""
+        return 1 + (self.texts - 1) * DRAFTING_ON
 
     def in_company(self, texts: int) -> CostModel:
         return self.alone.in_company(texts)
@@ -188,12 +199,12 @@ class WithPreVerifier:
         return replace(self, cost=self.cost.in_company(texts), pass_cost=self.pass_cost)
 
 
-def _at(seconds: Sequence[float], rows: int) -> float:
-    """Entry for `rows` rows, or the last two continued in a line (never downwards)."""
-    if rows <= len(seconds):
-        return seconds[rows - 1]
-    slope = max(seconds[-1] - seconds[-2], 0.0)
-    return seconds[-1] + slope * (rows - len(seconds))
+def _at(seconds: Sequence[float], rows: float) -> float:
+    """Entry for `rows` rows, between two the line between them, and behind the last the last two's (never downwards)."""
+    if rows >= len(seconds):
+        return seconds[-1] + max(seconds[-1] - seconds[-2], 0.0) * (rows - len(seconds))
+    below = seconds[int(rows) - 1]
+    return below + (rows - int(rows)) * (seconds[int(rows)] - below)
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:

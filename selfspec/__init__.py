@@ -3,6 +3,7 @@
 from selfspec.batch import BatchError
 from selfspec.engine import Engine, GenerationResult, Progress
 from selfspec.generator import SelfSpecGenerator, Streamer
+from selfspec.integrations.custom_generate import custom_generate
 from selfspec.sampling import NonFiniteLogitsError
 from selfspec.stats import GenerationStats
 
@@ -18,4 +19,5 @@ __all__ = [
     "SelfSpecGenerator",
     "Streamer",
     "__version__",
+    "custom_generate",
 ]

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from layerskip_models.kernels.threads import settle as settle_threads
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
+from selfspec.messages import Messages
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
 from selfspec.round import Committed, read_prompts, run_round
@@ -121,7 +122,7 @@ class Engine:
         """Memory of the KV caches of its texts."""
         return sum(seat.cache_bytes for seat in self._seats.values())
 
-    def add(self, prompt: str | list[int] | Tensor, **options: object) -> int:
+    def add(self, prompt: str | list[int] | Tensor | Messages | None = None, **options: object) -> int:
         """Let a text join. Arguments and errors are those of `SelfSpecGenerator.generate`, without `streamer`.
 
         Returns its ticket. Nothing is run before the next step.
@@ -227,6 +228,7 @@ class Engine:
         elif isinstance(committed.error, NonFiniteLogitsError):
             seat.clear()
         if result is not None or committed.error is not None:
+            seat.leaves_text = committed.error is None
             self.cancel(seat.ticket)
         return Progress(
             ticket=seat.ticket, tokens=committed.tokens, record=committed.record, result=result, error=committed.error
@@ -259,22 +261,26 @@ class _Seat:
         self._records: list[RoundRecord] = []
         self._first_token_seconds = 0.0
         self._closed = False
+        self.leaves_text = False
+        """Whether a later text may go on from this one's rows."""
         bound, request = checked.bound, checked.request
         try:
             self._place = self._held.enter_context(
-                bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens)
+                bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens, request.prompt)
             )
             policy, self.at_work = self._held.enter_context(company.use(checked.policy))
             self.captured = self._place.captured
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_company(texts)
-                self.text = Text(bound.model, self._place.cache, request, policy)
+                self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept)
+            self._place.share(self.text.prompt_read)
             if self.text.needs.context_layers or self.text.needs.features:
                 self.captured = None  # captures keep neither
             self._captures = 0, 0.0
             if self.captured is not None:
                 self._captures = self.captured.num_captures, self.captured.capture_seconds
                 self.captured.begin()
+            self.leaves_text = True
         except BaseException:
             self.close()
             raise
@@ -305,6 +311,8 @@ class _Seat:
         """Give everything back."""
         if not self._closed:
             self._closed = True
+            if self.leaves_text and self.checked.bound.runners.reuses:
+                self._place.leave(self.text.tokens[0, : self.text.settled], self.text.states.kept)
             self._held.close()
             self.checked.ended(perf_counter() - self.checked.started)
 
@@ -324,6 +332,7 @@ class _Seat:
             kind = "eager" if self.captured is None else "captured"
         stats = text.stats.finish(
             num_prompt_tokens=num_prompt,
+            num_reused_tokens=text.num_reused,
             seconds=perf_counter() - checked.started,
             prefill_seconds=text.prefill_seconds,
             calibration_seconds=checked.calibration_seconds,

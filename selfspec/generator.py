@@ -29,14 +29,19 @@ from selfspec.calibrate import measured_cost
 from selfspec.call import Call
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine import Checked, Engine, GenerationResult
+from selfspec.messages import Messages, encode_messages
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
-from selfspec.request import GenerationHost, make_request, refuse_unknown
+from selfspec.request import GenerationHost, Request, check_context, make_request, refuse_unknown
 from selfspec.runtime.model_source import BoundModel, ModelSource
+from selfspec.runtime.prefix_cache import PrefixCache
+from selfspec.runtime.runner_pool import KeptTexts
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
 
-_NOT_OF_ONE_TEXT = ("self", "prompt", "streamer", "unknown")
+Prompt = str | list[int] | Tensor | Messages
+
+_NOT_OF_ONE_TEXT = ("self", "prompt", "messages", "streamer", "unknown")
 
 
 class Streamer(Protocol):
@@ -62,8 +67,14 @@ class SelfSpecGenerator:
         weight) may be found only some calls later. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
+    prefix_cache: memory for the keys and values of complete texts. A prompt that begins like a kept text is read only from
+        where it differs (docs/chat.md). None: the last text is kept, and used where that changes no bit of the output, which
+        is on our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, oldest given up first;
+        the last one always stays. They are used everywhere; on PyTorch's operators that may change the last digits, as any
+        other batch size does. 0: every prompt is read from its beginning.
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
-    Raises ValueError for an unsupported architecture, a policy that does not fit the model, or another runner.
+    Raises ValueError for an unsupported architecture, a policy that does not fit the model, another runner, or a size that is
+    none.
     """
 
     def __init__(
@@ -73,8 +84,9 @@ class SelfSpecGenerator:
         policy: str | Policy | None = None,
         *,
         runner: RunnerChoice = "auto",
+        prefix_cache: int | str | None = None,
     ) -> None:
-        self._models = ModelSource(model, runner)
+        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache))
         self.tokenizer = tokenizer
         self._lock = threading.Lock()  # of `_policies`
         self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
@@ -93,16 +105,19 @@ class SelfSpecGenerator:
         device: str | torch.device = "auto",
         revision: str | None = None,
         local_files_only: bool = False,
+        prefix_cache: int | str | None = None,
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`."""
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         model = load_model(name_or_path, dtype=dtype, device=device, **options)
-        return cls(model, load_tokenizer(name_or_path, **options), policy, runner=runner)
+        tokenizer = load_tokenizer(name_or_path, **options)
+        return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
 
     def generate(
         self,
-        prompt: str | list[int] | Tensor,
+        prompt: Prompt | None = None,
         *,
+        messages: Messages | None = None,
         max_new_tokens: int | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -124,9 +139,11 @@ class SelfSpecGenerator:
         trace: bool = False,
         **unknown: object,
     ) -> GenerationResult:
-        """Continue a prompt.
+        """Continue a prompt, or answer messages.
 
-        prompt: text, token ids, or an integer tensor [n] or [1, n].
+        prompt: text, token ids, or an integer tensor [n] or [1, n]. Messages may be given here, too.
+        messages: a conversation, [{"role": "user", "content": "..."}, ...], which the tokenizer's chat template turns into
+            a prompt. If the last one is the assistant's, it is continued.
         max_new_tokens .. stop_strings: as in transformers' GenerationConfig, whose defaults and merging apply (this call
             over `generation_config` over the checkpoint's). eos_token_id=[] means never stop at a token. Without any
             length, 128 new tokens.
@@ -149,6 +166,7 @@ class SelfSpecGenerator:
         call = Call(
             self.check(
                 prompt,
+                messages=messages,
                 max_new_tokens=max_new_tokens,
                 do_sample=do_sample,
                 temperature=temperature,
@@ -182,7 +200,7 @@ class SelfSpecGenerator:
         assert call.result is not None
         return call.result
 
-    def stream(self, prompt: str | list[int] | Tensor, **options: Any) -> GenerationStream:
+    def stream(self, prompt: Prompt | None = None, **options: Any) -> GenerationStream:
         """Continue a prompt piece by piece: `for piece in generator.stream("Once"): print(piece, end="")`.
 
         options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
@@ -196,7 +214,7 @@ class SelfSpecGenerator:
 
     def generate_batch(
         self,
-        prompts: Sequence[str | list[int] | Tensor],
+        prompts: Sequence[Prompt],
         *,
         batch_size: int = DEFAULT_BATCH_SIZE,
         on_result: Callable[[int, GenerationResult], None] | None = None,
@@ -204,6 +222,7 @@ class SelfSpecGenerator:
     ) -> list[GenerationResult]:
         """Continue many prompts, `batch_size` at a time in shared passes; the next joins when a text is complete.
 
+        prompts: as in `generate`; a list of messages is one prompt.
         options: those of `generate`, without `streamer`: one value for all, or a list with one for each prompt (seeds,
             lengths, policies; of arguments that are lists themselves, such as stop_strings, a list of lists). A generator
             given for all is used by all, in the order in which they draw; seeds are each text's own.
@@ -213,6 +232,8 @@ class SelfSpecGenerator:
         """
         if isinstance(prompts, (str, Tensor)):
             raise TypeError("generate_batch takes a list of prompts; for a single one call generate")
+        if "messages" in options:
+            raise TypeError("generate_batch takes conversations as its prompts: generate_batch([messages, messages])")
         refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
         results: list[GenerationResult | None] = [None] * len(prompts)
         errors: dict[int, Exception] = {}
@@ -249,8 +270,9 @@ class SelfSpecGenerator:
 
     def check(
         self,
-        prompt: str | list[int] | Tensor,
+        prompt: Prompt | None = None,
         *,
+        messages: Messages | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
         logits_processor: LogitsProcessorList | None = None,
@@ -267,6 +289,8 @@ class SelfSpecGenerator:
         options: the arguments of `generate` that are fields of a GenerationConfig. Others are refused.
         """
         started = perf_counter()
+        if prompt is not None and messages is not None:
+            raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
         bound = self._models.bind()
         resolving = perf_counter()
@@ -274,7 +298,7 @@ class SelfSpecGenerator:
         calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
         request = make_request(
             host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
-            prompt=prompt,
+            prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer,
             generation_config=generation_config,
             options=options,
@@ -293,6 +317,41 @@ class SelfSpecGenerator:
             keep_trace=trace,
             ended=self._models.called,
         )
+
+    def check_prepared(
+        self,
+        requests: Sequence[Request],
+        *,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+    ) -> list[Checked]:
+        """Bind calls that somebody else has prepared to the model as it is now; `Engine.join` takes them.
+
+        requests: prompt ids, logits processors, stop conditions and random generators, used as they are. All run on one copy
+            of the weights. Their results have no text.
+        Raises ValueError for a request that is longer than the model's context, or a policy that does not fit.
+        """
+        started = perf_counter()
+        bound = self._models.bind()
+        resolving = perf_counter()
+        chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        calibrating = perf_counter() - resolving
+        for request in requests:
+            check_context(request.prompt.numel(), request.stops.max_new_tokens, bound.model.max_positions)
+        return [
+            Checked(
+                bound=bound,
+                request=request,
+                policy=chosen,
+                tokenizer=None,
+                started=started,
+                calibration_seconds=calibrating,
+                keep_trace=False,
+                ended=self._models.called,
+            )
+            for request in requests
+        ]
 
     def warm_up(
         self,
@@ -330,8 +389,8 @@ class SelfSpecGenerator:
     def refresh(self) -> None:
         """Copy the transformers model's weights again now, whether or not they seem to have changed.
 
-        Calls that are running end with the weights they began with. Policies keep what they have learned. Does nothing for
-        a `LayerSkipModel`, which is not copied.
+        Calls that are running end with the weights they began with. Policies keep what they have learned. A `LayerSkipModel`
+        is not copied; texts that were kept are forgotten, so it is enough after its weights were written to.
         """
         self._models.refresh()
 
@@ -339,6 +398,11 @@ class SelfSpecGenerator:
     def model(self) -> LayerSkipModel:
         """The model that the next call runs on, unless its weights have changed by then."""
         return self._models.current.model
+
+    @property
+    def kept_texts(self) -> KeptTexts:
+        """How many texts are kept for prompts that begin like them, and the memory that they take."""
+        return self._models.current.runners.kept_texts
 
     @property
     def runner(self) -> RunnerName:

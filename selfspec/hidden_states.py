@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from policies import Shadow, ShadowTokens
 from selfspec.shadow import DeferredShadow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptStates:
+    """What a finished text leaves of its rows' hidden states: at these layers, [layers, max_length, hidden]."""
+
+    layers: tuple[int, ...]
+    rows: Tensor
 
 
 class HiddenStates:
@@ -86,6 +96,19 @@ class HiddenStates:
         """So many of the round's first rows stay, from this position of the text on."""
         for layer, slot in self._slot.items():
             self._context[slot, position : position + rows] = self.round[layer - 1, :rows]
+
+    @property
+    def kept(self) -> KeptStates | None:
+        """What a later text with the same beginning may go on from; None if nothing was kept for the whole text."""
+        return KeptStates((*self._slot,), self._context) if self._slot else None
+
+    def adopt(self, kept: KeptStates | None, rows: int) -> bool:
+        """Take over the first rows of an earlier text that began alike. False if a layer of them is missing."""
+        if kept is None or not {*self._slot} <= {*kept.layers}:
+            return not self._slot
+        for layer, slot in self._slot.items():
+            self._context[slot, :rows] = kept.rows[kept.layers.index(layer), :rows]
+        return True
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
         """[stop - start, hidden] of the committed rows at these positions; see `policies.ContextStates`."""

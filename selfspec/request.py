@@ -6,7 +6,7 @@ builds the logits processors and the stopping criteria.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from selfspec.messages import are_messages, encode_messages
 from selfspec.stop_conditions import StopConditions
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -91,7 +92,8 @@ class Request:
 def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Tensor:
     """A prompt in any accepted form as int64 ids [n] on the CPU.
 
-    prompt: text (needs a tokenizer, which adds its special tokens), a list of ids, or an integer tensor [n] or [1, n].
+    prompt: text (needs a tokenizer, which adds its special tokens), messages (need its chat template), a list of ids, or an
+    integer tensor [n] or [1, n].
     Raises ValueError when it is empty, of another shape, or holds an id outside the vocabulary; TypeError for other types.
     """
     if isinstance(prompt, str):
@@ -101,6 +103,8 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
         if ids.numel() == 0:
             raise ValueError("the prompt is empty: give at least one token to continue")
         return ids
+    if are_messages(prompt):
+        prompt = encode_messages(prompt, tokenizer)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(p, str) for p in prompt):
         raise TypeError(f"got a list of {len(prompt)} texts: one text is decoded at a time, call generate for each")
     if isinstance(prompt, Tensor):
@@ -154,6 +158,26 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
         meant = _MEANT.get(name) or next(iter(get_close_matches(name, known, 1)), None)
         hint = f": did you mean {meant}?" if meant else f"; it takes {', '.join(known)}"
         raise TypeError(f"generate() has no argument {name!r}{hint}")
+
+
+def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> None:
+    """Raise ValueError for a configuration that sets a field which does not apply to this engine."""
+    for name, neutral in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in neutral and name not in allowed:
+            raise ValueError(
+                f"{name}={value!r} does not apply to self-speculative decoding of one sequence: leave it unset"
+            )
+
+
+def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
+    """Raise ValueError where a prompt and all its new tokens are longer than the model's context."""
+    total = num_prompt + max_new_tokens
+    if total > context:
+        raise ValueError(
+            f"prompt ({num_prompt}) + max_new_tokens ({max_new_tokens}) = {total} tokens exceed this model's context "
+            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
+        )
 
 
 def make_generator(
@@ -211,12 +235,7 @@ def make_request(
         config.do_sample, config.temperature = False, 1.0
     if never_stops:
         config.eos_token_id = None
-    for name, neutral in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise ValueError(
-                f"{name}={value!r} does not apply to self-speculative decoding of one sequence: leave it unset"
-            )
+    refuse_fields(config)
 
     context, vocab_size = host.config.max_position_embeddings, host.config.vocab_size
     ids = encode_prompt(prompt, tokenizer, vocab_size)
@@ -230,13 +249,8 @@ def make_request(
                 f"max_length={config.max_length} leaves no room behind a prompt of {num_prompt} tokens: "
                 "raise it, or set max_new_tokens"
             )
-    total = num_prompt + config.max_new_tokens
-    if total > context:
-        raise ValueError(
-            f"prompt ({num_prompt}) + max_new_tokens ({config.max_new_tokens}) = {total} tokens exceed this model's context "
-            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
-        )
-    config.max_length = total
+    check_context(num_prompt, config.max_new_tokens, context)
+    config.max_length = num_prompt + config.max_new_tokens
     if config.min_new_tokens is not None:  # in transformers it takes precedence over min_length
         config.min_length = num_prompt + config.min_new_tokens
 

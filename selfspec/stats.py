@@ -18,6 +18,7 @@ from policies import RoundRecord
 class GenerationStats:
     """Statistics of one call.
 
+    num_reused_tokens: of the prompt, whose keys and values an earlier text had left; prefill read the others.
     num_new_tokens: with the first one, which prefill yields. acceptance_rate and accepted_per_round: None if nothing was
     drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
     a round. rounds_by_exit_layer, rounds_by_length: how many rounds exited after each layer and drafted so many tokens (0: a
@@ -38,6 +39,7 @@ class GenerationStats:
     """
 
     num_prompt_tokens: int
+    num_reused_tokens: int
     num_new_tokens: int
     rounds: int
     num_drafted: int
@@ -125,6 +127,7 @@ class StatsBuilder:
         num_captures: int = 0,
         capture_seconds: float = 0.0,
         calibration_seconds: float = 0.0,
+        num_reused_tokens: int = 0,
     ) -> GenerationStats:
         """The statistics. seconds: of the whole call; first_token: until the first token was committed."""
         decode_seconds = seconds - first_token
@@ -135,6 +138,7 @@ class StatsBuilder:
         num_new = 1 + self.round_tokens
         return GenerationStats(
             num_prompt_tokens=num_prompt_tokens,
+            num_reused_tokens=num_reused_tokens,
             num_new_tokens=num_new,
             rounds=self.rounds,
             num_drafted=self.num_drafted,

@@ -17,7 +17,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, Piece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
-from selfspec.hidden_states import HiddenStates
+from selfspec.hidden_states import HiddenStates, KeptStates
 from selfspec.passes import Outcome, Passes, Turn
 from selfspec.request import Request
 from selfspec.sampling import Sampler, non_finite
@@ -38,10 +38,18 @@ class Planned:
 class Text:
     """A text from its prompt to its stop.
 
-    cache: empty, with room for the prompt and all new tokens. policy: of this text alone while it lasts.
+    cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
+    that the prompt begins with. kept_states: that text's hidden states. policy: of this text alone while it lasts.
     """
 
-    def __init__(self, model: LayerSkipModel, cache: KVCache, request: Request, policy: Policy) -> None:
+    def __init__(
+        self,
+        model: LayerSkipModel,
+        cache: KVCache,
+        request: Request,
+        policy: Policy,
+        kept_states: KeptStates | None = None,
+    ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
         self.needs = policy.needs
@@ -63,12 +71,30 @@ class Text:
         )  # fmt: skip
         self._prompt_rows = self.needs.prompt_rows_for(self.length, request.stops.max_new_tokens)
         self.states.reserve(self._prompt_rows)
+        self.num_reused = self._reuse(kept_states)
         self.pending = -1  # the last committed token, not yet run through any layer
         self.num_new = 0
         self.stop_reason: StopReason | None = None
         self.stats = StatsBuilder()
         self.prefill_seconds = 0.0
         self._rows_learned = self._rows_seen = 0  # of rounds
+
+    def _reuse(self, kept: KeptStates | None) -> int:
+        """Roll back to the rows that need not be read: all but the last, and those that the policy learns from."""
+        rows = min(self.cache.length, self.length - max(self._prompt_rows, 1))
+        if not self.states.adopt(kept, rows):
+            rows = 0
+        self.cache.roll_back(rows)
+        return rows
+
+    @property
+    def settled(self) -> int:
+        """Rows of the cache that are those of committed tokens, wherever the text was broken off."""
+        return min(self.length - 1, self.cache.length)
+
+    def prompt_read(self) -> Tensor:
+        """The tokens of the prompt whose rows the cache holds, int64 [rows] on the CPU. Any thread may ask."""
+        return self.request.prompt[: self.cache.length]
 
     @property
     def reading(self) -> bool:

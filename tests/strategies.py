@@ -66,7 +66,7 @@ class GreedyCase:
         return Policy(ScriptedExit([(exit_layer, self.lengths[exit_layer - 1])]), rule)
 
 
-_processors = st.fixed_dictionaries(
+processor_options = st.fixed_dictionaries(
     {},
     optional={
         "repetition_penalty": st.sampled_from([0.7, 1.2, 2.0]),
@@ -89,7 +89,7 @@ greedy_cases = st.builds(
     model=st.integers(0, POOL_SIZE - 1),
     prompt=prompts,
     max_new_tokens=st.one_of(st.integers(1, 10), st.integers(8, 20)),
-    options=st.one_of(_nothing, _processors),
+    options=st.one_of(_nothing, processor_options),
     stop_at=st.one_of(st.none(), st.tuples(st.sampled_from(["eos_token_id", "stop_strings"]), st.integers(1, 12))),
     lengths=st.lists(st.integers(0, MAX_LENGTH), min_size=6, max_size=6),
     stopping=st.one_of(

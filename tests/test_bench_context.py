@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from scripted_policies import ScriptedExit
 from tiny_llama import tiny_llama, tiny_tokenizer
 from typer.testing import CliRunner
 
 from bench.commands.bench_app import app
-from bench.machine.context import long_prompt, prefix_kept, usable_contexts
+from bench.machine.context import usable_contexts
 from bench.record import Line, read_record
 from bench.report.context_tables import context_headline, time_beside_reading
 from bench.report.markdown import sections
-from layerskip_models import from_transformers
-from policies import Needs, Policy
-from selfspec import SelfSpecGenerator
-
-
-def test_a_kept_prefix_gives_the_same_text_without_running_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And policies learn the same of the prompt's last rows."""
-    generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
-    prompt = long_prompt(tiny_tokenizer(), 60).ids
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": []}
-    learning = ScriptedExit([(2, 3)], Needs(shadow_layers=(1, 2, 3), prompt_rows=5))
-    policies = ("ar", "ls:2-3", "auto:cost=layers", Policy(learning))
-    expected = [generator.generate(prompt, policy=policy, **options).new_tokens for policy in policies]
-    rows: list[int] = []
-    original = generator.model.run_layers
-
-    def counted(hidden: Any, start: int, *rest: Any) -> Any:
-        if start == 0 and hidden.shape[0] > 1:
-            rows.append(hidden.shape[0])
-        return original(hidden, start, *rest)
-
-    monkeypatch.setattr(generator.model, "run_layers", counted)
-    with prefix_kept(generator.model, 59):
-        generator.resolve_policy("auto:cost=layers").reset()
-        for policy, tokens in zip(policies, expected):
-            assert generator.generate(prompt, policy=policy, **options).new_tokens == tokens
-    assert sum(rows) <= 4 * 33  # of 240: the last rows, which policies may learn from
-    assert generator.model.run_layers is counted
-    before, within = learning.prompts
-    assert torch.equal(before.tokens, within.tokens)
-    assert torch.equal(before.target_tokens, within.target_tokens)
-    torch.testing.assert_close(before.confidences, within.confidences)
 
 
 def lines(plain: dict[int, float]) -> list[Line]:
@@ -109,8 +74,11 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     memory = {line["context"]: line for line in found if line["kind"] == "memory"}
     assert memory[32]["kv_bytes"] == 4 * 2 * 8 * 4 * (32 + 12)  # layers, keys and values, head_dim, bytes, positions
     assert all(line["peak_bytes"] > line["kv_bytes"] for line in memory.values())
+    turns = [line for line in found if line["kind"] == "turn"]
+    assert [(line["repeat"], line["context"]) for line in turns] == [(0, 16), (1, 16)]  # 32 + 12 + 32 are too many
+    assert all((line["prompt_tokens"], line["reused_tokens"]) == (16 + 12 + 16, 16 + 11) for line in turns)
     parts = sections(found)
-    assert set(parts) == {"headline", "glance", "contexts", "memory", "machine"}
+    assert set(parts) == {"headline", "glance", "contexts", "turns", "memory", "machine"}
     assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]
     page = record.with_suffix(".html")
     assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0

@@ -224,7 +224,12 @@ def test_a_glance_at_many_engines_keeps_those_that_matter():
     assert rows["auto8"][3] == "2.00×"  # over plain decoding on its own weights
 
 
-PAGES = ["README.md", "docs/benchmarks.md", *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/chat.md",
+    *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

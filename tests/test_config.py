@@ -99,7 +99,7 @@ def test_bad_prompts(engine: SelfSpecGenerator, prompt: Any, error: type[Excepti
         ("max_tokens", TypeError, "'max_tokens': did you mean max_new_tokens"),
         ("temprature", TypeError, "'temprature': did you mean temperature"),
         ("no_repeat_ngram_size", TypeError, "set it in a GenerationConfig"),
-        ("xyzzy", TypeError, "'xyzzy'; it takes prompt, max_new_tokens"),
+        ("xyzzy", TypeError, "'xyzzy'; it takes prompt, messages, max_new_tokens"),
     ],
 )
 def test_arguments_that_generate_does_not_have(

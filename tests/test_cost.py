@@ -91,9 +91,11 @@ def test_company_by_hand() -> None:
     )
     pair = alone.in_company(2)
     assert pair.autoregressive() == pytest.approx((4 * 12 + 6) / 2)
-    assert pair.look(1) == pytest.approx((6 + 1) / 2)
-    # Two drafts after layer 1: three rows through it for each text, six rows through the other three layers and the head.
-    assert pair.round(1, 2) == pytest.approx((3 * 12 + 2 * (6 + 1) + 3 * 16 + 10) / 2)
+    # A text that drafts on shares the step with a quarter of the other.
+    assert pair.look(1) == pytest.approx((5.25 + 1) / 1.25)
+    # Two drafts after layer 1: a pass that both texts share, two with a quarter of the other, and two looks; then six rows
+    # through the other three layers and the head.
+    assert pair.round(1, 2) == pytest.approx(12 / 2 + 2 * (11.25 + 5.25 + 1) / 1.25 + (3 * 16 + 10) / 2)
     assert alone.in_company(1) is alone
     assert pair.in_company(4).autoregressive() == pytest.approx((4 * 14 + 8) / 4)
     # Drafts gain less in company: all accepted, two drafts give 3 tokens.

@@ -50,7 +50,7 @@ def batch(
         sizes = parse_range(texts, "--texts")
         samples = encoded(prompts, max(*sizes, 4), open_tokenizer(checkpoint), prompt_tokens)
         network = load_network(checkpoint, dtype, device)
-        generator = SelfSpecGenerator(from_transformers(network))
+        generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
         engines: list[BatchEngine] = [SelfSpecBatch(generator, name, name) for name in policy or ["ar", "auto"]]
         for engine in engines:
             generator.resolve_policy(engine.label)

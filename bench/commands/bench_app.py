@@ -116,11 +116,11 @@ def peers(
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         kinds = llama_cpp_kinds(llama_cpp or [], device)
         network = load_network(checkpoint, dtype, device)
-        generator = SelfSpecGenerator(from_transformers(network))
+        generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
         # The first engine is the one whose outputs are compared with.
         engines: list[Engine] = [SelfSpecEngine(generator, name) for name in ("ar", policy_name, DEFAULT_POLICY)]
         if int8:
-            rounded = SelfSpecGenerator(from_transformers(network, layout="int8"))
+            rounded = SelfSpecGenerator(from_transformers(network, layout="int8"), prefix_cache=0)
             engines += [SelfSpecEngine(rounded, name, weights="int8") for name in ("ar", DEFAULT_POLICY)]
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
         engines += llama_cpp_engines(network, kinds, longest)

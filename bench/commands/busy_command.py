@@ -56,7 +56,7 @@ def busy(
         levels = sorted({0, *parse_range(processes, "--processes")})
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         network = load_network(checkpoint, dtype, device)
-        generator = SelfSpecGenerator(from_transformers(network))
+        generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
     engines: list[Timed] = [TimedSelfSpec(generator, "ar", "plain"), TimedSelfSpec(generator, "auto", "auto")]
     if peers:
         engines.append(TimedTransformers(network))

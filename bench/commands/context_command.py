@@ -57,7 +57,7 @@ def context(
     device: DeviceOption = "auto",
     output: OutputOption = None,
 ) -> None:
-    """tokens/s, time to the first token and peak memory at several lengths of the prompt; greedy.
+    """tokens/s, time to the first token, of the next turn as well, and peak memory at several lengths of the prompt; greedy.
 
     Contexts beyond the model's positions are left out.
     """
@@ -74,7 +74,7 @@ def context(
         lengths = usable_contexts(wanted, max_new_tokens, skip.max_positions)
     for left_out in sorted(set(wanted) - set(lengths)):
         typer.echo(f"{left_out} tokens of context: beyond the model's {skip.max_positions} positions", err=True)
-    generator = SelfSpecGenerator(skip)
+    generator = SelfSpecGenerator(skip, prefix_cache=0)
     prompts = [long_prompt(tokenizer, length) for length in lengths]
     weights = WeightBytes.of(skip)
     heads = weights.head if weights.draft_head == weights.head else weights.head + weights.draft_head
@@ -116,5 +116,8 @@ def context(
                 bandwidth.measure()
                 for place in behind:
                     place.decode(repeat, record.write, advance)
+                    turn = place.turn(repeat) if prefill else None
+                    if turn is not None:
+                        record.write(turn)
         record.write({"kind": "limits", **bandwidth.as_line(), "kv_bytes": weights.kv})
     show(record.lines)

@@ -55,7 +55,7 @@ def roofline(
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
+        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
     network = generator.model
     cost = measured_cost(network, generator.runner)
     weights = WeightBytes.of(network)

@@ -128,6 +128,7 @@ def run(
         generator = SelfSpecGenerator(
             open_model(checkpoint, dtype, on) if network is None else from_transformers(network),
             runner=resolve_runner(runner, workers.device),
+            prefix_cache=0,
         )
         num_layers = generator.model.num_layers
         parse = partial(

@@ -103,7 +103,7 @@ def sweep(
                 " generating"
             )
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device))
+        generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
         for named in grid:
             if "pacer" in named.name:
                 generator.resolve_policy(named.name)

@@ -1,16 +1,15 @@
 """Speed and memory over the length of the context: what a long text costs beside reading its keys and values.
 
-A prompt is run through the layers once per context, timed; what decoding costs there is then measured with every policy on
-the same cache, which its generator keeps between calls: all but the last rows of the prompt are not run again. Contexts take
-turns, so that slow drift of the machine meets all alike.
+A prompt is read once per context, timed; what decoding costs there is then measured with every policy on the same cache,
+which its generator keeps between calls (`prefix_cache`): all but the last rows of the prompt are not read again. The next
+turn of a conversation is timed in the same way: the text so far, and a message behind it. Contexts take turns, so that slow
+drift of the machine meets all alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,15 +23,14 @@ from bench.machine.memory import peak_bytes
 from bench.machine.roofline import best_fixed
 from bench.record import Line
 from layerskip_models import LayerSkipModel
-from layerskip_models.kv_cache import KVCache
 from policies import CostModel
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import synchronize
 
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""
-_LEARNED = 32
-"""Most rows of a prompt that a policy learns from."""
+MESSAGE_TOKENS = 32
+"""Of what the next turn of a conversation adds."""
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
@@ -41,33 +39,6 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     repeated = ids.repeat(-(-num_tokens // ids.numel()))[:num_tokens]
     return EncodedPrompt(id=f"context-{num_tokens}", task="context", ids=repeated)
-
-
-@contextmanager
-def prefix_kept(model: LayerSkipModel, length: int) -> Iterator[None]:
-    """Within it, rows below `length` are not run: the cache must hold these rows from an earlier call.
-
-    But for the last few, which policies may learn from; run for all alike, so that all decode behind the same rows.
-    """
-    original, known = model.run_layers, length - _LEARNED
-
-    def run_layers(
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        cache: KVCache,
-        capture: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
-        if isinstance(cache, KVCache) and cache.position(start, stop) < known:
-            kept = min(hidden.shape[0], known - cache.position(start, stop))
-            cache.extend(start, stop, kept)
-            if kept == hidden.shape[0]:
-                return hidden
-            return torch.cat([hidden[:kept], original(hidden[kept:], start, stop, cache, capture)])
-        return original(hidden, start, stop, cache, capture)
-
-    with patch.object(model, "run_layers", run_layers):
-        yield
 
 
 def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
@@ -92,47 +63,63 @@ class Context:
     def __init__(
         self, model: LayerSkipModel, prompt: EncodedPrompt, *, max_new_tokens: int, prefill: bool, cost: CostModel
     ) -> None:
-        self._generator = SelfSpecGenerator(model)
+        self._generator = SelfSpecGenerator(model, prefix_cache=1)  # the last text, on every device
         self._prompt = prompt
         self._max_new_tokens = max_new_tokens
         self._size = prompt.ids.numel()
-        # The cache has a row for every token of the runs that follow, which therefore take it over.
-        with nullcontext() if prefill else _unread(model, self._size - 1):
-            first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
+        if not prefill:
+            self._fill()
+        first = self._generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
         self._tokens = first.new_tokens
         seconds = first.stats.time_to_first_token if prefill else None
         self.prefill: Line = {"kind": "prefill", "context": self._size, "time_to_first_token": seconds}
-        with prefix_kept(model, self._size - 1):
-            self._policies = ["ar", best_fixed(self._generator, prompt, max_new_tokens, cost), "auto"]
-            for policy in self._policies:
-                _decode(self._generator, policy, prompt, max_new_tokens)
+        self._policies = ["ar", best_fixed(self._generator, prompt, max_new_tokens, cost), "auto"]
+        for policy in self._policies:
+            _decode(self._generator, policy, prompt, max_new_tokens)
+
+    def _fill(self) -> None:
+        """Keep a text that begins as the prompt does, of random keys and values."""
+        bound = self._generator.check(self._prompt.ids).bound
+        with bound.runners.lend(self._size + self._max_new_tokens) as place:
+            for values in (place.cache.keys, place.cache.values):
+                values.normal_()
+            place.leave(self._prompt.ids[:-1], None)
 
     def decode(self, repeat: int, write: Callable[[Line], None], advance: Callable[[str], None]) -> None:
         """Plain decoding, the fixed setting that is best here by replay, and auto, each repeat from another one on.
 
         Writes a "decode" line for each.
         """
-        with prefix_kept(self._generator.model, self._size - 1):
-            for offset in range(len(self._policies)):
-                policy = self._policies[(repeat + offset) % len(self._policies)]
-                line = _decode(self._generator, policy, self._prompt, self._max_new_tokens)
-                equal = line.pop("new_tokens") == self._tokens
-                write({**line, "repeat": repeat, "outputs_equal": equal, "role": _role(policy)})
-                advance(policy)
+        for offset in range(len(self._policies)):
+            policy = self._policies[(repeat + offset) % len(self._policies)]
+            line = _decode(self._generator, policy, self._prompt, self._max_new_tokens)
+            equal = line.pop("new_tokens") == self._tokens
+            write({**line, "repeat": repeat, "outputs_equal": equal, "role": _role(policy)})
+            advance(policy)
 
+    def turn(self, repeat: int) -> Line | None:
+        """Time to the first token of a conversation's next turn: prompt, answer and a message, of which the message is new.
 
-@contextmanager
-def _unread(model: LayerSkipModel, length: int) -> Iterator[None]:
-    """Within it, a new cache is full of random keys and values, and rows below `length` are not run."""
-
-    def filled(model: LayerSkipModel, max_length: int) -> KVCache:
-        cache = KVCache(model, max_length)
-        for values in (cache.keys, cache.values):
-            values.normal_()
-        return cache
-
-    with prefix_kept(model, length), patch("selfspec.runtime.runner_pool.KVCache", filled):
-        yield
+        The policy is `auto`, which has up to 32 rows of the prompt's end read again, to learn from them. None if too few
+        positions are left.
+        """
+        message = self._prompt.ids[:MESSAGE_TOKENS]
+        conversation = torch.cat([self._prompt.ids, torch.tensor(self._tokens), message])
+        new = (
+            1 + repeat
+        )  # one more each time: what is kept is always copied into a longer cache, as in a real conversation
+        if conversation.numel() + new > self._generator.model.max_positions:
+            return None
+        _decode(self._generator, "auto", self._prompt, self._max_new_tokens)  # the turn before: this is kept now
+        stats = self._generator.generate(conversation, max_new_tokens=new, policy="auto", **GREEDY).stats
+        return {
+            "kind": "turn",
+            "context": self._size,
+            "repeat": repeat,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "reused_tokens": stats.num_reused_tokens,
+            "time_to_first_token": stats.time_to_first_token,
+        }
 
 
 def _role(policy: str) -> str:

@@ -45,9 +45,11 @@ def context_headline(lines: Sequence[Line]) -> str:
 
 
 def context_tables(lines: Sequence[Line]) -> list[Table]:
-    """Speed, then memory if it was measured."""
-    memory = [_memory_table(lines)] if any(line["kind"] == "memory" for line in lines) else []
-    return [_speed_table(lines), *memory]
+    """Speed, then the next turn and memory if they were measured."""
+    measured = {line["kind"] for line in lines}
+    turns = [_turn_table(lines)] if "turn" in measured else []
+    memory = [_memory_table(lines)] if "memory" in measured else []
+    return [_speed_table(lines), *turns, *memory]
 
 
 def _contexts(lines: Sequence[Line]) -> list[int]:
@@ -93,6 +95,31 @@ def _speed_table(lines: Sequence[Line]) -> Table:
 def _speed_of(lines: Sequence[Line], context: int, role: str, plain: float) -> str:
     seconds = seconds_per_token(lines, context, role)
     return f"{1 / seconds:.1f} ({plain / seconds:.2f}×)"
+
+
+def _turn_table(lines: Sequence[Line]) -> Table:
+    rows = []
+    for context in _contexts(lines):
+        turns = [line for line in lines if line["kind"] == "turn" and line["context"] == context]
+        if not turns:
+            continue
+        fresh = next(line for line in lines if line["kind"] == "prefill" and line["context"] == context)
+        seconds = median(turn["time_to_first_token"] for turn in turns)
+        rows.append(
+            (
+                str(context),
+                f"{turns[0]['prompt_tokens']} ({turns[0]['reused_tokens']} not read again)",
+                f"{1000 * fresh['time_to_first_token']:.0f}",
+                f"{1000 * seconds:.0f}",
+                f"{100 * seconds / fresh['time_to_first_token']:.1f} %",
+            )
+        )
+    return Table(
+        name="turns",
+        title="The next turn of a conversation: time to the first token when only what is new is read",
+        columns=("context", "next prompt, tokens", "first turn's TTFT, ms", "next turn's TTFT, ms", "share"),
+        rows=tuple(rows),
+    )
 
 
 def _memory_table(lines: Sequence[Line]) -> Table:

@@ -41,6 +41,7 @@ HEADINGS = {
     "agreement": "Agreement of early layers with the last",
     "calls": "Single calls",
     "contexts": "Speed over the length of the context",
+    "turns": "The next turn of a conversation",
     "memory": "Memory",
     "decoding": "Throughput while all texts decode",
     "batch": "Throughput with prompts",

@@ -80,6 +80,7 @@ def compare(
 ) -> Comparison | None:
     """Alternate `repeats` runs of each mode and compare them; warm up first (`warm_up`).
 
+    A generator with `prefix_cache=0` reads the prompt in every run; others may not.
     before_run: called with the number of the run, 0 to 2 * repeats - 1. interrupted: called after every run; a pair in which
     it returns True does not count. Returns None without a complete pair.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import transformers
@@ -31,6 +31,7 @@ DtypeOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 POLICY_HELP = (
     'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
     "docs/policies.md has all (default: auto)."
@@ -42,10 +43,14 @@ def notes_console(quiet: bool) -> Console:
     return Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
 
 
-def load_generator(model: str | None, dtype: str, device: str, notes: Console) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer."""
+def load_generator(
+    model: str | None, dtype: str, device: str, notes: Console, *, prefix_cache: int | str | None = None
+) -> SelfSpecGenerator:
+    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache: see `SelfSpecGenerator`."""
     with _loading(model, notes) as name:
-        return SelfSpecGenerator.from_pretrained(name, dtype=dtype, device=device, local_files_only=model is None)
+        return SelfSpecGenerator.from_pretrained(
+            name, dtype=dtype, device=device, local_files_only=model is None, prefix_cache=prefix_cache
+        )
 
 
 def load_reference(
@@ -91,6 +96,20 @@ def checked_output_folder(path: Path | None) -> Path | None:
     """The same for a folder of results, which is created."""
     with one_line_errors():
         return None if path is None else output_folder(path)
+
+
+def check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
+    """Whether decoding is greedy. ValueError if it is and an option would then do nothing."""
+    if options["temperature"] == 0:  # another way to ask for the likeliest token
+        options["do_sample"], options["temperature"] = False, None
+    do_sample = options["do_sample"]
+    if do_sample is None:
+        do_sample = generator.model.generation_config.do_sample
+    given = [name for name in _SAMPLING_FIELDS if options[name] is not None]
+    if given and not do_sample:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
+    return not do_sample
 
 
 @contextmanager

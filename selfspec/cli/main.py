@@ -1,4 +1,4 @@
-"""The command line: `selfspec generate`, `trace`, `inspect`, `verify`, `serve`, `train` and `train-pacer`.
+"""The command line: `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub`, `lm-eval`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -28,12 +28,14 @@ from selfspec.cli.arguments import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    check_sampling,
     checked_output_file,
     load_generator,
     notes_console,
     one_line_errors,
 )
 from selfspec.cli.batch_file import PromptLine, generate_file, read_prompts
+from selfspec.cli.chat_command import chat_command
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -43,7 +45,9 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
+from selfspec.cli.hub_command import export_hub_command
 from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
 from selfspec.pacer.fitting import train_preverifier
@@ -58,7 +62,6 @@ app = typer.Typer(
     help="LayerSkip self-speculative decoding: a Llama drafts with its first layers and verifies with the rest.",
 )
 WARM_UP_TOKENS = 16
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def main() -> None:
@@ -244,12 +247,13 @@ def generate(
                 )
             asked = read_prompts(prompts, {name: value for name, value in options.items() if value is not None})
             generator = load_generator(model, dtype, device, notes)
-            _check_sampling(generator, options)
+            check_sampling(generator, options)
             _generate_file(generator, asked, output, batch_size, notes)
             return
         text = read_prompt(prompt, file)
-        generator = load_generator(model, dtype, device, notes)
-        greedy = _check_sampling(generator, options)
+        # Runs of one prompt are timed beside each other: each reads it.
+        generator = load_generator(model, dtype, device, notes, prefix_cache=0)
+        greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             generator.resolve_policy(policy, exit_layer, num_speculations)
         session = _Session(generator, text, options, notes)
@@ -375,6 +379,7 @@ class _Session:
             )
 
 
+app.command("chat")(chat_command)
 app.command("trace")(trace_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
@@ -388,20 +393,10 @@ app.command("train-pacer")(
         "selfspec generate --policy pacer:{}",
     )
 )
-
-
-def _check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
-    """Whether decoding is greedy. ValueError if it is and an option would then do nothing."""
-    if options["temperature"] == 0:  # another way to ask for the likeliest token
-        options["do_sample"], options["temperature"] = False, None
-    do_sample = options["do_sample"]
-    if do_sample is None:
-        do_sample = generator.model.generation_config.do_sample
-    given = [name for name in _SAMPLING_FIELDS if options[name] is not None]
-    if given and not do_sample:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
-    return not do_sample
+app.command("export-hub")(export_hub_command)
+app.command(
+    "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(lm_eval_command)
 
 
 def _as_dict(

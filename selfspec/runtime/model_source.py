@@ -11,6 +11,7 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.supported import check_transformers
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import RunnerChoice, resolve_runner
+from selfspec.runtime.prefix_cache import PrefixCache
 from selfspec.runtime.runner_pool import RunnerPool
 from selfspec.runtime.weight_watch import WeightWatch
 
@@ -30,8 +31,11 @@ class ModelSource:
     Threads may share a source. A call keeps what it was handed, whatever happens to the weights while it runs.
     """
 
-    def __init__(self, model: LayerSkipModel | LlamaForCausalLM, runner: RunnerChoice) -> None:
+    def __init__(
+        self, model: LayerSkipModel | LlamaForCausalLM, runner: RunnerChoice, prefixes: PrefixCache | None = None
+    ) -> None:
         self._runner: RunnerChoice = runner
+        self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._watch: WeightWatch | None = None
@@ -62,8 +66,10 @@ class ModelSource:
                     self._watch.called(seconds)
 
     def refresh(self) -> None:
-        """Copy the weights again, changed or not."""
-        if self._source is not None:
+        """Copy the weights again, changed or not. No text that was read with the old ones is used any more."""
+        if self._source is None:
+            self.current.runners.forget()
+        else:
             with self._lock:
                 self.current = self._copied(self._source)
 
@@ -77,7 +83,7 @@ class ModelSource:
         return bound
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
-        pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._give_up_graphs)
+        pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._prefixes, self._give_up_graphs)
         return BoundModel(model, pool, PreVerifiers(model))
 
     def _give_up_graphs(self) -> None:

@@ -1,0 +1,228 @@
+"""`selfspec chat`: talk to a model in a terminal."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import (
+    POLICY_HELP,
+    DeviceOption,
+    DtypeOption,
+    check_sampling,
+    load_generator,
+    notes_console,
+    one_line_errors,
+)
+from selfspec.cli.conversation import Conversation
+from selfspec.cli.display import TextWriter, legend, summary_lines
+from selfspec.messages import PLAIN, read_template
+
+COMMANDS = {
+    "/help": "what can be typed",
+    "/system [TEXT]": "show or set the system message; it is read again with the whole conversation",
+    "/policy [NAME]": 'show or set how to speculate: "auto", "del", "ls:3-6", "ar" (plain decoding), ...',
+    "/drafts": "colour drafts by what became of them, or stop doing so",
+    "/history": "show the conversation",
+    "/stats": "what the last answer cost",
+    "/save FILE": "write the conversation as JSON; selfspec chat --load FILE goes on with it",
+    "/clear": "begin a new conversation",
+    "/exit": "leave, as Ctrl-D does",
+}
+_QUOTES = '"""'
+_SAMPLING, _CONVERSATION = "Sampling", "Conversation"
+
+
+def chat_command(
+    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help='Jinja file, or "plain" (questions and answers, for base models). '
+            "Default: the tokenizer's; plain for the demo model.",
+            rich_help_panel=_CONVERSATION,
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=_CONVERSATION)] = None,
+    load: Annotated[
+        Path | None, typer.Option(help="Go on with a conversation that /save wrote.", rich_help_panel=_CONVERSATION)
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_CONVERSATION)
+    ] = 1024,
+    policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour drafts by what became of them.")] = False,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--do-sample/--greedy", help="Default: as the checkpoint is configured.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=_SAMPLING)] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
+    notes = notes_console(False)
+    with one_line_errors():
+        template = read_template(PLAIN if chat_template is None and model is None else chat_template)
+        # The last text is kept, on every device: an answer begins as soon as the new message is read.
+        generator = load_generator(model, dtype, device, notes, prefix_cache=1)
+        if template.source is None and not getattr(generator.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
+                "for a base model"
+            )
+        options: dict[str, Any] = {
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+        }
+        check_sampling(generator, options)
+        if seed is not None:  # one source of random numbers, from which every answer draws on
+            options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
+        writer = TextWriter(Console(highlight=False))
+        conversation = Conversation(
+            generator, template, options, max_new_tokens=max_new_tokens, write=writer.write_token
+        )
+        conversation.check()
+        if load is not None:
+            conversation.load(load)
+        if system is not None:
+            conversation.system = system
+        with notes.status("Calibrating ..."):  # if the policy counts seconds
+            conversation.use_policy(generator.policy.name if policy is None else policy)
+        chat = Chat(conversation, writer, notes)
+        notes.print(_greeting(model, generator))
+        if show_drafts:
+            chat.command("/drafts")
+        chat.run(_line_reader())
+
+
+class Chat:
+    """Reads lines: commands, and messages to be answered."""
+
+    def __init__(self, conversation: Conversation, writer: TextWriter, notes: Console) -> None:
+        self._conversation, self._writer, self._notes = conversation, writer, notes
+
+    def run(self, read_line: Callable[[str], str]) -> None:
+        """Until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
+        while True:
+            try:
+                line = self._read(read_line)
+                if line in ("/exit", "/quit"):
+                    return
+                if line.startswith("/"):
+                    self.command(line)
+                elif line:
+                    self._ask(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self._notes.print("\n(/exit or Ctrl-D leaves)")
+            except (ValueError, TypeError, OSError, RuntimeError) as error:
+                self._notes.print(f"error: {' '.join(str(error).split())}")
+
+    def command(self, line: str) -> None:
+        """Do what a line that begins with a slash says. Raises ValueError if there is no such command."""
+        name, _, text = line.partition(" ")
+        text, conversation = text.strip(), self._conversation
+        if name == "/help":
+            width = max(map(len, COMMANDS))
+            self._notes.print("\n".join(f"{usage:{width}}  {meaning}" for usage, meaning in COMMANDS.items()))
+            self._notes.print(f"a message of several lines: {_QUOTES} before and after it")
+        elif name == "/system":
+            if text:
+                conversation.system = text
+            self._notes.print(f"system: {conversation.system or 'none'}")
+        elif name == "/policy":
+            if text:
+                with self._notes.status("Calibrating ..."):
+                    conversation.use_policy(text)
+            self._notes.print(f"policy: {conversation.policy}")
+        elif name == "/drafts":
+            conversation.show_drafts = not conversation.show_drafts
+            self._notes.print(legend(self._writer.shows_styles) if conversation.show_drafts else "drafts are not shown")
+        elif name == "/history":
+            self._notes.print(
+                "\n".join(f"{message['role']}: {message['content']}" for message in conversation.messages)
+            )
+        elif name == "/stats":
+            self._notes.print("\n".join(self._stats()))
+        elif name == "/save":
+            if not text:
+                raise ValueError("say where: /save FILE")
+            conversation.save(Path(text).expanduser())
+            self._notes.print(f"saved to {text}")
+        elif name == "/clear":
+            conversation.clear()
+            self._notes.print("a new conversation")
+        else:
+            raise ValueError(f"no command {name}: /help lists them")
+
+    def _ask(self, question: str) -> None:
+        conversation = self._conversation
+        try:
+            conversation.ask(question)
+        finally:
+            self._writer.write("\n")
+        if conversation.was_interrupted:
+            self._notes.print("(stopped; the conversation goes on)")
+
+    def _stats(self) -> list[str]:
+        last = self._conversation.last
+        if last is None:
+            return ["no answer yet"]
+        stats = last.stats
+        read = stats.num_prompt_tokens - stats.num_reused_tokens
+        stop = "interrupted" if self._conversation.was_interrupted else last.stop_reason
+        return [
+            *summary_lines(last, stop),
+            f"prompt of {stats.num_prompt_tokens} tokens, {read} of them read for this answer",
+        ]
+
+    def _read(self, read_line: Callable[[str], str]) -> str:
+        line = read_line("> ").strip()
+        if not line.startswith(_QUOTES):
+            return line
+        lines = [line.removeprefix(_QUOTES)]
+        while not lines[-1].endswith(_QUOTES):
+            lines.append(read_line("| "))
+        return "\n".join(lines).removesuffix(_QUOTES).strip()
+
+
+def _line_reader() -> Callable[[str], str]:
+    """Reads a line of standard input. In a terminal the arrow keys edit it and bring back earlier ones."""
+    if not sys.stdin.isatty():
+        return lambda prompt: input()
+    with suppress(ImportError):  # not every system has it
+        importlib.import_module("readline")  # input() then edits lines
+    return input
+
+
+def _greeting(model: str | None, generator: SelfSpecGenerator) -> str:
+    name = "the demo model" if model is None else model
+    lines = [
+        f"{name}, {generator.model.max_positions} tokens of context; /help lists the commands, Ctrl-C stops an answer"
+    ]
+    if model is None:
+        lines.append(
+            "It was trained on 5.7 million tokens, among them school arithmetic in this form: "
+            "Tom has 3 boxes with 4 apples each. How many apples does he have? It makes things up."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,134 @@
+"""A conversation with a model: messages, how the next answer is made, and what it cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import StoppingCriteriaList
+
+from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.cli.chat_text import StopTrimmer, before_stop
+from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.messages import ChatTemplate, are_messages, encode_messages
+from selfspec.streaming import DraftStreamer, Fate, TextStreamer
+
+
+class Conversation:
+    """Asks one question after the other. Each prompt is the whole conversation; what was read of it before is kept.
+
+    options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer, if the model has room for them. write: gets an
+    answer piece by piece as it comes, each with its fate if drafts are shown.
+    """
+
+    def __init__(
+        self,
+        generator: SelfSpecGenerator,
+        template: ChatTemplate,
+        options: dict[str, Any],
+        *,
+        max_new_tokens: int,
+        write: Callable[[str, Fate], object],
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.policy: str | None = None
+        self.show_drafts = False
+        self.last: GenerationResult | None = None
+        self.was_interrupted = False
+        self._generator, self._template, self._options = generator, template, options
+        self._max_new_tokens, self._write = max_new_tokens, write
+
+    @property
+    def system(self) -> str | None:
+        """The system message, or None."""
+        first = self.messages[0] if self.messages else {}
+        return first["content"] if first.get("role") == "system" else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        rest = self.messages if self.system is None else self.messages[1:]
+        self.messages = [*([] if text is None else [{"role": "system", "content": text}]), *rest]
+
+    def clear(self) -> None:
+        """Begin anew, with the same system message."""
+        self.messages = [] if self.system is None else self.messages[:1]
+        self.last = None
+
+    def use_policy(self, name: str) -> None:
+        """From the next answer on. Raises ValueError if there is no such policy."""
+        self._generator.resolve_policy(name)
+        self.policy = name
+
+    def check(self) -> None:
+        """Raises ValueError if there is no template for messages."""
+        self._encode([{"role": "user", "content": "."}])
+
+    def ask(self, question: str) -> None:
+        """Get an answer, and write it while it comes. Ctrl-C ends it; what there is of it is then the answer.
+
+        Raises ValueError, and forgets the question, if it cannot be asked: with no room left for an answer, say.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        answer = self._answer(self._encode(asked))
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON."""
+        path.write_text(json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        """Go on with messages that `save` wrote. Raises ValueError for another file."""
+        try:
+            messages = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a saved conversation: {error}") from error
+        texts = are_messages(messages) and all(
+            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
+        )
+        if not texts:
+            raise ValueError(f'{path} is not a saved conversation: a list of {{"role": ..., "content": ...}}')
+        self.messages = [dict(message) for message in messages]
+
+    def _encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        return encode_messages(messages, self._generator.tokenizer, self._template)
+
+    def _answer(self, prompt: list[int]) -> str:
+        tokenizer, context = self._generator.tokenizer, self._generator.model.max_positions
+        assert tokenizer is not None
+        room = context - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens, the model has room for {context}: begin a new one with /clear"
+            )
+        written: list[str] = []
+
+        def write(text: str, fate: Fate) -> None:
+            if fate != "rejected":
+                written.append(text)
+            self._write(text, fate)
+
+        trimmer = StopTrimmer(self._template.stops, write)
+        streamer = TextStreamer(tokenizer, trimmer.push)
+        if self.show_drafts:
+            streamer = DraftStreamer(tokenizer, trimmer.push)
+        self.last, interrupt = None, InterruptCriteria()
+        try:
+            with interrupt:
+                self.last = self._generator.generate(
+                    prompt,
+                    max_new_tokens=min(self._max_new_tokens, room),
+                    stop_strings=[*self._template.stops] or None,
+                    policy=self.policy,
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([interrupt]),
+                    **self._options,
+                )
+        except KeyboardInterrupt:  # pressed again, or before the first token
+            interrupt.requested = True
+        trimmer.finish()
+        self.was_interrupted = interrupt.requested
+        if self.last is None or self.last.text is None:
+            return "".join(written)
+        return before_stop(self.last.text, self._template.stops)

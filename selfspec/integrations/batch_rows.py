@@ -1,0 +1,200 @@
+"""The rows of a prepared batch of transformers' `generate`, each as a call of its own.
+
+The engine pads nothing: a row's prompt comes without its padding. Whatever transformers prepared for the batch (logits
+processors, stopping criteria) is given the row as it is in the batch, padding included, because that is what it would see in
+plain `generate`, and what lengths such as `min_new_tokens` are counted in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    TopHLogitsWarper,
+    WatermarkLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
+
+from selfspec.sampling import PREFIX_FREE
+
+_ROW_BY_ROW = (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    TopHLogitsWarper,
+    WatermarkLogitsProcessor,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+"""Processors and criteria that treat all rows of a batch alike, so that one row can be given alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchRow:
+    """One row of a batch: its place, the ids that pad it on the left, int64 [1, p], and its prompt, int64 [n]."""
+
+    index: int
+    batch_size: int
+    padding: Tensor
+    prompt: Tensor
+
+    def padded(self, ids: Tensor) -> Tensor:
+        """The row's text, [1, length], as the batch has it: behind its padding."""
+        return torch.cat([self.padding.to(ids.device), ids], dim=1) if self.padding.numel() else ids
+
+    @property
+    def alone(self) -> bool:
+        """Whether the batch is nothing but this row."""
+        return self.batch_size == 1 and not self.padding.numel()
+
+
+def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> list[BatchRow]:
+    """The rows of a batch, without their padding.
+
+    input_ids: int64 [rows, length]. attention_mask: [rows, length], zeros only on the left; None if nothing is padded.
+    position_ids: [rows or 1, length]; each row must count from 0 behind its padding.
+    Raises ValueError for padding elsewhere, an empty row, or other positions.
+    """
+    num_rows, length = input_ids.shape
+    ids = input_ids.detach().to("cpu", torch.long, copy=True)
+    mask = torch.ones(ids.shape, dtype=torch.bool) if attention_mask is None else attention_mask.to("cpu") != 0
+    rows = []
+    for index in range(num_rows):
+        padding = length - int(mask[index].sum())
+        if padding == length:
+            raise ValueError(f"row {index} of the batch holds nothing but padding: give every row at least one token")
+        if bool(mask[index, :padding].any()):
+            raise ValueError(
+                f"row {index} of the batch is not padded on the left (its attention_mask has zeros behind ones): "
+                "set padding_side='left' in the tokenizer, and pass its attention_mask"
+            )
+        rows.append(
+            BatchRow(
+                index=index, batch_size=num_rows, padding=ids[index : index + 1, :padding], prompt=ids[index, padding:]
+            )
+        )
+    if position_ids is not None:
+        _check_positions(rows, position_ids.to("cpu").expand(num_rows, -1))
+    return rows
+
+
+def _check_positions(rows: list[BatchRow], positions: Tensor) -> None:
+    for row in rows:
+        given = positions[row.index, row.padding.numel() :]
+        if not torch.equal(given, torch.arange(row.prompt.numel(), dtype=given.dtype)):
+            raise ValueError("position_ids other than 0, 1, 2, .. behind the padding are not supported: leave them out")
+
+
+class RowProcessor(LogitsProcessor):
+    """A logits processor of a batch, for one row of it.
+
+    A processor that may keep something for each row of the batch is given as many copies of the row as there are rows, and
+    what it makes of the row's own place is taken.
+    """
+
+    def __init__(self, processor: Any, row: BatchRow) -> None:
+        self._processor, self._row = processor, row
+        self._copies = 1 if type(processor) in _ROW_BY_ROW else row.batch_size
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: int64 [1, length], without padding. scores: float32 [1, vocab]."""
+        ids, row = self._row.padded(input_ids), self._row.index
+        if self._copies == 1:
+            return self._processor(ids, scores)
+        return self._processor(ids.repeat(self._copies, 1), scores.repeat(self._copies, 1))[row : row + 1]
+
+
+def row_processors(processors: Sequence[Any], row: BatchRow) -> LogitsProcessorList:
+    """What transformers prepared for a batch, for one row."""
+    if row.alone:
+        return LogitsProcessorList(processors)
+    return LogitsProcessorList([_of_row(processor, row) for processor in processors])
+
+
+def _of_row(processor: Any, row: BatchRow) -> Any:
+    if type(processor) in PREFIX_FREE:  # these see no text, and the engine runs them over many positions at once
+        return processor
+    if type(processor) is RepetitionPenaltyLogitsProcessor:
+        ignored = processor.prompt_ignore_length  # for each row, if there is padding
+        if isinstance(ignored, Tensor):
+            ignored = ignored[row.index : row.index + 1]
+        own = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+        return RowProcessor(own, BatchRow(index=0, batch_size=1, padding=row.padding, prompt=row.prompt))
+    return RowProcessor(processor, row)
+
+
+class RowCriterion(StoppingCriteria):
+    """A stopping criterion of a batch, for one row of it; copies of the row as in `RowProcessor`."""
+
+    def __init__(self, criterion: Any, row: BatchRow) -> None:
+        self._criterion, self._row = criterion, row
+        self._copies = 1 if type(criterion) in _ROW_BY_ROW else row.batch_size
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """input_ids: int64 [1, length], without padding."""
+        answer = self._criterion(self._row.padded(input_ids).repeat(self._copies, 1), scores)
+        if isinstance(answer, Tensor) and answer.numel() == self._copies:
+            return answer.reshape(-1)[self._row.index if self._copies > 1 else 0]
+        return answer
+
+
+def row_criteria(criteria: Sequence[Any], row: BatchRow) -> StoppingCriteriaList:
+    """What ends the batch's rows, for one row."""
+    return StoppingCriteriaList(criteria if row.alone else [RowCriterion(criterion, row) for criterion in criteria])
+
+
+class StopTogether:
+    """When rows end that nothing replaces by padding: all at once, with the last of them.
+
+    Without an EOS token transformers goes on with every row until none is left that a criterion has not ended, and the
+    tokens that a row got meanwhile are in the output.
+    """
+
+    def __init__(self, num_rows: int, max_new_tokens: int) -> None:
+        self._max_new_tokens = max_new_tokens
+        self._ended: list[int | None] = [None] * num_rows
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of every row in the output, once all have ended."""
+        return max((count for count in self._ended if count is not None), default=self._max_new_tokens)
+
+    def criterion(self, criteria: StoppingCriteriaList, row: BatchRow) -> StoppingCriteria:
+        """For one row, instead of its own criteria."""
+        return _WithTheLast(self, criteria, row)
+
+    def ended(self, row: int, count: int, holds: bool) -> bool:
+        """Whether a row may end at `count` new tokens, where its own criteria hold or do not."""
+        if self._ended[row] is None and (holds or count == self._max_new_tokens):
+            self._ended[row] = count
+        return None not in self._ended and count >= self.num_new
+
+
+class _WithTheLast(StoppingCriteria):
+    def __init__(self, together: StopTogether, criteria: StoppingCriteriaList, row: BatchRow) -> None:
+        self._together, self._criteria, self._row = together, criteria, row
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in self._criteria)
+        return self._together.ended(self._row.index, input_ids.shape[1] - self._row.prompt.numel(), holds)

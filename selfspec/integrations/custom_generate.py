@@ -1,0 +1,303 @@
+"""Decoding with selfspec inside transformers' own `model.generate`.
+
+    model.generate(**inputs, custom_generate=selfspec.custom_generate(policy="auto"))
+
+transformers prepares the call (configuration, lengths, logits processors, stopping criteria, masks, expanded rows), and the
+engine decodes from exactly that. Every row of the batch is a text of one engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from policies import Policy
+from selfspec.engine import Checked, Engine
+from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
+from selfspec.integrations.live_models import generator_of
+from selfspec.request import Request, encode_prompt, refuse_fields
+from selfspec.stats import GenerationStats
+from selfspec.stop_conditions import StopConditions
+
+_OF_A_BATCH = ("num_return_sequences",)
+_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+"""What transformers hands on to every callable."""
+
+
+@dataclass
+class SelfSpecOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
+
+    Scores, logits, attentions, hidden states and the cache are not kept: their fields are None.
+    """
+
+    stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
+
+
+def custom_generate(
+    policy: str | Policy | None = None,
+    *,
+    exit_layer: int | None = None,
+    num_speculations: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    streamer: BaseStreamer | None = None,
+) -> CustomGenerate:
+    """What `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
+
+    policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`; a call of `model.generate`
+        may also name its own.
+    tokenizer: for stop strings. transformers does not hand its own `tokenizer` argument on.
+    streamer: for every call; the `streamer` argument of `model.generate` works as well.
+    """
+    return CustomGenerate(policy, exit_layer, num_speculations, tokenizer, streamer)
+
+
+class CustomGenerate:
+    """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be kept and used for several models."""
+
+    def __init__(
+        self,
+        policy: str | Policy | None,
+        exit_layer: int | None,
+        num_speculations: int | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self._speculation = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
+        self._tokenizer = tokenizer
+        self._streamer = streamer
+
+    # transformers takes the names of this signature that it does not know out of what the user passed to `generate`, and
+    # passes them on. A parameter that it does prepare, such as attention_mask, must not be among them.
+    def __call__(
+        self,
+        model: LlamaForCausalLM,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        stop_strings: str | list[str] | None = None,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | SelfSpecOutput:
+        """Called by transformers, which has prepared everything but streamers and stop strings.
+
+        Returns int64 [rows, length] on the device of `input_ids`, rows that ended early filled with the padding token; or
+        a `SelfSpecOutput`. Raises ValueError for what the engine does not do, by name.
+        """
+        return self.run(
+            arguments_of_generate(sys._getframe(1)),
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            stop_strings=stop_strings,
+            policy=policy,
+            exit_layer=exit_layer,
+            num_speculations=num_speculations,
+            **model_kwargs,
+        )
+
+    def run(
+        self,
+        given: Mapping[str, Any],
+        model: LlamaForCausalLM,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        stop_strings: str | list[str] | None = None,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | SelfSpecOutput:
+        """A prepared call. given: arguments of `generate` that transformers has not handed on."""
+        if given.get("assistant_model") is not None:
+            raise ValueError(_refusal("assistant_model"))
+        streamer = given.get("streamer")
+        if streamer is None and self._streamer is not None:
+            streamer = self._streamer
+            streamer.put(input_ids.cpu())
+        speculation = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
+        if all(value is None for value in speculation.values()):
+            speculation = self._speculation
+        criteria = StoppingCriteriaList(stopping_criteria)
+        try:
+            if stop_strings is not None:
+                criteria.append(_stop_string_criterion(stop_strings, self._tokenizer))
+            return _decode(
+                model, input_ids, logits_processor, criteria, generation_config, streamer, speculation, model_kwargs
+            )
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{name}={value!r}" for name, value in self._speculation.items() if value is not None)
+        return f"selfspec.custom_generate({named})"
+
+
+def _decode(
+    model: LlamaForCausalLM,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    speculation: dict[str, Any],
+    model_kwargs: dict[str, Any],
+) -> Tensor | SelfSpecOutput:
+    _refuse(config, processors, model_kwargs)
+    rows = split_rows(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    if streamer is not None and len(rows) > 1:
+        raise ValueError(f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each")
+    generator = generator_of(model)
+    requests, together = _requests(model, rows, input_ids.shape[1], processors, criteria, bool(config.do_sample))
+    texts, stats = _run(generator.check_prepared(requests, **speculation), streamer)
+    if together is not None:
+        texts = [text[: together.num_new] for text in texts]
+    sequences = _padded(input_ids, texts, config)
+    if config.return_dict_in_generate:
+        return SelfSpecOutput(sequences=sequences, stats=stats)
+    return sequences
+
+
+def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError, by name, for what would otherwise be ignored."""
+    refuse_fields(config, allowed=_OF_A_BATCH)
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r}: selfspec keeps a KV cache of its own, leave it unset"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False: selfspec always uses its own KV cache, leave it unset")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _PREPARED:
+            raise ValueError(_refusal(name))
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        raise ValueError(_refusal("past_key_values"))
+    if any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
+        raise ValueError(
+            "a SynthID watermark counts the calls of its processor, which drafts would miscount: leave it out"
+        )
+
+
+def _refusal(name: str) -> str:
+    return f"{name} does not apply to selfspec's decoding: leave it out"
+
+
+def _requests(
+    model: LlamaForCausalLM,
+    rows: Sequence[BatchRow],
+    length: int,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    do_sample: bool,
+) -> tuple[list[Request], StopTogether | None]:
+    """What each row asks of the engine, and how the rows end together where they do.
+
+    length: of the padded prompts, from which transformers counts.
+    """
+    # Ours are decided on the host. The user's own criterion of these types has replaced the one that was prepared.
+    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    max_new_tokens = max(1, min(lengths) - length)
+    eos = [int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()]
+    others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+    together = None
+    if others and len(rows) > 1 and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        together = StopTogether(len(rows), max_new_tokens)
+    # From PyTorch's own generator, as transformers draws: `torch.manual_seed` makes a call repeatable.
+    seeds = torch.randint(2**63 - 1, (len(rows),), device="cpu").tolist() if do_sample else None
+    requests = []
+    for row in rows:
+        own = row_criteria(others, row)
+        if together is not None:
+            own = StoppingCriteriaList([together.criterion(own, row)])
+        source = None if seeds is None else torch.Generator(device=model.device).manual_seed(seeds[row.index])
+        requests.append(
+            Request(
+                prompt=encode_prompt(row.prompt, None, model.config.vocab_size),
+                processors=row_processors(processors, row),
+                stops=StopConditions(eos=frozenset(eos), criteria=own, max_new_tokens=max_new_tokens),
+                generator=source,
+            )
+        )
+    return requests, together
+
+
+def _run(checked: Sequence[Checked], streamer: BaseStreamer | None) -> tuple[list[list[int]], list[GenerationStats]]:
+    """Decode all rows together. Returns the new tokens of each, and its statistics."""
+    results: dict[int, tuple[list[int], GenerationStats]] = {}
+    with Engine() as engine:
+        tickets = [engine.join(call) for call in checked]
+        while len(engine):
+            for progress in engine.step():
+                if progress.error is not None:
+                    raise progress.error
+                if streamer is not None:
+                    for token in progress.tokens:  # one at a time, as transformers gives them
+                        streamer.put(torch.tensor([token], device="cpu"))
+                if progress.result is not None:
+                    results[progress.ticket] = progress.result.new_tokens, progress.result.stats
+    return [results[ticket][0] for ticket in tickets], [results[ticket][1] for ticket in tickets]
+
+
+def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
+    """The prompts as they came with the new tokens behind them, short rows filled with the padding token."""
+    longest = max(map(len, texts))
+    fill = getattr(config, "_pad_token_tensor", None)
+    if fill is None and any(len(text) < longest for text in texts):
+        raise ValueError("rows ended at different lengths, and there is no pad_token_id to fill them with: set one")
+    new = torch.tensor([[*text, *[int(fill or 0)] * (longest - len(text))] for text in texts], dtype=torch.long)
+    return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+
+
+def _stop_string_criterion(
+    stop_strings: str | list[str], tokenizer: PreTrainedTokenizerBase | None
+) -> StopStringCriteria:
+    if tokenizer is None:
+        raise ValueError(
+            "stop_strings need the tokenizer, which transformers does not hand on: selfspec.custom_generate(tokenizer=...)"
+        )
+    return StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
+
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
+    """The arguments of `model.generate` that transformers keeps to itself, if it is the caller.
+
+    `generate` hands neither its streamer nor its assistant model to a callable. One would stay silent for ever, the other be
+    ignored; so they are looked up where they are.
+    """
+    if caller is None or caller.f_code is not _GENERATE:
+        return {}
+    return {name: caller.f_locals.get(name) for name in ("streamer", "assistant_model")}

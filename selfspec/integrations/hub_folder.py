@@ -1,0 +1,125 @@
+"""`selfspec export-hub`: a checkpoint folder whose `generate` is selfspec's, for whoever loads it with transformers.
+
+`from_pretrained(FOLDER, trust_remote_code=True)` puts the function of `custom_generate/generate.py` in the place of
+`model.generate`. Without `trust_remote_code` the folder is the ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData, snapshot_download
+
+from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.loading import load_config
+from policies import MeasuredCost, parse_policy
+from selfspec import __version__
+from selfspec.defaults import DEFAULT_POLICY, SETTINGS_FILE
+
+WEIGHTS = ("*.safetensors",)
+FILES = (
+    "config.json", "generation_config.json", "*.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "LICENSE*", SETTINGS_FILE, "pacer/*",
+)  # fmt: skip
+"""What belongs to a checkpoint besides its weights; its README is read for the card."""
+
+GENERATE = '''\
+"""transformers runs this instead of `model.generate`: self-speculative decoding with selfspec."""
+
+from selfspec.integrations.hub_generate import hub_generate
+
+POLICY = {policy!r}
+
+
+def generate(*arguments, model, **options):
+    """As transformers' `generate`; `policy`, `exit_layer` and `num_speculations` may be given as well."""
+    return hub_generate(model, arguments, options, policy=POLICY)
+'''
+
+_CARD = """\
+# {title}, decoding with selfspec
+
+This folder decodes with selfspec: the first layers draft a few tokens, and the rest verify them in one pass. The weights are
+unchanged, and so is the output: greedy text is the model's own, samples follow its distribution.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "PATH_OR_NAME_OF_THIS_FOLDER"
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+inputs = tokenizer("def fibonacci(n):", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+
+`pipeline("text-generation", name, trust_remote_code=True)` and `transformers serve FOLDER --trust-remote-code` do the same.
+`trust_remote_code=True` runs `custom_generate/generate.py`, a few lines that call the installed package `selfspec`
+(see `custom_generate/requirements.txt`). Without it this is an ordinary checkpoint.
+
+The policy is `{policy}`; a call may name another, as in `model.generate(**inputs, policy="ls:3-4")`.
+"""
+
+
+def export_hub(
+    name_or_path: str | Path, folder: str | Path, *, policy: str = DEFAULT_POLICY, link: bool = False
+) -> Path:
+    """Write a folder that transformers decodes from with selfspec.
+
+    name_or_path: a hub name or a checkpoint's folder. folder: made here; it must be empty if it exists.
+    policy: the name of the policy for calls that name none. link: make links to the weights instead of copies.
+    Returns the folder. Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a
+    checkpoint that cannot be read, FileExistsError for a folder with something in it.
+    """
+    name = resolve_checkpoint(name_or_path)
+    config = load_config(name)
+    _check_policy(policy, config.num_hidden_layers)
+    target = Path(folder)
+    if target.is_dir() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty: give a new folder")
+    source = Path(name)
+    if not source.is_dir():
+        with clear_errors(name):
+            source = Path(snapshot_download(name, allow_patterns=[*WEIGHTS, *FILES, "README.md"]))
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        relative = path.relative_to(source)
+        is_weight = any(fnmatch(str(relative), pattern) for pattern in WEIGHTS)
+        if not is_weight and not any(fnmatch(str(relative), pattern) for pattern in FILES):
+            continue
+        (target / relative).parent.mkdir(parents=True, exist_ok=True)
+        if link and is_weight:
+            (target / relative).symlink_to(path.resolve())
+        else:
+            shutil.copyfile(path, target / relative)
+    code = target / "custom_generate"
+    code.mkdir()
+    (code / "generate.py").write_text(GENERATE.format(policy=policy), encoding="utf-8")
+    (code / "requirements.txt").write_text(f"selfspec>={__version__}\n", encoding="utf-8")
+    (target / "README.md").write_text(_card(name, source, policy), encoding="utf-8")
+    return target
+
+
+def _check_policy(policy: str, num_layers: int) -> None:
+    """ValueError for a name that is wrong, or does not fit a model of so many layers."""
+    names = {part.strip().partition(":")[0] for part in policy.split("+")}
+    if "pacer" not in names:  # that one can be judged only with its pre-verifier's files
+        cost = MeasuredCost(num_layers=num_layers, layer_seconds=(1.0, 1.0), head_seconds=(1.0, 1.0))
+        parse_policy(policy, num_layers=num_layers, measure=lambda: cost)
+
+
+def _card(name: str, source: Path, policy: str) -> str:
+    """The README: how to use the folder, then the checkpoint's own card, whose metadata (its licence, say) is kept."""
+    original = source / "README.md"
+    found = ModelCard.load(original, ignore_metadata_errors=True) if original.is_file() else None
+    data = ModelCardData() if found is None else found.data
+    data.tags = sorted({*(data.tags or []), "custom_generate", "layerskip", "selfspec"})
+    data.library_name = data.library_name or "transformers"
+    data.pipeline_tag = data.pipeline_tag or "text-generation"
+    if not Path(name).is_dir():
+        data.base_model = data.base_model or name
+    text = _CARD.format(title=Path(name).name, policy=policy)
+    if found is not None:
+        text += f"\n---\n\n{found.text.strip()}\n"
+    return f"---\n{data.to_yaml()}\n---\n\n{text}"

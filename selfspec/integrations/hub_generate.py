@@ -1,0 +1,58 @@
+"""What the `custom_generate/generate.py` of an exported folder calls: `generate` with selfspec, from its raw arguments."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin, LlamaForCausalLM
+
+from policies import Policy
+from selfspec.integrations.custom_generate import SelfSpecOutput, arguments_of_generate, custom_generate
+
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+
+
+def hub_generate(
+    model: LlamaForCausalLM, arguments: tuple[Any, ...], options: dict[str, Any], *, policy: str | Policy | None = None
+) -> Tensor | SelfSpecOutput:
+    """`model.generate(*arguments, **options)`, decoded with selfspec.
+
+    Besides the arguments of transformers' `generate`, `policy`, `exit_layer` and `num_speculations` may be among the options.
+    policy: where none of these is given. An explicit `custom_generate` goes before all that.
+    Returns and raises what `custom_generate`'s callable does. Unlike there, stop strings of a configuration work as well.
+    """
+    bound = _SIGNATURE.bind(model, *arguments, **options).arguments
+    others = bound.pop("kwargs", {})
+    del bound["self"]
+    if bound.get("custom_generate") is None:
+        decode = custom_generate(policy, tokenizer=others.pop("tokenizer", None))
+        bound["custom_generate"] = decode
+        stops = _stop_strings(model, bound, others)
+        if stops is not None:
+            # Without `stop_strings` in its signature, so that the None among the options reaches the configuration.
+            def decode_to_a_stop(
+                model: LlamaForCausalLM, input_ids: Tensor, **prepared: Any
+            ) -> Tensor | SelfSpecOutput:
+                given = arguments_of_generate(sys._getframe(1))
+                return decode.run(given, model, input_ids, stop_strings=stops, **prepared)
+
+            bound["custom_generate"] = decode_to_a_stop
+    return GenerationMixin.generate(model, **bound, **others)
+
+
+def _stop_strings(model: LlamaForCausalLM, bound: dict[str, Any], others: dict[str, Any]) -> Any:
+    """The call's stop strings, taken out of its arguments: transformers raises where it finds some, tokenizer or not."""
+    config = bound.get("generation_config")
+    given = others.pop("stop_strings", None)
+    configured = None if config is None else config.stop_strings
+    if configured is not None:
+        bound["generation_config"] = copy.deepcopy(config)
+        bound["generation_config"].stop_strings = None
+    of_the_model = model.generation_config.stop_strings
+    if of_the_model is not None:
+        others["stop_strings"] = None
+    return next((stops for stops in (given, configured, of_the_model) if stops is not None), None)

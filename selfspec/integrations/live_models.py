@@ -1,0 +1,29 @@
+"""One generator for each transformers model that somebody decodes with, for as long as the model lives."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+from weakref import WeakKeyDictionary, proxy
+
+from transformers import LlamaForCausalLM
+
+from selfspec.generator import SelfSpecGenerator
+
+_generators: WeakKeyDictionary[LlamaForCausalLM, SelfSpecGenerator] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def generator_of(model: LlamaForCausalLM) -> SelfSpecGenerator:
+    """The generator over a transformers model, made at the first call.
+
+    It copies the weights, and copies them again when they have changed (`SelfSpecGenerator` says what it notices). It refers
+    to the model weakly: when the model is freed, so is the copy. Call its `refresh` after writing a few numbers of a
+    weight through `.data`.
+    Raises ValueError for a model that this engine cannot run.
+    """
+    with _lock:
+        found = _generators.get(model)
+        if found is None:
+            found = _generators[model] = SelfSpecGenerator(cast(LlamaForCausalLM, proxy(model)))
+        return found

@@ -1,0 +1,51 @@
+"""What a generator keeps of complete texts, for prompts that begin like them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCache:
+    """How many texts are kept, and where they may be used.
+
+    num_bytes: for idle KV caches. The last one stays whatever its size, since the next text needs one. use: "never"; "exact",
+    where a kept row has the bits that reading it again would give; or "always".
+    """
+
+    num_bytes: int = 0
+    use: str = "exact"
+
+    @classmethod
+    def of(cls, size: int | str | None) -> PrefixCache:
+        """From a user's size: None for the last text and exact uses only, 0 for none. Raises ValueError for other things."""
+        if size is None:
+            return cls()
+        num_bytes = parse_bytes(size)
+        return cls(num_bytes=num_bytes, use="always" if num_bytes else "never")
+
+    def reuses(self, exact: bool) -> bool:
+        """Whether a prompt may go on from a kept text. exact: whether that changes no bit."""
+        return self.use == "always" or (self.use == "exact" and exact)
+
+
+def parse_bytes(size: int | str) -> int:
+    """2000, "2000", "2kB", "1.5 GB" or "1GiB" -> bytes. Raises ValueError for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", size.strip(), re.IGNORECASE) if isinstance(size, str) else None
+    if found is None or found[2].upper() not in _UNITS:
+        raise ValueError(f'prefix_cache must be a number of bytes, or a size such as "500MB" or "2GiB", got {size!r}')
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def num_alike(tokens: Tensor, prompt: Tensor) -> int:
+    """How many tokens two texts begin with alike. int64 [n] and [m] on the CPU."""
+    shorter = min(tokens.numel(), prompt.numel())
+    differs = (tokens[:shorter] != prompt[:shorter]).nonzero()
+    return int(differs[0]) if len(differs) else shorter
