@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,15 @@ def test_a_completion_is_the_offline_text(client: OpenAI, offline: SelfSpecGener
     assert 0 < extra["accepted"] <= extra["drafted"]
     # Every round brings one token beside the accepted drafts, and the prompt's end brings the first.
     assert extra["accepted"] + extra["rounds"] + 1 >= 40
+
+
+def test_the_printed_example_works(
+    server: RunningServer, offline: SelfSpecGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines = re.findall(r"(?:^    .*\n)+", page[page.index("    from openai") :], re.MULTILINE)[0]
+    exec(textwrap.dedent(lines).replace("http://127.0.0.1:8000", server.base), {})
+    assert (offline.generate(CODE, max_new_tokens=40).text or "") in capsys.readouterr().out
 
 
 def test_a_chat_answer_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
