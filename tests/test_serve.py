@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
+from selfspec.engine import Engine, Progress
 
 ROOT = Path(__file__).parent.parent
 CODE = "def fibonacci(n):\n"
@@ -77,7 +79,9 @@ def test_models(client: OpenAI) -> None:
 
 def test_a_completion_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
     expected = offline.generate(CODE, max_new_tokens=40)
-    answer = client.completions.create(model="demo", prompt=CODE, max_tokens=40, temperature=0)
+    answer = client.completions.create(
+        model="demo", prompt=CODE, max_tokens=40, temperature=0, extra_body={"policy": "ls:3-4"}
+    )
     (choice,) = answer.choices
     assert choice.text == expected.text
     assert choice.finish_reason == "length"
@@ -87,6 +91,15 @@ def test_a_completion_is_the_offline_text(client: OpenAI, offline: SelfSpecGener
     assert 0 < extra["accepted"] <= extra["drafted"]
     # Every round brings one token beside the accepted drafts, and the prompt's end brings the first.
     assert extra["accepted"] + extra["rounds"] + 1 >= 40
+
+
+def test_the_printed_example_works(
+    server: RunningServer, offline: SelfSpecGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines = re.findall(r"(?:^    .*\n)+", page[page.index("    from openai") :], re.MULTILINE)[0]
+    exec(textwrap.dedent(lines).replace("http://127.0.0.1:8000", server.base), {})
+    assert (offline.generate(CODE, max_new_tokens=40).text or "") in capsys.readouterr().out
 
 
 def test_a_chat_answer_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
@@ -128,7 +141,7 @@ def test_streams_are_the_whole_answer_in_pieces(client: OpenAI, offline: SelfSpe
 @pytest.mark.parametrize("stop", [None, " representation repre"])
 def test_shown_drafts_keep_step_with_the_text(client: OpenAI, offline: SelfSpecGenerator, stop: str | None) -> None:
     """Also where text is held back because a stop string may have begun, and where it is cut there."""
-    extra = {"show_drafts": True}
+    extra = {"show_drafts": True, "policy": "ls:3-4"}  # "auto" may find that no draft pays here
     stream = client.completions.create(
         model="demo", prompt=CODE, max_tokens=40, temperature=0, stop=stop, stream=True, extra_body=extra
     )
@@ -386,6 +399,22 @@ def test_a_disconnect_frees_the_place(server: RunningServer, streamed: bool) -> 
     assert server.metric("cancelled_texts_total") == cancelled + 3
     assert server.metric("generated_tokens_total") < tokens + 3 * 1900
     assert server.app.state.scheduler.decoding == 0
+
+
+def test_an_engine_that_fails_takes_only_its_own_texts_along(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(engine: Engine) -> list[Progress]:
+        raise MemoryError("no memory for this round")
+
+    monkeypatch.setattr(Engine, "step", broken)
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="no memory for this round"):
+            client.completions.create(model="demo", prompt=CODE, temperature=0)
+    with pytest.raises(openai.APIError, match="no memory for this round"):
+        list(client.completions.create(model="demo", prompt=CODE, temperature=0, stream=True))
+    monkeypatch.undo()
+    assert client.completions.create(model="demo", prompt=CODE, temperature=0).choices[0].text
 
 
 def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from time import perf_counter
 
@@ -44,6 +45,9 @@ class Texts:
         self._results: dict[int, GenerationResult] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, c in enumerate(choices) if c.recorder is not None}
         self._show_drafts, self._streamed = show_drafts, streamed
+        self._sent = [threading.Event() for _ in choices]  # whether all that came is sent
+        for event in self._sent:
+            event.set()
         self._jobs = [self._job(index, choice) for index, choice in enumerate(choices)]
 
     @property
@@ -97,24 +101,29 @@ class Texts:
                 piece.drafts = logs[index].take(len(piece.text))
             if piece.text or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
+            self._sent[index].set()
 
     def _job(self, index: int, choice: Choice) -> Job:
         """Its `deliver` runs in the scheduler's thread."""
         held: list[Update] = []
         sent = 0.0
 
-        def deliver(update: Update) -> None:
+        def deliver(update: Update) -> threading.Event | None:
             nonlocal sent
             held.append(update)
             ended = update.result is not None or update.progress.error is not None
             now = perf_counter()
-            if ended or (self._streamed and now - sent >= _PAUSE_SECONDS):
-                sent = now
-                try:
-                    self._loop.call_soon_threadsafe(self._came.put_nowait, (index, [*held]))
-                except RuntimeError:  # the loop is closed: nobody waits
-                    self._scheduler.cancel(self._jobs)
-                held.clear()
+            if not ended and (not self._streamed or now - sent < _PAUSE_SECONDS):
+                return None
+            sent, event = now, self._sent[index]
+            reads = event.is_set()  # else the client has not taken what came before, and is not waited for
+            event.clear()
+            try:
+                self._loop.call_soon_threadsafe(self._came.put_nowait, (index, [*held]))
+            except RuntimeError:  # the loop is closed: nobody waits
+                self._scheduler.cancel(self._jobs)
+            held.clear()
+            return event if reads and not ended else None
 
         return Job(checked=choice.checked, deliver=deliver, recorder=choice.recorder)
 

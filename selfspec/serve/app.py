@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from time import time
 from typing import Any
 
@@ -27,6 +28,7 @@ from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.translation import Choice, Translator, check_model
 from selfspec.serve.web_page import add_page
 
+_SMALL_BODY = 1 << 14  # bytes; its prompt becomes tokens within some milliseconds
 _CLIENT_LEFT = 499  # nobody reads it; the log and the metrics do
 
 
@@ -74,12 +76,12 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
-        choices = await asyncio.to_thread(translator.chat, body)
+        choices = await _translated(request, body, partial(translator.chat, body))
         return await answer(request, body, choices, ChatAnswer(settings.model_name, translator.vocabulary))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        choices = await asyncio.to_thread(translator.completions, body)
+        choices = await _translated(request, body, partial(translator.completions, body))
         return await answer(request, body, choices, CompletionAnswer(settings.model_name, translator.vocabulary))
 
     @app.get("/v1/models")
@@ -105,6 +107,14 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
     return app
+
+
+async def _translated(request: Request, body: GenerationRequest, translate: Callable[[], list[Choice]]) -> list[Choice]:
+    """In a thread of its own if that may take long: a long prompt, or a schema. Else at once, which a thread would delay."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) <= _SMALL_BODY and body.response_format is None:
+        return translate()
+    return await asyncio.to_thread(translate)
 
 
 async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Response:

@@ -14,6 +14,8 @@ from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.token_logprobs import LogprobRecorder, TokenLogprob
 
 log = logging.getLogger("selfspec.serve")
+_SEND_SECONDS = 0.003
+"""The longest wait between two rounds for tokens to be sent, which takes less than a millisecond."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,10 +36,14 @@ class Update:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """A text on its way. deliver: called from the scheduler's thread with every update; it must not block."""
+    """A text on its way.
+
+    deliver: called from the scheduler's thread with every update; it must not block. It returns an event if somebody is now
+    at work to send what came, which is set when that is done.
+    """
 
     checked: Checked
-    deliver: Callable[[Update], None]
+    deliver: Callable[[Update], threading.Event | None]
     recorder: LogprobRecorder | None = None
     submitted: float = field(default_factory=perf_counter)
     joined: float = 0.0
@@ -139,8 +145,8 @@ class Scheduler:
             while self._admit(engine):
                 self._metrics.round_texts.observe(len(self._jobs))
                 self._metrics.cache_bytes.set(engine.cache_bytes)
-                for progress in engine.step():
-                    self._deliver(progress)
+                sending = [event for progress in engine.step() if (event := self._deliver(progress))]
+                _let_send(sending)
 
     def _admit(self, engine: Engine) -> bool:
         """Between rounds: cancelled texts go, waiting ones join. Returns whether there is anything to do."""
@@ -178,19 +184,33 @@ class Scheduler:
             self._left.clear()
             self._metrics.waiting.set(len(kept))
 
-    def _deliver(self, progress: Progress) -> None:
+    def _deliver(self, progress: Progress) -> threading.Event | None:
+        """Returns an event if it is worth waiting for."""
         job = self._jobs[progress.ticket]
         logprobs = None
         if job.recorder is not None and progress.tokens:
             logprobs = job.recorder.committed(progress.tokens)
         now = perf_counter()
-        job.deliver(Update(progress=progress, logprobs=logprobs, seconds=now - job.submitted))
-        self._metrics.progressed(progress, now - (job.last_token or job.submitted), first=job.last_token is None)
+        sending = job.deliver(Update(progress=progress, logprobs=logprobs, seconds=now - job.submitted))
+        first = job.last_token is None
+        self._metrics.progressed(progress, now - (job.last_token or job.submitted), first=first)
         job.last_token = now
         if progress.result is not None or progress.error is not None:
             del self._jobs[progress.ticket]
             self._job_seconds += 0.2 * (now - job.joined - self._job_seconds)
+            return None
+        return sending
 
     def _refuse(self, jobs: Iterable[Job], error: Exception) -> None:
         for job in jobs:
             job.deliver(Update(progress=Progress(ticket=0, tokens=[], error=error)))
+
+
+def _let_send(sending: Iterable[threading.Event]) -> None:
+    """Leave the processor to the thread that sends, until it is done with these.
+
+    The next round takes all cores. A thread that wakes up meanwhile would wait for one, and then the round for the core.
+    """
+    end = perf_counter() + _SEND_SECONDS
+    for event in sending:
+        event.wait(max(0.0, end - perf_counter()))

@@ -26,6 +26,8 @@ class ServedPolicies:
     def __init__(self, generator: SelfSpecGenerator, default: str | None) -> None:
         self._generator, self._default = generator, default
         self._default_name = generator.resolve_policy(default).name
+        if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
+            measured_cost(generator.model, generator.runner)
         self._named: OrderedDict[str, Policy] = OrderedDict()
         self._lock = threading.Lock()
 
