@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from openai import OpenAI
 
 from selfspec import SelfSpecGenerator
+from selfspec.messages import read_template
 from selfspec.serve.app import make_app
-from selfspec.serve.chat_template import read_template
 from selfspec.serve.running import make_server, open_socket
 from selfspec.serve.server_settings import ServerSettings
 

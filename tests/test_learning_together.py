@@ -149,3 +149,24 @@ def test_a_policy_is_told_of_its_company() -> None:
             engine.cancel(ticket)
         engine.step()
     assert seen[0] == 1 and seen[-2:] == [4, 2]
+
+
+def test_of_texts_that_learn_together_one_learns_in_a_round() -> None:
+    """Three texts would else compute three times what one needs, and pay for it where no draft pays."""
+    generator = generator_of("plain")
+    policies = {
+        "together": parse_policy(
+            "auto:learn_every=1", num_layers=4, measure=lambda: replace(made_up_cost(4), fixed=False)
+        ),
+        "each for itself": parse_policy("auto:cost=layers,learn_every=1", num_layers=4),
+    }
+    learned: dict[str, list[int]] = {}
+    for name, policy in policies.items():
+        with generator.engine() as engine:
+            for token in (3, 9, 14):
+                engine.add([token, 5, 1], max_new_tokens=40, policy=policy, eos_token_id=[])
+            steps = [engine.step() for _ in range(8)]
+        rounds = [[progress.record for progress in step if progress.record] for step in steps]
+        learned[name] = [sum(record.shadow is not None for record in records) for records in rounds if records]
+    assert set(learned["together"]) == {1}
+    assert set(learned["each for itself"]) == {3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -247,6 +249,7 @@ def main() -> None:
     # transformers' hints and loading bars would break the progress bar; errors are still raised.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends what was started, too
     app()
 
 

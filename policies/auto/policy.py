@@ -248,6 +248,7 @@ class AutoExit:
         )
         self._needs_taught = replace(self._needs, prompt_rows=min(TUNING.prompt_rows_taught, prompt_rows))
         self._texts, self._hopeless = 1, False
+        self._plans = 0  # of all texts in company
         # Decided by time already, so texts that learn together may decide by each other's experience as well.
         timed = cost.cost if isinstance(cost, WithPreVerifier) else cost
         self.learns_together = isinstance(timed, MeasuredCost) and not timed.fixed
@@ -311,7 +312,15 @@ class AutoExit:
             exit_layer=layer,
             max_speculations=0 if layer is None else self.learner.max_speculations,
             acceptance=self.learner.layer_acceptance,
+            learn=self._learns_now(),
         )
+
+    def _learns_now(self) -> bool:
+        """Of texts that learn together one learns in a round: together they then learn as much as a text alone."""
+        if self._texts == 1 or not self.learns_together:
+            return True
+        self._plans += 1
+        return self._plans % self._texts == 0
 
     def observe_prompt(self, shadow: Shadow) -> None:
         """The prompt's last positions are the first observations."""

@@ -15,6 +15,7 @@ from selfspec.cli.arguments import (
     notes_console,
     one_line_errors,
 )
+from selfspec.messages import PLAIN, read_template
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 
@@ -57,6 +58,14 @@ def serve_command(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Texts that may wait for a place; more get status 429.", rich_help_panel=_LOAD)
     ] = 64,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(
+            help='Memory for complete texts, such as "2GB": a prompt that begins like one '
+            "is read only from where it differs. Default: the last text.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
     max_body_mb: Annotated[
         float, typer.Option(min=0.001, help="Largest request body, in MB.", rich_help_panel=_LOAD)
     ] = 4,
@@ -76,7 +85,6 @@ def serve_command(
     with one_line_errors():
         try:
             from selfspec.serve.app import make_app
-            from selfspec.serve.chat_template import PLAIN, read_template
             from selfspec.serve.running import open_socket, run
             from selfspec.serve.server_settings import ServerSettings, default_name
         except ModuleNotFoundError as error:
@@ -94,7 +102,7 @@ def serve_command(
             chat_template=template.source,
             chat_stops=template.stops,
         )
-        generator = load_generator(model, dtype, device, notes)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache)
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"

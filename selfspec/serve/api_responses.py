@@ -18,6 +18,7 @@ from openai.types.chat import chat_completion as whole
 from openai.types.chat import chat_completion_chunk as pieces
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
 
 from selfspec import __version__
 from selfspec.engine import GenerationResult
@@ -39,12 +40,17 @@ def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> Compl
     stats = [result.stats for result in results]
     prompt = sum(s.num_prompt_tokens for s in stats[::choices_per_prompt])
     new = sum(s.num_new_tokens for s in stats)
-    counts = {
+    reused = sum(s.num_reused_tokens for s in stats[::choices_per_prompt])
+    details = PromptTokensDetails(cached_tokens=reused)
+    counts: dict[str, Any] = {
         "drafted": sum(s.num_drafted for s in stats),
         "accepted": sum(s.num_accepted for s in stats),
         "rounds": sum(s.rounds for s in stats),
     }
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, **counts)  # type: ignore[arg-type]
+    total = prompt + new
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=new, total_tokens=total, prompt_tokens_details=details, **counts
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

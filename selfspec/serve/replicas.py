@@ -14,8 +14,8 @@ from ray.serve import Application
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
+from selfspec.messages import PLAIN, read_template
 from selfspec.serve.app import make_app
-from selfspec.serve.chat_template import PLAIN, read_template
 from selfspec.serve.server_settings import ServerSettings, default_name
 
 
@@ -36,6 +36,7 @@ class ReplicaOptions(BaseModel):
     policy: str | None = None
     chat_template: str | None = None
     api_key: str | None = None
+    prefix_cache: str | None = None
     batch_size: int = 8
     max_waiting: int = 8
     max_queued: int = 256
@@ -71,7 +72,10 @@ def build(options: ReplicaOptions) -> Application:
             chat_template=template.source,
             chat_stops=template.stops,
         )
-        return make_app(SelfSpecGenerator.from_pretrained(model, dtype=options.dtype, device=options.device), settings)
+        generator = SelfSpecGenerator.from_pretrained(
+            model, dtype=options.dtype, device=options.device, prefix_cache=options.prefix_cache
+        )
+        return make_app(generator, settings)
 
     deployment = serve.deployment(
         serve.ingress(load)(Replica),

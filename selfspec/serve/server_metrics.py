@@ -35,6 +35,9 @@ class ServerMetrics:
         self.round_texts = histogram("round_texts", "Texts that share a round (the batch size).", _COUNTS)
         self.cache_bytes = gauge("kv_cache_bytes", "Memory of the KV caches of the texts in the engine.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of complete texts.")
+        self.reused_tokens = counter(
+            "reused_prompt_tokens", "Tokens of prompts whose keys and values were still in memory."
+        )
         self.new_tokens = counter("generated_tokens", "Tokens that were generated.")
         self.drafted = counter("drafted_tokens", "Tokens that were drafted, by exit layer.", ("exit_layer",))
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted, by exit layer.", ("exit_layer",))
@@ -67,6 +70,7 @@ class ServerMetrics:
                 self.accepted.labels(layer).inc(accepted)
         if progress.result is not None:
             self.prompt_tokens.inc(progress.result.stats.num_prompt_tokens)
+            self.reused_tokens.inc(progress.result.stats.num_reused_tokens)
 
     def text(self) -> bytes:
         """All of them, in Prometheus' text format."""

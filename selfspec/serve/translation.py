@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine import Checked
+from selfspec.messages import ChatTemplate
 from selfspec.request import encode_prompt
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
@@ -23,7 +24,7 @@ from selfspec.serve.api_requests import (
     JsonSchemaFormat,
 )
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
-from selfspec.serve.chat_template import ChatTemplate, chat_prompt
+from selfspec.serve.chat_template import chat_prompt
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
 from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
