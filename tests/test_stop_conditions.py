@@ -162,7 +162,7 @@ def test_criteria_never_look_at_the_device_s_tokens(
 ) -> None:
     """Stop strings, a time limit and a criterion of one's own are decided on a copy of the text in the host's memory."""
     touched, tokens = Touched(), []
-    first_stop, read = StopConditions.first_stop, Text.read
+    first_stop, piece = StopConditions.first_stop, Text.next_piece
 
     def watched(self: StopConditions, block: Any, text: Any, *rest: Any) -> Any:
         touched.looking = True
@@ -173,12 +173,12 @@ def test_criteria_never_look_at_the_device_s_tokens(
         finally:
             touched.looking = False
 
-    def noted(self: Text) -> Any:
+    def noted(self: Text, *most: int) -> Any:
         tokens.append(self.tokens)
-        return read(self)
+        return piece(self, *most)
 
     monkeypatch.setattr(StopConditions, "first_stop", watched)
-    monkeypatch.setattr(Text, "read", noted)
+    monkeypatch.setattr(Text, "next_piece", noted)
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5", runner=runner)
     criterion = StopAtLength(20)
     with touched:
