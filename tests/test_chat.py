@@ -22,11 +22,12 @@ from typer.testing import CliRunner
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.cli.chat_command import COMMANDS, Chat
-from selfspec.cli.chat_text import StopTrimmer, before_stop
+from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
 from selfspec.messages import ChatTemplate
+from selfspec.stop_text import before_stop
 from selfspec.streaming import Fate
 
 TEMPLATE = ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")

@@ -17,6 +17,7 @@ from typing import Any
 from bench.engines.servers import Server, selfspec_server
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
+from selfspec.stop_text import before_stop
 
 PROMPTS = ("def fibonacci(n):\n", "Question: Tom has 3 apples and buys 4.\nAnswer:", "Once upon a time " * 40)
 LENGTHS = (1, 12, 60, 150)
@@ -197,9 +198,8 @@ def _expected() -> list[Asked]:
                     prompt, max_new_tokens=length, do_sample=False, policy="ar", stop_strings=["e", "\n\n"]
                 )
                 assert stopped.text is not None
-                places = [place for stop in ("e", "\n\n") if (place := stopped.text.find(stop)) >= 0]
                 body = {"prompt": prompt, "max_tokens": length, "temperature": 0, "stop": ["e", "\n\n"]}
-                text = stopped.text[: min(places, default=None)]
+                text = before_stop(stopped.text, ["e", "\n\n"])
                 asked.append(Asked(body, text, stopped.stats.num_new_tokens))
             for seed in (1, 2):
                 sampling: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": seed}

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from selfspec.stop_text import before_stop, open_end
 from selfspec.streaming import Fate
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of these strings."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return text[: min(found, default=len(text))]
 
 
 class StopTrimmer:
@@ -32,17 +27,12 @@ class StopTrimmer:
         text = "".join(held for held, its_fate in self._held if its_fate != "rejected")
         kept = before_stop(text, self._stops)
         self._stopped = len(kept) < len(text)
-        self._pass_on(len(kept) if self._stopped else len(text) - self._open_end(text))
+        self._pass_on(len(kept) if self._stopped else len(text) - open_end(text, self._stops))
 
     def finish(self) -> None:
         """The text ends here: what was held back is text."""
         if not self._stopped:
             self._pass_on(sum(len(piece) for piece, _ in self._held))
-
-    def _open_end(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
-        sizes = range(min(len(text), max(map(len, self._stops), default=0)), 0, -1)
-        return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in self._stops)), 0)
 
     def _pass_on(self, characters: int) -> None:
         while self._held:

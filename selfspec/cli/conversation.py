@@ -10,9 +10,10 @@ from typing import Any
 from transformers import StoppingCriteriaList
 
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.cli.chat_text import StopTrimmer, before_stop
+from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
+from selfspec.stop_text import before_stop
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 

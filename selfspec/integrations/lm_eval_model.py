@@ -26,6 +26,7 @@ from selfspec.engine import GenerationResult
 from selfspec.generator import SelfSpecGenerator
 from selfspec.integrations.log_likelihood import continuation_scores
 from selfspec.stats import GenerationStats
+from selfspec.stop_text import before_stop
 
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"}
 _Tokens = tuple[Any, list[int], list[int]]
@@ -127,9 +128,7 @@ class SelfSpecLM(TemplateLM):
 
             def on_result(index: int, result: GenerationResult) -> None:
                 context, options = requests[index].args
-                text, stops = result.text or "", _stops(options)
-                ends = [text.index(stop) for stop in stops if stop in text]
-                texts[index] = text[: min(ends)] if ends else text
+                texts[index] = before_stop(result.text or "", _stops(options))
                 self.stats.append(result.stats)
                 self.cache_hook.add_partial("generate_until", (context, options), texts[index])
                 bar.update()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from selfspec.stop_text import before_stop, open_end
 from selfspec.streaming import IncrementalDecoder
 
 
@@ -37,25 +38,17 @@ class TrimmedText:
         if self.ended:
             return ""
         text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
+        certain = before_stop(text, self._stops)
+        if len(certain) < len(text):
             self.ended, self._held = True, ""
-            return text[: min(found)]
-        kept = len(text) - max(_overlap(text, stop) for stop in self._stops)
+            return certain
+        kept = len(text) - open_end(text, self._stops)
         self._held = text[kept:]
         return text[:kept]
 
     def _release(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class StopTexts(StoppingCriteria):
