@@ -43,6 +43,20 @@ def read_template(choice: str | None) -> ChatTemplate:
     return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8"))
 
 
+def template_of(model: str | None, choice: str | None) -> ChatTemplate:
+    """What a model talks by. model: None for the demo, a base model, which takes "plain" by itself.
+
+    Raises as `read_template`.
+    """
+    return read_template(PLAIN if choice is None and model is None else choice)
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate | None = None) -> bool:
+    """Whether messages can become a prompt: by this template, or by the tokenizer's own."""
+    given = template is not None and template.source is not None
+    return given or bool(getattr(tokenizer, "chat_template", None))
+
+
 def are_messages(value: object) -> TypeGuard[Messages]:
     """Whether it is a list of mappings, right or wrong ones."""
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
@@ -60,8 +74,7 @@ def encode_messages(
         raise ValueError('messages must be a list of {"role": "user", "content": "..."}, the oldest first')
     if tokenizer is None:
         raise ValueError("messages need a tokenizer: pass one to SelfSpecGenerator, or give token ids as the prompt")
-    source = None if template is None else template.source
-    if source is None and not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer, template):
         raise ValueError(
             "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template (docs/chat.md)"
         )
@@ -69,7 +82,7 @@ def encode_messages(
     try:
         found = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            chat_template=source,
+            chat_template=None if template is None else template.source,
             add_generation_prompt=not continued,
             continue_final_message=continued,
             tokenize=True,

@@ -170,11 +170,15 @@ def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> Non
             )
 
 
+class ContextLengthError(ValueError):
+    """A prompt and its new tokens are longer than the model's context. The message says by how much."""
+
+
 def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
-    """Raise ValueError where a prompt and all its new tokens are longer than the model's context."""
+    """Raise ContextLengthError where a prompt and all its new tokens are longer than the model's context."""
     total = num_prompt + max_new_tokens
     if total > context:
-        raise ValueError(
+        raise ContextLengthError(
             f"prompt ({num_prompt}) + max_new_tokens ({max_new_tokens}) = {total} tokens exceed this model's context "
             f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
         )

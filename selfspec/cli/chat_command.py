@@ -25,7 +25,7 @@ from selfspec.cli.arguments import (
 )
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter, legend, summary_lines
-from selfspec.messages import PLAIN, read_template
+from selfspec.messages import has_template, template_of
 
 COMMANDS = {
     "/help": "what can be typed",
@@ -78,10 +78,10 @@ def chat_command(
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     notes = notes_console(False)
     with one_line_errors():
-        template = read_template(PLAIN if chat_template is None and model is None else chat_template)
+        template = template_of(model, chat_template)
         # The last text is kept, on every device: an answer begins as soon as the new message is read.
         generator = load_generator(model, dtype, device, notes, prefix_cache=1)
-        if template.source is None and not getattr(generator.tokenizer, "chat_template", None):
+        if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
                 "for a base model"

@@ -15,7 +15,7 @@ from selfspec.cli.arguments import (
     notes_console,
     one_line_errors,
 )
-from selfspec.messages import PLAIN, read_template
+from selfspec.messages import template_of
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 
@@ -89,7 +89,7 @@ def serve_command(
             from selfspec.serve.server_settings import ServerSettings, default_name
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
-        template = read_template(PLAIN if chat_template is None and model is None else chat_template)
+        template = template_of(model, chat_template)
         listening = open_socket(host, port)
         settings = ServerSettings(
             model_name=served_name or default_name(str(DEMO_PATH) if model is None else model),

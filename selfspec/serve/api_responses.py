@@ -6,6 +6,7 @@ Beyond them: `drafted`, `accepted` and `rounds` in the usage, and in a chunk of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import time
@@ -64,7 +65,7 @@ class Piece:
     drafts: dict[str, Any] | None = None
 
 
-class Answer:
+class Answer(ABC):
     """One request's answer: its id, and how its parts are written."""
 
     prefix: str
@@ -78,13 +79,13 @@ class Answer:
         }
         self._vocabulary = vocabulary
 
+    @abstractmethod
     def whole(self, parts: Sequence[Piece], used: CompletionUsage) -> str:
         """The body of an answer that is not streamed, JSON."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
         """One chunk of a stream, JSON; without a piece, the last one, with the usage."""
-        raise NotImplementedError
 
 
 class ChatAnswer(Answer):

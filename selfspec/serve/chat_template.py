@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.messages import ChatTemplate, encode_messages
+from selfspec.messages import ChatTemplate, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import Message
 
@@ -16,7 +16,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, mess
 
     Raises ApiError (status 400) without a template, and ValueError for messages that the template refuses.
     """
-    if template.source is None and not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer, template):
         raise ApiError(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template",
             param="messages",

@@ -14,7 +14,7 @@ from ray.serve import Application
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
-from selfspec.messages import PLAIN, read_template
+from selfspec.messages import template_of
 from selfspec.serve.app import make_app
 from selfspec.serve.server_settings import ServerSettings, default_name
 
@@ -61,8 +61,7 @@ def build(options: ReplicaOptions) -> Application:
 
     def load() -> FastAPI:
         model = str(DEMO_PATH) if options.model is None else options.model
-        given = PLAIN if options.chat_template is None and options.model is None else options.chat_template
-        template = read_template(given)
+        template = template_of(options.model, options.chat_template)
         settings = ServerSettings(
             model_name=options.served_name or default_name(model),
             policy=options.policy,

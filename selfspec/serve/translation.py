@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine import Checked
-from selfspec.messages import ChatTemplate
-from selfspec.request import encode_prompt
+from selfspec.messages import ChatTemplate, has_template
+from selfspec.request import ContextLengthError, encode_prompt
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
     ChatRequest,
@@ -65,8 +65,10 @@ class Translator:
     @property
     def offers(self) -> dict[str, Any]:
         """What a client cannot know: whether there is a chat template, and the policy of requests that name none."""
-        chat = self._template.source is not None or bool(getattr(self.tokenizer, "chat_template", None))
-        return {"chat": chat, "policy": self._policies.choose(None, repeats=False).name}
+        return {
+            "chat": has_template(self.tokenizer, self._template),
+            "policy": self._policies.choose(None, repeats=False).name,
+        }
 
     def chat(self, body: ChatRequest) -> list[Choice]:
         """The n answers to a conversation."""
@@ -215,9 +217,9 @@ def _bad_request(param: str) -> Iterator[None]:
     """What the engine refuses, as status 400. param: what is likely meant where the message names nothing."""
     try:
         yield
+    except ContextLengthError as error:
+        raise ApiError(str(error), param=param, code="context_length_exceeded") from None
     except (ValueError, TypeError) as error:
         message = str(error)
-        if "tokens exceed this model's context" in message:
-            raise ApiError(message, param=param, code="context_length_exceeded") from None
         named = re.match(r"(temperature|top_p|top_k|min_p|seed)\b", message)
         raise ApiError(message, param=named[1] if named else param) from None
