@@ -34,7 +34,7 @@ class CostModel(Protocol):
         ...
 
     def in_company(self, texts: int) -> CostModel:
-        """What each of so many texts pays that share their passes and do alike."""
+        """What each of so many texts pays that share their passes."""
         ...
 
 
@@ -127,10 +127,11 @@ DRAFTING_ON = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CompanyCost:
-    """What each of `texts` texts pays for its part of passes that they share, where all do alike.
+    """What each of `texts` texts pays for its part of passes that they share.
 
     Few rows cost little more than one, since the weights are read once; many cost what their arithmetic costs. So plain steps
-    become cheap in company, and drafts gain less, down to nothing.
+    become cheap in company, and drafts gain less, down to nothing. All draft from one exit and verify together; they stop
+    drafting at different tokens, so the later steps of a draft are shared by few (`DRAFTING_ON`).
     """
 
     alone: MeasuredCost

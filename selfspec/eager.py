@@ -117,7 +117,7 @@ class EagerPasses:
             looks = self._token_step(self._drafts, last, "full", steps)
             self._scores = [_Scores([look.token], [look.logit]) for look in looks]
             return
-        common = self._common_exit(self._drafts)
+        common = _common_exit(self._drafts)
         if steps is not None and common:
             lacking = [draft for draft in self._drafts if draft.lacks_last]
             if lacking:
@@ -181,7 +181,7 @@ class EagerPasses:
 
     def _look(self, drafts: Sequence[Draft]) -> list[tuple[Look, Tensor | None]]:
         """Run each draft's next row through its exit layer, and look at it with the draft head."""
-        steps, common = self._steps_for(len(drafts)), self._common_exit(drafts)
+        steps, common = self._steps_for(len(drafts)), _common_exit(drafts)
         if steps is not None and common:
             return [(look, None) for look in self._token_step(drafts, common, "draft", steps, keep=True)]
         strands, start = [_Strand(draft, draft.num_rows) for draft in drafts], 0
@@ -200,12 +200,6 @@ class EagerPasses:
                 detail = drafts[index].detail
                 found[index] = NOTHING if detail == "token" else _looks_of(choices_of(row, detail))[0], row
         return found
-
-    @staticmethod
-    def _common_exit(drafts: Sequence[Draft]) -> int:
-        """The layer at which all of these exit; 0 if there is none."""
-        exit_layer = drafts[0].exit_layer
-        return exit_layer if all(draft.exit_layer == exit_layer for draft in drafts) else 0
 
     def _leave(self, strands: Sequence[_Strand], layer: int) -> list[_Strand]:
         """Rows whose text exits here stay with its draft. The strands that go on."""
@@ -400,3 +394,9 @@ def _spoilt(verdict: Verdict, scores: _Scores) -> bool:
     if verdict.failure is None:
         return False
     return scores.logits is None or bool(scores.logits[verdict.num_accepted].isnan().any())
+
+
+def _common_exit(drafts: Sequence[Draft]) -> int:
+    """The layer at which all of these exit; 0 if there is none."""
+    exit_layer = drafts[0].exit_layer
+    return exit_layer if all(draft.exit_layer == exit_layer for draft in drafts) else 0

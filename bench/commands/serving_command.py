@@ -63,9 +63,10 @@ def serving(
         tokenizer = load_tokenizer(folder, local_files_only=True)
         count = max(sizes, default=1) * requests
         samples, prompts = _prompts(tokenizer, count, prompt_tokens)
-        generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True)
+        generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)
         generator.resolve_policy()
         options = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
+        options += ["--prefix-cache", "0"]  # every repeat reads its prompts again, as the peers do
         servers = [held.enter_context(selfspec_server(folder, options))]
         if peers and sizes:
             for continuous in (False, True):

@@ -95,14 +95,11 @@ class CustomGenerate:
         model: LlamaForCausalLM,
         input_ids: Tensor,
         *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
         stop_strings: str | list[str] | None = None,
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_speculations: int | None = None,
-        **model_kwargs: Any,
+        **prepared: Any,
     ) -> Tensor | SelfSpecOutput:
         """Called by transformers, which has prepared everything but streamers and stop strings.
 
@@ -113,14 +110,11 @@ class CustomGenerate:
             arguments_of_generate(sys._getframe(1)),
             model,
             input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
             stop_strings=stop_strings,
             policy=policy,
             exit_layer=exit_layer,
             num_speculations=num_speculations,
-            **model_kwargs,
+            **prepared,
         )
 
     def run(
