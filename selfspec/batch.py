@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -68,12 +69,12 @@ def completed(checked: Sequence[Checked], batch_size: int) -> Generator[tuple[in
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     with Engine() as engine:
         places: dict[int, int] = {}
-        waiting = iter(enumerate(checked))
+        waiting = deque(enumerate(checked))
         while True:
-            while len(engine) < batch_size and (following := next(waiting, None)) is not None:
-                index, call = following
+            while len(engine) < batch_size and waiting:
+                index, call = waiting.popleft()
                 try:
-                    places[engine.join(call)] = index
+                    places[engine.join(call, min(batch_size - len(engine) - 1, len(waiting)))] = index
                 except Exception as error:
                     yield index, error
             if not len(engine):

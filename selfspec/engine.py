@@ -130,10 +130,10 @@ class Engine:
         assert self._check is not None
         return self.join(self._check(prompt, **options))
 
-    def join(self, checked: Checked) -> int:
-        """Let an already checked call join."""
+    def join(self, checked: Checked, following: int = 0) -> int:
+        """Let an already checked call join. following: others that join before the next step, so that policies know."""
         self._next += 1
-        self._seats[self._next] = _Seat(self._next, checked, self._company, len(self._seats) + 1)
+        self._seats[self._next] = _Seat(self._next, checked, self._company, len(self._seats) + 1 + following)
         return self._next
 
     def cancel(self, ticket: int) -> None:

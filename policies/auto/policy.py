@@ -37,8 +37,8 @@ from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, S
 class AutoLearner:
     """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow.
 
-    best_layer: the exit layer whose round is worth most, None if a plain step is worth as much. layer_acceptance: by exit
-    layer, over all confidences. Both follow from the last solution.
+    best_layer: the exit layer whose round is worth most, None if a plain step is worth as much (or nearly, see `use_cost`).
+    layer_acceptance: by exit layer, over all confidences. Both follow from the last solution.
     """
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
@@ -51,9 +51,10 @@ class AutoLearner:
         self.use_cost(cost)
         self.reset()
 
-    def use_cost(self, cost: CostModel) -> None:
-        """Decide by this cost from the next solution on."""
+    def use_cost(self, cost: CostModel, margin: float = 0.0) -> None:
+        """Decide by this cost from the next solution on. margin: by which part drafts must beat plain steps."""
         self.cost = cost
+        self._margin = margin
         counts = range(self.max_speculations + 1)
         rounds = np.array([[cost.round(layer, count) for count in counts] for layer in self.layers])
         self._rounds = rounds
@@ -150,6 +151,7 @@ class AutoLearner:
             if abs(self._next_rate / self.rate - 1) < TUNING.settled:
                 break
         pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain
+        pays = pays and self._next_rate * plain >= 1 + self._margin
         self.likeliest_layer = self.layers[best]
         self.best_layer = self.likeliest_layer if pays else None
 
@@ -237,7 +239,8 @@ class AutoExit:
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
         self._cost = self.learner.cost
-        self._drift = CostDrift(self._cost) if repair else None
+        self._repair = repair
+        self._drifts: dict[int, CostDrift] = {}  # by how many texts share the passes
         self._needs = Needs(
             confidence=True,
             shadow_layers=candidates,
@@ -269,10 +272,12 @@ class AutoExit:
 
     @property
     def needs(self) -> Needs:
-        """Fewer of the next prompt's rows when earlier calls have taught enough, none where no draft can pay."""
-        if self._hopeless:
+        """Fewer of the next prompt's rows when earlier calls have taught enough, none where no draft pays."""
+        if self._hopeless or self._idle:
             return replace(self._needs, prompt_rows=0)
-        return self._needs if self.learner.known < TUNING.taught else self._needs_taught
+        if self.learner.known < TUNING.taught:
+            return self._needs
+        return replace(self._needs_taught, prompt_rows=-(-self._needs_taught.prompt_rows // self._sharing))
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
@@ -291,13 +296,23 @@ class AutoExit:
 
     def _decide_by_cost(self) -> None:
         """Solve for the present cost in the present company."""
-        cost = (self._cost if self._drift is None else self._drift.cost).in_company(self._texts)
+        drift = self._drift
+        cost = self._cost.in_company(self._texts) if drift is None else drift.cost
         if cost == self.learner.cost:  # company changes nothing, so nothing may change by company
             return
-        self.learner.use_cost(cost)
+        self.learner.use_cost(cost, margin=TUNING.margin_in_company if self._texts > 1 else 0.0)
         self._hopeless = self._texts > 1 and self.learner.hopeless
         if not self._hopeless:
             self.learner.learn()
+
+    @property
+    def _drift(self) -> CostDrift | None:
+        """What rounds in the present company say about its cost."""
+        if not self._repair:
+            return None
+        if self._texts not in self._drifts:
+            self._drifts[self._texts] = CostDrift(self._cost.in_company(self._texts), self._texts)
+        return self._drifts[self._texts]
 
     def plan(self, context: RoundContext) -> Plan:
         """The best layer and the cap, or a plain step."""
@@ -305,7 +320,8 @@ class AutoExit:
         if self._hopeless:
             return Plan(exit_layer=None, max_speculations=0, learn=False)
         layer = self.learner.best_layer
-        due = None if self._drift is None or self._texts > 1 else self._drift.due
+        drift = self._drift
+        due = None if drift is None else drift.due
         if due is not None:
             layer = self.learner.likeliest_layer if due == "draft" else None
         return Plan(
@@ -316,11 +332,19 @@ class AutoExit:
         )
 
     def _learns_now(self) -> bool:
-        """Of texts that learn together one learns in a round: together they then learn as much as a text alone."""
-        if self._texts == 1 or not self.learns_together:
-            return True
+        """Of texts that learn together one learns in a round at most: together they learn as much as a text alone."""
         self._plans += 1
-        return self._plans % self._texts == 0
+        return self._plans % (self._sharing * (TUNING.idle if self._idle else 1)) == 0
+
+    @property
+    def _sharing(self) -> int:
+        """Texts that share what they learn."""
+        return self._texts if self.learns_together else 1
+
+    @property
+    def _idle(self) -> bool:
+        """Whether texts in company know that drafts do not pay: learning is then most of what `auto` costs."""
+        return self._sharing > 1 and self.learner.best_layer is None and self.learner.known >= TUNING.taught
 
     def observe_prompt(self, shadow: Shadow) -> None:
         """The prompt's last positions are the first observations."""
@@ -329,13 +353,13 @@ class AutoExit:
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round."""
         self.learner.observe(record)
-        if self._drift is not None and self._drift.observe(record):
+        drift = self._drift
+        if drift is not None and drift.observe(record):
             self._decide_by_cost()
 
     def reset(self) -> None:
         """Back to the prior, and to the cost as it was measured."""
-        if self._drift is not None:
-            self._drift = self._drift.afresh()
+        self._drifts.clear()
         self._texts, self._hopeless = 1, False
         self.learner.use_cost(self._cost)
         self.learner.reset()

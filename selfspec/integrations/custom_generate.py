@@ -250,7 +250,7 @@ def _run(checked: Sequence[Checked], streamer: BaseStreamer | None) -> tuple[lis
     """Decode all rows together. Returns the new tokens of each, and its statistics."""
     results: dict[int, tuple[list[int], GenerationStats]] = {}
     with Engine() as engine:
-        tickets = [engine.join(call) for call in checked]
+        tickets = [engine.join(call, len(checked) - count) for count, call in enumerate(checked, 1)]
         while len(engine):
             for progress in engine.step():
                 if progress.error is not None:

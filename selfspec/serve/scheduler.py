@@ -165,10 +165,11 @@ class Scheduler:
                 if not self._waiting:
                     break
                 job = self._waiting.popleft()
+                following = min(len(self._waiting), self._batch_size - len(self._jobs) - 1)
                 self._metrics.waiting.set(len(self._waiting))
             try:
                 job.joined = perf_counter()
-                self._jobs[engine.join(job.checked)] = job
+                self._jobs[engine.join(job.checked, following)] = job
             except Exception as error:
                 log.exception("a text could not join")
                 self._refuse([job], error)
