@@ -122,7 +122,7 @@ class MeasuredCost:
 
 
 DRAFTING_ON = 0.25
-"""Share of the other texts that still draft when a text drafts on: each stops by its own confidence."""
+"""Share of the other texts that still draft when a text drafts a second token: each stops by its own confidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +145,22 @@ class CompanyCost:
         return self._pass(self.num_layers, self.texts) + _at(self.alone.head_seconds, self.texts) / self.texts
 
     def look(self, exit_layer: int) -> float:
-        together = self._together
-        head = _at(self.alone.head_seconds, together)
-        return max(head + self.alone.draft_seconds, 0.1 * head) / together
+        """The first one of a draft, which all share."""
+        return self._look(self.texts)
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
+        """All share the first draft step, and the rows that the last drafts still need; fewer share the other steps."""
         rows = (num_drafts + 1) * self.texts
-        step = exit_layer * _at(self.alone.layer_seconds, self._together) / self._together
-        drafting = self._pass(exit_layer, self.texts) + num_drafts * (step + self.look(exit_layer))
+        fewer = 1 + (self.texts - 1) * DRAFTING_ON
+        later = exit_layer * _at(self.alone.layer_seconds, fewer) / fewer + self._look(fewer)
+        shared = self._pass(exit_layer, self.texts)
+        drafting = shared + (shared + self._look(self.texts) if num_drafts else 0.0) + max(num_drafts - 1, 0) * later
         verifying = self._pass(self.num_layers - exit_layer, rows) + _at(self.alone.head_seconds, rows) / self.texts
         return drafting + verifying + self.alone.round_seconds / self.texts
 
-    @property
-    def _together(self) -> float:
-        """Texts that share a draft step: of the others so many draft on when this one does."""
-        return 1 + (self.texts - 1) * DRAFTING_ON
+    def _look(self, texts: float) -> float:
+        head = _at(self.alone.head_seconds, texts)
+        return max(head + self.alone.draft_seconds, 0.1 * head) / texts
 
     def in_company(self, texts: int) -> CostModel:
         return self.alone.in_company(texts)

@@ -91,11 +91,12 @@ def test_company_by_hand() -> None:
     )
     pair = alone.in_company(2)
     assert pair.autoregressive() == pytest.approx((4 * 12 + 6) / 2)
-    # A text that drafts on shares the step with a quarter of the other.
-    assert pair.look(1) == pytest.approx((5.25 + 1) / 1.25)
-    # Two drafts after layer 1: a pass that both texts share, two with a quarter of the other, and two looks; then six rows
-    # through the other three layers and the head.
-    assert pair.round(1, 2) == pytest.approx(12 / 2 + 2 * (11.25 + 5.25 + 1) / 1.25 + (3 * 16 + 10) / 2)
+    assert pair.look(1) == pytest.approx((6 + 1) / 2)
+    # After layer 1, one draft is a step that both texts share, a look, and a pass of the draft's own row; a second one is
+    # shared with a quarter of the other text. Then four or six rows go through the other three layers and the head.
+    assert pair.round(1, 0) == pytest.approx(pair.autoregressive())
+    assert pair.round(1, 1) == pytest.approx(12 + 3.5 + (3 * 14 + 8) / 2)
+    assert pair.round(1, 2) == pytest.approx(12 + 3.5 + (11.25 + 5.25 + 1) / 1.25 + (3 * 16 + 10) / 2)
     assert alone.in_company(1) is alone
     assert pair.in_company(4).autoregressive() == pytest.approx((4 * 14 + 8) / 4)
     # Drafts gain less in company: all accepted, two drafts give 3 tokens.

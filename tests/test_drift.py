@@ -18,14 +18,14 @@ DEAR = MeasuredCost(
 )
 
 
-def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0) -> RoundRecord:
-    """A round whose drafts are all accepted, and that takes `factor` times what TRUE says."""
-    exit_layer = plan.exit_layer
+def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0, company: int = 1) -> RoundRecord:
+    """A text's share of a round whose drafts are all accepted, and that takes `factor` times what TRUE says."""
+    exit_layer, true = plan.exit_layer, TRUE.in_company(company)
     if exit_layer is None:
-        draft, verify, drafts = 0.0, TRUE.autoregressive(), 0
+        draft, verify, drafts = 0.0, true.autoregressive(), 0
     else:
-        draft = drafts * (exit_layer * TRUE.layer_seconds[0] + TRUE.look(exit_layer))
-        verify = TRUE.round(exit_layer, drafts) - draft
+        draft = drafts * step_cost(true, exit_layer)
+        verify = true.round(exit_layer, drafts) - draft
     return RoundRecord(
         index=index,
         num_committed_before=10 + index,
@@ -39,6 +39,7 @@ def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0) 
         confidences=(0.9,) * drafts,
         draft_seconds=factor * draft,
         verify_seconds=factor * verify,
+        company=company,
     )
 
 
@@ -112,6 +113,71 @@ def test_auto_drafts_again_after_a_calibration_that_made_drafts_dear() -> None:
     repaired = run_auto(lambda: DEAR, 200)
     assert repaired[0] is None
     assert all(layer is not None for layer in repaired[100:])
+
+
+def test_in_company_a_round_is_what_all_its_texts_took() -> None:
+    """Three texts, verification at twice its price: compared after eight rounds of each kind, 48 records."""
+    drift = CostDrift(TRUE.in_company(3), 3)
+    changes = []
+    for index in range(16):
+        for text in range(3):
+            plain = index % 2 == 0
+            share = record(PLAIN if plain else DRAFT, index=index, company=3, drafts=1 + text)
+            if not plain:  # all get the same share, whatever they drafted
+                drafted = [record(DRAFT, company=3, drafts=1 + other) for other in range(3)]
+                seconds = {name: sum(getattr(one, name) for one in drafted) / 3 for name in SECONDS}
+                share = RoundRecord(**{**fields(share), **seconds, "verify_seconds": 2 * seconds["verify_seconds"]})
+            changes.append(drift.observe(share))
+    assert changes == [False] * 47 + [True]
+    true = TRUE.in_company(3)
+    assert drift.cost.round(2, 2) == pytest.approx(2 * true.round(2, 2) - 2 * step_cost(true, 2))
+
+
+SECONDS = ("draft_seconds", "verify_seconds")
+
+
+def test_rounds_in_other_company_and_of_both_kinds_say_nothing() -> None:
+    drift = CostDrift(TRUE.in_company(2), 2)
+    for index in range(200):
+        plan = DRAFT if index % 3 else PLAIN
+        assert not drift.observe(
+            record(plan, factor=1.0 + 4 * (plan is DRAFT), company=1 + 2 * (index % 2), index=index)
+        )
+        for plan in (PLAIN, DRAFT):
+            assert not drift.observe(record(plan, factor=1.0 + 4 * (plan is DRAFT), company=2, index=index))
+    assert drift.cost == TRUE.in_company(2)
+
+
+def company_of_auto(measure: Callable[[], MeasuredCost], rounds: int, texts: int) -> list[set[int | None]]:
+    """The exit layers of the rounds of texts that learn together; of their drafts half are right."""
+    policy = parse_policy("auto", num_layers=LAYERS, measure=measure)
+    layers = policy.needs.shadow_layers
+    half = torch.tensor([1, 0]).repeat(len(layers), 12)
+    right = ShadowTokens(layers=layers, tokens=half, confidences=half * 0.0 + 0.5, target_tokens=half[0] * 0 + 1)
+    policy.observe_prompt(right)
+    chosen = []
+    for index in range(rounds):
+        context = RoundContext(round_index=index, num_committed=10 + index, remaining_tokens=100, company=texts)
+        plans = [policy.exit.plan(context) for _ in range(texts)]
+        chosen.append({plan.exit_layer for plan in plans})
+        for plan in plans:
+            policy.observe(record(plan, drafts=1, index=index, company=texts))
+    return chosen
+
+
+def test_auto_ceases_to_draft_in_company_when_the_calibration_made_many_rows_cheap() -> None:
+    """As calibrated, a row more costs nothing. Truly each costs as much as the first."""
+    rows = range(1, 14)
+    cheap = MeasuredCost(num_layers=LAYERS, layer_seconds=(1.0, 1.0), head_seconds=(2.0, 2.0))
+    dear = MeasuredCost(
+        num_layers=LAYERS, layer_seconds=tuple(map(float, rows)), head_seconds=tuple(2.0 * row for row in rows)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "TRUE", dear)
+        chosen = company_of_auto(lambda: cheap, 200, 4)
+    assert all(len(layers) == 1 for layers in chosen)  # texts in company are probed together
+    assert chosen[0] != {None}
+    assert chosen[60:] == [{None}] * 140
 
 
 def test_a_reset_forgets_repairs_too() -> None:

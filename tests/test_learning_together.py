@@ -6,11 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from companies import generator_of, shared_model
 from preverifiers import random_preverification
 from scripted_policies import ScriptedExit, StopBelow, made_up_cost
 
-from policies import Plan, Policy, RoundContext, RoundRecord, parse_policy
+from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, parse_policy
+from policies.auto.constants import TUNING
 from selfspec import SelfSpecGenerator
 from selfspec.engine import Engine
 from selfspec.runtime.policy_use import use
@@ -170,3 +172,39 @@ def test_of_texts_that_learn_together_one_learns_in_a_round() -> None:
         learned[name] = [sum(record.shadow is not None for record in records) for records in rounds if records]
     assert set(learned["together"]) == {1}
     assert set(learned["each for itself"]) == {3}
+
+
+def test_those_that_join_together_are_told_how_many_they_will_be() -> None:
+    """Else the first texts of a batch would learn from their prompts as much as texts alone."""
+    told: list[int] = []
+
+    class Told(ScriptedExit):
+        def expect_company(self, texts: int) -> None:
+            told.append(texts)
+
+    generator = generator_of("plain")
+    policies = [Policy(Told([(None, 0)])) for _ in range(5)]
+    generator.generate_batch([PROMPT] * 5, max_new_tokens=3, policy=policies, batch_size=3, do_sample=False)
+    assert told[:3] == [3, 3, 3]
+    assert told[-2:] == [2, 2]  # the last two join when all before them are complete
+
+
+def test_texts_in_company_that_know_that_drafts_do_not_pay_learn_less() -> None:
+    """And nothing from their prompts. A text alone learns as ever."""
+    cost = replace(made_up_cost(4), fixed=False)
+    policy = parse_policy("auto:learn_every=1", num_layers=4, measure=lambda: cost)
+    learner = policy.exit.learner  # type: ignore[attr-defined]
+    layers = policy.needs.shadow_layers
+    wrong = torch.zeros(len(layers), 2 * TUNING.taught, dtype=torch.long)
+    policy.observe_prompt(
+        ShadowTokens(layers=layers, tokens=wrong, confidences=wrong + 0.1, target_tokens=wrong[0] + 1)
+    )
+    assert learner.known >= TUNING.taught
+    policy.expect_company(1)
+    assert policy.needs.prompt_rows > 0
+    policy.expect_company(2)
+    assert learner.best_layer is None and not learner.hopeless
+    assert policy.needs.prompt_rows == 0
+    context = RoundContext(round_index=0, num_committed=9, remaining_tokens=99, company=2)
+    learns = [policy.exit.plan(context).learn for _ in range(2 * TUNING.idle * 10)]
+    assert sum(learns) == 10
