@@ -36,7 +36,7 @@ _growing = threading.Lock()  # of any model's rotary table
 class DecoderLayer:
     """The weights of one decoder layer, fused: query, key, value in one matrix; gate and up in one.
 
-    Query and key rows are interleaved within each head (see `interleave_heads`), so that a rotary pair is adjacent.
+    On a CPU query and key rows are interleaved within each head (see `interleave_heads`), so that a rotary pair is adjacent.
     """
 
     input_norm: RMSNorm
@@ -81,7 +81,9 @@ class LayerSkipModel:
         rotary_scaling: float,
         generation_config: GenerationConfig,
         name: str | None = None,
+        interleaved: bool = True,
     ) -> None:
+        """interleaved: whether rows of queries and keys are (`interleave_heads`), and rotary is in complex numbers."""
         self.config = config
         self.generation_config = generation_config
         self.name = name
@@ -106,7 +108,7 @@ class LayerSkipModel:
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
         self._groups_rows = self.device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
-        self._real_rotary = self.device.type != "cpu"  # on CUDA complex numbers are slow and cannot be compiled
+        self._interleaved = interleaved
         self._native: NativeLayers | None = None
         if NativeLayers.possible(layers):
             self._native = NativeLayers(
@@ -159,11 +161,10 @@ class LayerSkipModel:
             wide = torch.float64 if self.dtype == torch.float64 else torch.float32
             cos = (angles.cos() * self._rotary_scaling).to(wide)
             sin = (angles.sin() * self._rotary_scaling).to(wide)
-            if self._real_rotary:
-                factors = torch.stack((cos, cos, -sin, sin), dim=-1).unflatten(-1, (2, 2))  # [positions, d/2, 2, 2]
-                self._rotary = factors.transpose(1, 2).contiguous().unsqueeze(1)
-            else:
+            if self._interleaved:
                 self._rotary = torch.complex(cos, sin).unsqueeze(1)
+            else:
+                self._rotary = torch.stack((cos, cos, -sin, sin), dim=1).unflatten(1, (2, 2)).unsqueeze(1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
@@ -258,8 +259,8 @@ class LayerSkipModel:
     def rotary(self) -> Tensor:
         """The rotary table; `prepare` may put a longer one in its place.
 
-        On a CPU complex, [positions, 1, head_dim / 2]. On CUDA real, [positions, 1, 2, head_dim / 2, 2]: for both numbers of
-        every pair the factor of the number itself (cos, cos), then that of the other one (-sin, sin).
+        With interleaved heads complex, [positions, 1, head_dim / 2]. Else real, [positions, 1, 2, 2, head_dim / 2]: for both
+        halves of a head the factors of its own numbers (cos, cos), then those of the other half's (-sin, sin).
         """
         return self._rotary
 
@@ -301,11 +302,13 @@ class LayerSkipModel:
         return head(self._final_norm(hidden)).float()
 
     def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:
-        """Rotary embedding, in place, of the first `num_rotated` interleaved heads of [rows, heads, head_dim]."""
+        """Rotary embedding, in place, of the first `num_rotated` heads of [rows, heads, head_dim]."""
         if not rotary.is_complex():
-            pairs = qkv[:, :num_rotated].unflatten(-1, (-1, 2))
+            halves = qkv[:, :num_rotated].unflatten(-1, (2, -1))
             itself, other = rotary.unbind(2)
-            torch.addcmul(pairs.flip(-1) * other, pairs, itself, out=pairs)  # in half precision from float32 products
+            torch.addcmul(
+                halves.flip(-2) * other, halves, itself, out=halves
+            )  # in half precision from float32 products
         elif self._half:
             heads = qkv[:, :num_rotated]
             pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))

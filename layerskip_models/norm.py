@@ -14,25 +14,28 @@ class RMSNorm:
     about six on a CPU (10 against 14 us for one row of 256, measured); three where the next matrix takes the factors.
     In any other dtype computed in float32 and rounded to it before the weight is applied, as transformers does: in float64,
     too, or its logits would differ by 1e-5.
+
+    live: the weight belongs to somebody who may change it in place. Then it is used as it is, in float32 as well.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, live: bool = False) -> None:
         size = weight.shape[-1]
         self._size = size
         self.eps = eps
-        self._through_float32 = weight.dtype != torch.float32
+        self._through_float32 = live or weight.dtype != torch.float32
         self._weight: Tensor | None = weight if self._through_float32 else weight * size**0.5
         self._root = torch.full((1, 1), (size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
     @property
     def factors(self) -> Tensor | None:
-        """sqrt(h) weight, float32 [hidden]; None in other dtypes, and once the next matrix has taken them."""
+        """sqrt(h) weight, float32 [hidden]; None in other dtypes, of a live weight, and once the next matrix has them."""
         return None if self._through_float32 else self._weight
 
     def fold(self) -> Tensor | None:
         """Stop applying the factors and return them, [hidden]: the caller multiplies the next matrix's columns by them.
 
-        None where that would round otherwise than transformers does (not in float32): nothing changes then.
+        None where that would round otherwise than transformers does (not in float32), and of a live weight: nothing changes
+        then.
         """
         if self._through_float32:
             return None

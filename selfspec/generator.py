@@ -59,12 +59,13 @@ class Streamer(Protocol):
 class SelfSpecGenerator:
     """Self-speculative decoding with one model: its first layers draft, the rest verify, the output stays the model's own.
 
-    model: what `layerskip_models.load_model` returns, or a transformers LlamaForCausalLM, whose weights are then copied
-        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed). Generators
-        may share either. When the weights of a transformers model change, they are copied again at the start of the next
-        call: after an optimiser's step, `load_state_dict`, a merged adapter, a replaced parameter, whether or not through
-        `.data`. **One exception:** a write through `.data` that changes only a few numbers of a tensor (a row, a single
-        weight) may be found only some calls later. Call `refresh` after such an edit.
+    model: what `layerskip_models.load_model` returns, or a transformers LlamaForCausalLM. On a CPU its weights are copied
+        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed); on CUDA
+        its parameters become views of the engine's tensors (once in memory; their numbers stay). Generators may share
+        either. When its weights change, the next call runs on the new ones: after an optimiser's step, `load_state_dict`,
+        a merged adapter, a replaced parameter, whether or not through `.data`. **One exception:** a write through `.data`
+        that changes only a few numbers of a tensor (a row, a single weight) may be found only some calls later. Call
+        `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     prefix_cache: memory for the keys and values of complete texts. A prompt that begins like a kept text is read only from
@@ -387,10 +388,10 @@ class SelfSpecGenerator:
             return captured.num_captures - before[0], captured.capture_seconds - before[1]
 
     def refresh(self) -> None:
-        """Copy the transformers model's weights again now, whether or not they seem to have changed.
+        """Take the transformers model's weights as they are now, whether or not they seem to have changed.
 
-        Calls that are running end with the weights they began with. Policies keep what they have learned. A `LayerSkipModel`
-        is not copied; texts that were kept are forgotten, so it is enough after its weights were written to.
+        Where they are copied, calls that are running end with the weights they began with. Policies keep what they have
+        learned. Texts that were kept are forgotten, so this is also enough after writing to a `LayerSkipModel`'s weights.
         """
         self._models.refresh()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -198,3 +199,23 @@ def test_calls_on_streams_of_their_own_come_in_order(cuda: torch.device) -> None
     for _ in range(5):
         with torch.cuda.stream(torch.cuda.Stream(cuda)):
             assert engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-3").new_tokens == expected
+
+
+def test_shared_weights_take_no_memory_and_keep_graphs(cuda: torch.device) -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3, vocab_size=4096, hidden_size=256, intermediate_size=512).to(cuda)
+    sizes = sum(parameter.nbytes for parameter in llama.parameters())
+    before = torch.cuda.memory_allocated()
+    model = from_transformers(llama, share=True)
+    assert torch.cuda.memory_allocated() - before < sizes / 10
+    engine = SelfSpecGenerator(llama)
+    for _ in range(2):
+        expected = reference_greedy(deepcopy(llama).cpu(), PROMPT, max_new_tokens=20)
+        assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
+        shared, captures = engine.model, engine.generate(PROMPT, max_new_tokens=20).stats.num_captures
+        assert captures == 0
+        llama(input_ids=torch.tensor([PROMPT], device=cuda), labels=torch.tensor([PROMPT], device=cuda)).loss.backward()
+        torch.optim.AdamW(llama.parameters(), lr=0.01, fused=True).step()
+    result = engine.generate(PROMPT, max_new_tokens=20)
+    assert result.new_tokens == reference_greedy(deepcopy(llama).cpu(), PROMPT, max_new_tokens=20)
+    assert engine.model is shared and result.stats.num_captures == 0
+    del model

@@ -1,13 +1,13 @@
 """From a transformers model in memory to a `LayerSkipModel`: weights are fused and laid out, layer by layer.
 
-`release` hands each layer's original weights back as soon as they are converted, so that nothing is resident twice; else they
-are copied, because the model must stay as it is.
+The weights are copied, because the model must stay as it is. `release` hands each layer's original weights back as soon as
+they are converted, so that nothing is resident twice. `share` makes the original ones views of the fused ones.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,20 +40,40 @@ def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def from_transformers(
-    model: LlamaForCausalLM, *, layout: Layout | None = None, release: bool = False
+    model: LlamaForCausalLM, *, layout: Layout | None = None, release: bool = False, share: bool = False
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
     release: False copies the weights and leaves `model` as it is (they are then resident twice, the price of a fused
         layout beside a model that stays usable); True empties `model` while converting it.
-    Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices.
+    share: the parameters of `model` become views of the fused weights instead, with the numbers that they had. Nothing is
+        resident twice, and what is written to a parameter in place is seen at once. For weights that are kept as they are:
+        on CUDA, or on a CPU layout "plain" in float32 or float64.
+    Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices, and where they
+    cannot be shared.
     """
     config = check_transformers(model)
+    if share:
+        _check_shareable(model, layout)
     with torch.inference_mode(False), torch.no_grad():
-        return _convert(model, config, layout, release)
+        return _convert(model, config, "plain" if share else layout, release, share)
 
 
-def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None, release: bool) -> LayerSkipModel:
+def _check_shareable(model: LlamaForCausalLM, layout: Layout | None) -> None:
+    weight = model.model.norm.weight
+    kept = arithmetic_dtype(weight.dtype, weight.device) == weight.dtype
+    if not kept or (layout != "plain" and weight.device.type == "cpu"):
+        raise ValueError(
+            "weights can be shared where they are kept as they are: on CUDA, or on a CPU in float32 or float64 with "
+            "layout='plain'"
+        )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError("weights made in inference mode cannot be shared: load the model outside of it")
+
+
+def _convert(
+    model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None, release: bool, share: bool
+) -> LayerSkipModel:
     decoder = model.model
     stored = decoder.norm.weight.dtype
     dtype = arithmetic_dtype(stored, decoder.norm.weight.device)
@@ -63,19 +83,17 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
     def layout_of(weight: Tensor) -> Layout:
         return default_layout(weight) if layout is None else layout
 
-    def norm(weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight.detach().to(dtype, copy=True), config.rms_norm_eps)
-
+    interleaved = interleaves(decoder.norm.weight.device) and not share
     layers = []
     for layer in decoder.layers:
-        layers.append(convert_layer(layer, config, layout_of, dtype))
+        layers.append(convert_layer(layer, config, layout_of, dtype, interleaved=interleaved, share=share))
         if release:
             _release(layer)
 
     embedding = decoder.embed_tokens.weight.detach()
     head_weight = model.lm_head.weight.detach()
     tied = head_weight.data_ptr() == embedding.data_ptr()
-    if not release:
+    if not release and not share:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
     head_weight = head_weight.to(dtype)
@@ -96,33 +114,46 @@ def _convert(model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None
         weights_dtype=stored,
         embedding=embedding,
         layers=layers,
-        final_norm=norm(decoder.norm.weight),
+        final_norm=_norm(decoder.norm.weight, config, dtype, share),
         head=head,
         draft_head=draft_head,
         inv_freq=decoder.rotary_emb.inv_freq.detach().float().clone(),
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
         generation_config=copy.deepcopy(model.generation_config),
         name=config.name_or_path or None,
+        interleaved=interleaved,
     )
     if release:
         _release(model)
     return result
 
 
-def convert_layer(
-    layer: LlamaDecoderLayer, config: LlamaConfig, layout_of: Callable[[Tensor], Layout], dtype: torch.dtype
-) -> DecoderLayer:
-    """Copy a transformers layer into the fused layout.
+def interleaves(device: torch.device) -> bool:
+    """Whether heads are interleaved there: complex numbers are slow on CUDA, and cannot be compiled."""
+    return device.type == "cpu"
 
-    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in.
+
+def convert_layer(
+    layer: LlamaDecoderLayer,
+    config: LlamaConfig,
+    layout_of: Callable[[Tensor], Layout],
+    dtype: torch.dtype,
+    *,
+    interleaved: bool,
+    share: bool = False,
+) -> DecoderLayer:
+    """A transformers layer in the fused layout.
+
+    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. interleaved: as of the
+    `LayerSkipModel` that it is for. share: its parameters become views of the fused ones, else they are copied.
     """
     norms = {
-        "qkv": RMSNorm(layer.input_layernorm.weight.detach().to(dtype, copy=True), config.rms_norm_eps),
-        "gate_up": RMSNorm(layer.post_attention_layernorm.weight.detach().to(dtype, copy=True), config.rms_norm_eps),
+        "qkv": _norm(layer.input_layernorm.weight, config, dtype, share),
+        "gate_up": _norm(layer.post_attention_layernorm.weight, config, dtype, share),
     }
     fused = {
         kind: (weight.to(dtype), None if bias is None else bias.to(dtype))
-        for kind, (weight, bias) in _fuse_layer(layer, config).items()
+        for kind, (weight, bias) in _fuse_layer(layer, config, interleaved, share).items()
     }
     layouts = {kind: layout_of(weight) for kind, (weight, _) in fused.items()}
     for kind, before in norms.items():
@@ -133,34 +164,58 @@ def convert_layer(
     return DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections)
 
 
-def _fuse_layer(layer: LlamaDecoderLayer, config: LlamaConfig) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Weight and bias of the four fused projections of a transformers layer, as new tensors."""
+def _norm(weight: Tensor, config: LlamaConfig, dtype: torch.dtype, share: bool) -> RMSNorm:
+    weight = weight.detach()
+    return RMSNorm(weight if share else weight.to(dtype, copy=True), config.rms_norm_eps, live=share)
+
+
+def _fuse_layer(
+    layer: LlamaDecoderLayer, config: LlamaConfig, interleaved: bool, share: bool
+) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Weight and bias of the four fused projections of a transformers layer; as new tensors, unless they are shared."""
     attention, mlp = layer.self_attn, layer.mlp
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-
-    def fuse(parts: list[Tensor | None]) -> Tensor | None:
-        return None if parts[0] is None else torch.cat([p.detach() for p in parts if p is not None])
-
-    def interleaved(values: Tensor | None, count: int) -> Tensor | None:
-        return None if values is None else interleave_heads(values.detach(), count)
-
-    def copied(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.detach().clone()
-
-    def qkv(field: str) -> Tensor | None:
-        query, key, value = (getattr(p, field) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        return fuse([interleaved(query, heads), interleaved(key, kv_heads), value])
-
-    fused = {
-        "qkv": (qkv("weight"), qkv("bias")),
-        "output": (copied(attention.o_proj.weight), copied(attention.o_proj.bias)),
-        "gate_up": (
-            fuse([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            fuse([mlp.gate_proj.bias, mlp.up_proj.bias]),
-        ),
-        "down": (copied(mlp.down_proj.weight), copied(mlp.down_proj.bias)),
+    parts = {
+        "qkv": [attention.q_proj, attention.k_proj, attention.v_proj],
+        "output": [attention.o_proj],
+        "gate_up": [mlp.gate_proj, mlp.up_proj],
+        "down": [mlp.down_proj],
     }
-    return {kind: (weight, bias) for kind, (weight, bias) in fused.items() if weight is not None}
+    heads = [config.num_attention_heads, config.num_key_value_heads]
+
+    def fused(kind: str, field: str) -> Tensor | None:
+        found = [getattr(part, field) for part in parts[kind]]
+        if found[0] is None:
+            return None
+        if share:
+            return together(found)
+        values = [parameter.detach() for parameter in found]
+        if interleaved and kind == "qkv":
+            values[:2] = [interleave_heads(value, count) for value, count in zip(values, heads)]
+        return torch.cat(values)
+
+    weights = {kind: fused(kind, "weight") for kind in parts}
+    return {kind: (weight, fused(kind, "bias")) for kind, weight in weights.items() if weight is not None}
+
+
+def together(parameters: Sequence[Tensor]) -> Tensor:
+    """Parameters as consecutive rows of one tensor, of which they become views; the tensor that they are views of already.
+
+    parameters: [rows, ...] each, contiguous or not.
+    """
+    values = [parameter.detach() for parameter in parameters]
+    first = values[0]
+    offset = first.storage_offset()
+    for value in values:
+        same = value.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and value.is_contiguous() and value.storage_offset() == offset):
+            break
+        offset += value.numel()
+    else:
+        return first.as_strided((sum(value.shape[0] for value in values), *first.shape[1:]), first.stride())
+    rows = torch.cat(values)
+    for parameter, own in zip(parameters, rows.split([value.shape[0] for value in values])):
+        parameter.data = own
+    return rows
 
 
 def _release(module: nn.Module) -> None:

@@ -17,9 +17,9 @@ _lock = threading.Lock()
 def generator_of(model: LlamaForCausalLM) -> SelfSpecGenerator:
     """The generator over a transformers model, made at the first call.
 
-    It copies the weights, and copies them again when they have changed (`SelfSpecGenerator` says what it notices). It refers
-    to the model weakly: when the model is freed, so is the copy. Call its `refresh` after writing a few numbers of a
-    weight through `.data`.
+    On a CPU it copies the weights, and copies them again when they have changed; on CUDA it shares them
+    (`SelfSpecGenerator` says more). It refers to the model weakly: when the model is freed, so is what the generator holds.
+    Call its `refresh` after writing a few numbers of a weight through `.data`.
     Raises ValueError for a model that this engine cannot run.
     """
     with _lock:

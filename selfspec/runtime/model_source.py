@@ -26,9 +26,11 @@ class BoundModel:
 
 
 class ModelSource:
-    """Hands every call the model to run on, and copies a transformers model again when its weights have changed.
+    """Hands every call the model to run on, and notices when the weights of a transformers model have changed.
 
-    Threads may share a source. A call keeps what it was handed, whatever happens to the weights while it runs.
+    On a CPU they are copied, and then copied again. On CUDA the model's parameters are made views of the engine's tensors, so
+    what is written to them in place is there already, and graphs stay; only what was read with the old ones is forgotten.
+    Threads may share a source. A call keeps what it was handed; where weights are shared, do not write while it runs.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class ModelSource:
             return self.current
         with self._lock:
             if self._watch is None or self._watch.changed():
-                self.current = self._copied(self._source)
+                self._renew(self._source)
             return self.current
 
     def called(self, seconds: float) -> None:
@@ -66,16 +68,27 @@ class ModelSource:
                     self._watch.called(seconds)
 
     def refresh(self) -> None:
-        """Copy the weights again, changed or not. No text that was read with the old ones is used any more."""
+        """Take the weights as they are now. No text that was read with the old ones is used any more."""
         if self._source is None:
             self.current.runners.forget()
         else:
             with self._lock:
-                self.current = self._copied(self._source)
+                self._renew(self._source)
+
+    def _renew(self, source: LlamaForCausalLM) -> None:
+        if self._watch is None or self._watch.moved() or not _shares(source):
+            self.current = self._copied(source)
+        else:
+            self.current.runners.forget()
+            self._watch = WeightWatch(source)
 
     def _copied(self, source: LlamaForCausalLM) -> BoundModel:
         self._watch = None  # should this fail, the next call tries again
         check_transformers(source)
+        if _shares(source):
+            bound = self._bound(from_transformers(source, share=True))
+            self._watch = WeightWatch(source)  # now that all parameters are where they will stay
+            return bound
         # Made before the weights are read: an update that comes while they are being copied is noticed at the next call.
         watch = WeightWatch(source)
         bound = self._bound(from_transformers(source))
@@ -88,3 +101,9 @@ class ModelSource:
 
     def _give_up_graphs(self) -> None:
         self._runner = "eager"  # for later copies of the weights as well
+
+
+def _shares(source: LlamaForCausalLM) -> bool:
+    """Whether the engine computes with the model's own weights: on CUDA they are kept as they are."""
+    parameters = list(source.parameters())
+    return parameters[0].device.type != "cpu" and not any(parameter.is_inference() for parameter in parameters)

@@ -68,6 +68,10 @@ class WeightWatch:
         with engine_mode(self._device):
             return not torch.equal(torch.cat(self._places), self._sample) or self._block_changed()
 
+    def moved(self) -> bool:
+        """Whether a module holds another parameter now, or a parameter other memory."""
+        return self._identify()[:2] != self._identity[:2]
+
     def _identify(self) -> tuple[list[int], list[int], list[int]]:
         """Which objects the modules hold, where the parameters' memory is, and what their version counters say."""
         objects = chain.from_iterable(map(dict.values, self._tables))
