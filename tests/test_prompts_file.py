@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,27 @@ def test_every_line_is_what_generate_gives(folder: Path, tmp_path: Path) -> None
         assert found[place]["stop_reason"] == alone.stop_reason
 
 
+def test_conversations_are_answered_by_the_chat_template(folder: Path, tmp_path: Path) -> None:
+    talking = tmp_path / "talking"
+    shutil.copytree(folder, talking)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}, {% endfor %}"
+    tokenizer.save_pretrained(talking)
+    messages = [{"role": "user", "content": "a bed"}, {"role": "assistant", "content": "a fig"}]
+    lines: list[dict[str, Any]] = [{"messages": [*messages, {"role": "user", "content": "a"}]}, {"prompt": "a"}]
+    done = generate(talking, written(tmp_path / "p.jsonl", lines), tmp_path / "o.jsonl")
+    assert done.exit_code == 0, done.output
+    found = results(tmp_path / "o.jsonl")
+    generator = SelfSpecGenerator.from_pretrained(talking)
+    alone = generator.generate(messages=lines[0]["messages"], policy="ls:2-3", max_new_tokens=20)
+    assert found[1]["token_ids"] == alone.new_tokens
+    assert found[1]["messages"] == lines[0]["messages"]
+    assert found[2]["prompt"] == "a"
+    without = generate(folder, tmp_path / "p.jsonl", tmp_path / "without.jsonl")
+    assert without.exit_code == 1
+    assert "no chat template" in results(tmp_path / "without.jsonl")[1]["error"]
+
+
 def test_a_second_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a run that broke off within a line: complete results stay as they are, the rest is decoded, and only that."""
     prompts, output = written(tmp_path / "p.jsonl", PROMPTS[:3]), tmp_path / "o.jsonl"
@@ -89,6 +111,8 @@ def test_a_second_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.
     ("lines", "more", "message"),
     [
         ([{"text": "a"}], [], 'line 1 must be an object with "prompt"'),
+        ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], [], "line 1 must be an object"),
+        ([{"messages": "a"}], [], "line 1 must be an object"),
         ([{"prompt": "a", "temprature": 1}], [], "'temprature' is no option"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], [], "same id twice"),
         ([], [], "holds no prompts"),

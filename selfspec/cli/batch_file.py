@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.engine import Checked
+from selfspec.messages import Messages, are_messages
 
 OWN_OPTIONS = (
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
@@ -29,13 +30,14 @@ class PromptLine:
     """One line of the file. key: tells whether a result is of this very prompt with these options."""
 
     id: str | int
-    prompt: str
+    prompt: str | Messages
     options: Mapping[str, Any]
     key: str
 
 
 def read_prompts(path: Path, options: Mapping[str, Any]) -> list[PromptLine]:
-    """JSON lines with "prompt", and optionally "id" and options of their own. Raises ValueError that names the line."""
+    """JSON lines with "prompt" or "messages", and optionally "id" and options of their own. Raises ValueError that names
+    the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -48,19 +50,31 @@ def read_prompts(path: Path, options: Mapping[str, Any]) -> list[PromptLine]:
             values = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from None
-        if not isinstance(values, dict) or not isinstance(values.get("prompt"), str) or not values["prompt"]:
-            raise ValueError(f'{path}, line {number} must be an object with "prompt", a text that is not empty')
-        own = {name: value for name, value in values.items() if name not in ("prompt", "id", "task")}
+        prompt = _prompt_of(values) if isinstance(values, dict) else None
+        if prompt is None:
+            raise ValueError(
+                f'{path}, line {number} must be an object with "prompt", a text that is not empty, or with "messages", '
+                'a list of {"role": "user", "content": "..."}'
+            )
+        own = {name: value for name, value in values.items() if name not in ("prompt", "messages", "id", "task")}
         if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
             raise ValueError(f"{path}, line {number}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
         merged = {**options, **own}
-        key = hashlib.sha256(json.dumps([values["prompt"], merged], sort_keys=True).encode()).hexdigest()[:16]
-        found.append(PromptLine(id=values.get("id", number), prompt=values["prompt"], options=merged, key=key))
+        key = hashlib.sha256(json.dumps([prompt, merged], sort_keys=True).encode()).hexdigest()[:16]
+        found.append(PromptLine(id=values.get("id", number), prompt=prompt, options=merged, key=key))
     if not found:
         raise ValueError(f"{path} holds no prompts")
     if len({line.id for line in found}) < len(found):
         raise ValueError(f"{path} has the same id twice: results could not be told apart")
     return found
+
+
+def _prompt_of(values: Mapping[str, Any]) -> str | Messages | None:
+    """What the line asks to be continued or answered; None unless it is one of the two."""
+    prompt, messages = values.get("prompt"), values.get("messages")
+    if messages is None:
+        return prompt if isinstance(prompt, str) and prompt else None
+    return messages if prompt is None and are_messages(messages) else None
 
 
 def results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
@@ -147,5 +161,6 @@ def generate_file(
 
 def _write(file: TextIO, line: PromptLine, values: Mapping[str, Any]) -> None:
     """At once: what is complete survives whatever ends the command."""
-    file.write(json.dumps({"id": line.id, "key": line.key, "prompt": line.prompt, **values}, allow_nan=False) + "\n")
+    asked = "prompt" if isinstance(line.prompt, str) else "messages"
+    file.write(json.dumps({"id": line.id, "key": line.key, asked: line.prompt, **values}, allow_nan=False) + "\n")
     file.flush()

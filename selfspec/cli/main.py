@@ -98,7 +98,7 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='Many texts: JSON lines with "prompt", and options of their own if you like ("seed", ...).',
+            help='Many texts: JSON lines with "prompt" or "messages", and options of their own if you like ("seed", ...).',
             rich_help_panel=_MANY,
         ),
     ] = None,
