@@ -80,7 +80,7 @@ def test_a_folder_without_a_tokenizer_gets_one(checkpoint: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_short_soak() -> None:
-    report = ServingSoak(clients=6, seed=1).run(16, lambda label: None)
+    report = ServingSoak(clients=6, seed=1).run(8, lambda label: None)
     assert not [failure for failure in report.failures if "grew" not in failure]
     assert report.counts["exact"] > 5
     assert report.counts["hung up"] and report.counts["malformed"]

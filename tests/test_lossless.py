@@ -20,7 +20,7 @@ from selfspec.passes import RunnerName
 
 NEAR_TIE = 1e-4
 """In float32, two orders of summation move a logit by up to about this; only then may the outputs part."""
-EXAMPLES = {"eager": 400, "captured": 60}
+EXAMPLES = {"eager": 240, "captured": 60}
 MOST_NEAR_TIES = 4
 
 
@@ -91,15 +91,15 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerNam
 
     check()
     print(dict(count))
-    share = EXAMPLES[runner] / EXAMPLES["eager"]
-    assert count["cases"] >= 1200 * share
+    share = EXAMPLES[runner] / 100
+    assert count["cases"] >= 300 * share
     assert count["near-ties"] <= MOST_NEAR_TIES
     # Were these rare, the equality above would say little.
     assert count["with accepted drafts"] >= count["cases"] // 4
     assert count["with rejected drafts"] >= count["cases"] // 8
-    assert count["stopped inside a draft"] >= 30 * share
-    assert min(count["eos"], count["stop_string"]) >= 60 * share
-    assert min(count[name] for name in EVERY_POLICY) >= 6 * share
+    assert count["stopped inside a draft"] >= 7 * share
+    assert min(count["eos"], count["stop_string"]) >= 15 * share
+    assert min(count[name] for name in EVERY_POLICY) >= 1.5 * share
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from selfspec.serve.token_logprobs import TokenLogprob
 from selfspec.serve.translation import Choice
 from selfspec.serve.trimmed_text import TrimmedText
 
-_PAUSE_SECONDS = 0.02
+_PAUSE_SECONDS = 0.05
 """Between two events of a stream, at least. On a CPU the threads that send and those that decode share the cores, so that
 every event takes time from the engine. Rounds of larger models take longer than this, and are sent at once."""
 
