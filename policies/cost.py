@@ -29,6 +29,10 @@ class CostModel(Protocol):
         """Norm, head and decision for one draft row that went through `exit_layer` layers."""
         ...
 
+    def drafting(self, exit_layer: int, num_drafts: int) -> float:
+        """So many draft steps: each a row through the first E layers, and a look at it. Part of `round`."""
+        ...
+
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """A round that drafts `num_drafts` >= 0 tokens, looking at as many rows, and verifies num_drafts + 1 rows."""
         ...
@@ -53,6 +57,9 @@ class LayerCost:
     def look(self, exit_layer: int) -> float:
         """0: the head is not counted."""
         return 0.0
+
+    def drafting(self, exit_layer: int, num_drafts: int) -> float:
+        return float(num_drafts * exit_layer)
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """num_drafts * exit_layer + L."""
@@ -99,10 +106,13 @@ class MeasuredCost:
         """One row's head, and what a draft step adds to it."""
         return self.head_seconds[0] + self.draft_seconds
 
+    def drafting(self, exit_layer: int, num_drafts: int) -> float:
+        return num_drafts * (exit_layer * self.layer_seconds[0] + self.look(exit_layer))
+
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """num_drafts + 1 rows through E layers one by one, num_drafts looks, then L - E layers and the head over all."""
         rows = num_drafts + 1
-        drafting = rows * exit_layer * self.layer_seconds[0] + num_drafts * self.look(exit_layer)
+        drafting = self.drafting(exit_layer, num_drafts) + exit_layer * self.layer_seconds[0]
         verifying = (self.num_layers - exit_layer) * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
         return drafting + verifying + self.round_seconds
 
@@ -148,13 +158,18 @@ class CompanyCost:
         """The first one of a draft, which all share."""
         return self._look(self.texts)
 
-    def round(self, exit_layer: int, num_drafts: int) -> float:
-        """All share the first draft step, and the rows that the last drafts still need; fewer share the other steps."""
-        rows = (num_drafts + 1) * self.texts
+    def drafting(self, exit_layer: int, num_drafts: int) -> float:
+        """All share the first step, few the others."""
+        if num_drafts == 0:
+            return 0.0
         fewer = 1 + (self.texts - 1) * DRAFTING_ON
         later = exit_layer * _at(self.alone.layer_seconds, fewer) / fewer + self._look(fewer)
-        shared = self._pass(exit_layer, self.texts)
-        drafting = shared + (shared + self._look(self.texts) if num_drafts else 0.0) + max(num_drafts - 1, 0) * later
+        return self._pass(exit_layer, self.texts) + self._look(self.texts) + (num_drafts - 1) * later
+
+    def round(self, exit_layer: int, num_drafts: int) -> float:
+        """The drafts' steps, a pass of the last rows that all share, and a verification of all rows together."""
+        rows = (num_drafts + 1) * self.texts
+        drafting = self.drafting(exit_layer, num_drafts) + self._pass(exit_layer, self.texts)
         verifying = self._pass(self.num_layers - exit_layer, rows) + _at(self.alone.head_seconds, rows) / self.texts
         return drafting + verifying + self.alone.round_seconds / self.texts
 
@@ -190,6 +205,9 @@ class WithPreVerifier:
 
     def look(self, exit_layer: int) -> float:
         return self.cost.look(exit_layer)
+
+    def drafting(self, exit_layer: int, num_drafts: int) -> float:
+        return self.cost.drafting(exit_layer, num_drafts)
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """With num_drafts // block passes: a block cut short is not judged."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import CostModel, LayerCost, MeasuredCost, best_setting, tokens_per_cost
+from policies.cost import WithPreVerifier
 
 MEASURED = MeasuredCost(
     num_layers=4, layer_seconds=(1.0, 1.5, 1.75), head_seconds=(2.0, 2.25, 2.5), draft_seconds=0.5, round_seconds=0.25
@@ -104,3 +105,15 @@ def test_company_by_hand() -> None:
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 1.5
     assert gains[-1] < 1
+
+
+@pytest.mark.parametrize("texts", [1, 2, 5])
+def test_draft_steps_are_part_of_a_round(texts: int) -> None:
+    """What a draft more costs is its step, and a row more in the verification, whose rows never become cheaper."""
+    for cost in (LayerCost(4), MEASURED.in_company(texts), WithPreVerifier(MEASURED, 2)):
+        assert cost.drafting(3, 0) == 0
+        for drafts in range(6):
+            more = cost.round(3, drafts + 1) - cost.round(3, drafts)
+            step = cost.drafting(3, drafts + 1) - cost.drafting(3, drafts)
+            assert step >= 3 * cost.autoregressive() / cost.num_layers / 2
+            assert more >= step - 1e-12

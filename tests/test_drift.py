@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from policies import LayerCost, MeasuredCost, Plan, RoundContext, RoundRecord, ShadowTokens, parse_policy
-from policies.auto.drift import CostDrift, step_cost
+from policies.auto.drift import CostDrift
 
 LAYERS = 8
 TRUE = MeasuredCost(num_layers=LAYERS, layer_seconds=(1.0, 1.1, 1.2), head_seconds=(2.0, 2.1, 2.2))
@@ -24,7 +24,7 @@ def record(plan: Plan, *, drafts: int = 3, factor: float = 1.0, index: int = 0, 
     if exit_layer is None:
         draft, verify, drafts = 0.0, true.autoregressive(), 0
     else:
-        draft = drafts * step_cost(true, exit_layer)
+        draft = true.drafting(exit_layer, drafts)
         verify = true.round(exit_layer, drafts) - draft
     return RoundRecord(
         index=index,
@@ -47,10 +47,10 @@ PLAIN, DRAFT = Plan(exit_layer=None, max_speculations=0), Plan(exit_layer=2, max
 
 
 def test_a_round_of_the_scaled_cost_by_hand() -> None:
-    """L = 8, E = 2: a step is 2 layers and a look, (8 + 2 - 2) / 8 * 2 + 2 = 4; a round of 2 drafts is 6 layers for three
+    """L = 8, E = 2: a step is 2 layers and a look, 2 + 2 = 4; a round of 2 drafts is 6 layers for three
     rows one by one, 2 looks, 6 layers and the head over 3 rows: 6 + 4 + 7.2 + 2.2 = 19.4, of which 8 are draft steps."""
     drift = CostDrift(TRUE)
-    assert step_cost(TRUE, 2) == pytest.approx(4.0)
+    assert TRUE.drafting(2, 1) == pytest.approx(4.0)
     assert TRUE.round(2, 2) == pytest.approx(19.4)
     for index in range(20):
         slow = record(DRAFT if index % 2 else PLAIN, index=index)
@@ -130,7 +130,7 @@ def test_in_company_a_round_is_what_all_its_texts_took() -> None:
             changes.append(drift.observe(share))
     assert changes == [False] * 47 + [True]
     true = TRUE.in_company(3)
-    assert drift.cost.round(2, 2) == pytest.approx(2 * true.round(2, 2) - 2 * step_cost(true, 2))
+    assert drift.cost.round(2, 2) == pytest.approx(2 * true.round(2, 2) - true.drafting(2, 2))
 
 
 SECONDS = ("draft_seconds", "verify_seconds")

@@ -26,8 +26,8 @@ class ScaledCost:
     """A cost whose draft steps and verifications take other multiples of what it says, plain rounds none."""
 
     cost: CostModel
-    drafting: float
-    verifying: float
+    draft_factor: float
+    verify_factor: float
 
     @property
     def num_layers(self) -> int:
@@ -40,30 +40,30 @@ class ScaledCost:
 
     def look(self, exit_layer: int) -> float:
         """Part of a draft step."""
-        return self.drafting * self.cost.look(exit_layer)
+        return self.draft_factor * self.cost.look(exit_layer)
+
+    def drafting(self, exit_layer: int, num_drafts: int) -> float:
+        return self.draft_factor * self.cost.drafting(exit_layer, num_drafts)
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """Its draft steps by the one factor, all else by the other."""
-        drafting = num_drafts * step_cost(self.cost, exit_layer)
-        return self.drafting * drafting + self.verifying * (self.cost.round(exit_layer, num_drafts) - drafting)
+        drafting = self.cost.drafting(exit_layer, num_drafts)
+        verifying = self.cost.round(exit_layer, num_drafts) - drafting
+        return self.draft_factor * drafting + self.verify_factor * verifying
 
     def in_company(self, texts: int) -> ScaledCost:
         return replace(self, cost=self.cost.in_company(texts))
 
 
-def step_cost(cost: CostModel, exit_layer: int) -> float:
-    """One draft step: the first E layers for one row, and a look at it."""
-    # A round without drafts is E layers for its row, then the others and the head: the share of layers is E of L.
-    layers = (cost.autoregressive() - cost.look(exit_layer)) / cost.num_layers
-    return exit_layer * layers + cost.look(exit_layer)
-
-
 def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[float, float]:
     """Of a round: its draft steps, and its verification. early: it stopped before a draw, so that one more row went through
     the first E layers and was looked at, which verification then need not do."""
-    step = step_cost(cost, exit_layer)
-    verifying = cost.round(exit_layer, drafts) - drafts * step - early * (step - cost.look(exit_layer))
-    return (drafts + early) * step, verifying
+    drafting = cost.drafting(exit_layer, drafts)
+    verifying = cost.round(exit_layer, drafts) - drafting
+    if early:
+        drafting = cost.drafting(exit_layer, drafts + 1)
+        verifying -= cost.drafting(exit_layer, 1) - cost.look(exit_layer)
+    return drafting, verifying
 
 
 @dataclass(slots=True)
@@ -164,5 +164,5 @@ class CostDrift:
         if all(abs(math.log(new / old)) < math.log(self._tolerance) for new, old in zip(wanted, self._factors)):
             return False
         self._factors = wanted
-        self.cost = ScaledCost(cost=self._measured, drafting=wanted[0], verifying=wanted[1])
+        self.cost = ScaledCost(cost=self._measured, draft_factor=wanted[0], verify_factor=wanted[1])
         return True
