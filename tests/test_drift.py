@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,25 @@ def test_in_company_a_round_is_what_all_its_texts_took() -> None:
     assert changes == [False] * 47 + [True]
     true = TRUE.in_company(3)
     assert drift.cost.round(2, 2) == pytest.approx(2 * true.round(2, 2) - true.drafting(2, 2))
+
+
+def test_a_text_that_fails_does_not_shift_the_rounds_that_follow() -> None:
+    """Its round has one record of two. Then it leaves, another one comes, and rounds are told apart as before."""
+    policy = parse_policy("auto", num_layers=LAYERS, measure=lambda: DEAR)
+    exit_policy: Any = policy.exit
+
+    def company(texts: int) -> None:
+        exit_policy.plan(RoundContext(round_index=0, num_committed=9, remaining_tokens=99, company=texts))
+
+    company(2)
+    policy.observe(record(PLAIN, company=2))
+    company(1)
+    company(2)
+    for index in range(16):
+        for _ in range(2):
+            assert exit_policy.learner.cost == DEAR.in_company(2)
+            policy.observe(record(DRAFT if index % 2 else PLAIN, index=index, company=2))
+    assert exit_policy.learner.cost != DEAR.in_company(2)
 
 
 SECONDS = ("draft_seconds", "verify_seconds")

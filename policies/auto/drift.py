@@ -124,6 +124,10 @@ class CostDrift:
         self._current = _Round()
         return self._complete(current)
 
+    def forget_unfinished(self) -> None:
+        """The company has changed: a round of which some text's record never came (it failed) is none."""
+        self._current = _Round()
+
     def _complete(self, done: _Round) -> bool:
         """Of all texts. Seconds are shared out evenly, so a round in which some draft and others do not tells nothing."""
         self._round += 1

@@ -292,6 +292,9 @@ class AutoExit:
         """So many texts share the passes from now on: with others a row costs less, and a draft gains less."""
         if texts != self._texts:
             self._texts = texts
+            drift = self._drift
+            if drift is not None:
+                drift.forget_unfinished()
             self._decide_by_cost()
 
     def _decide_by_cost(self) -> None:
