@@ -45,11 +45,11 @@ sanitize: $(VENV)/.installed
 	  SELFSPEC_NATIVE=require PYTHONPATH=build/sanitize/lib \
 	  $(BIN)/pytest tests/test_native.py tests/test_kernel_library.py tests/test_pool.py
 
-# The C sources, too: installing the package builds them.
+# The C sources, too: installing the package builds them. Of the Python files most are never imported: those that are compile then.
 $(VENV)/.installed: pyproject.toml setup.py $(wildcard layerskip_models/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 # A wheel, installed where there is no compiler and nothing else of this folder. PyTorch and the rest come from $(VENV).
