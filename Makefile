@@ -45,7 +45,8 @@ sanitize: $(VENV)/.installed
 	  SELFSPEC_NATIVE=require PYTHONPATH=build/sanitize/lib \
 	  $(BIN)/pytest tests/test_native.py tests/test_kernel_library.py tests/test_pool.py
 
-# The C sources, too: installing the package builds them. Of the Python files most are never imported: those that are compile then.
+# The C sources, too: installing the package builds them.
+# --no-compile: most files of these packages are never imported.
 $(VENV)/.installed: pyproject.toml setup.py $(wildcard layerskip_models/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"

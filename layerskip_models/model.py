@@ -36,7 +36,8 @@ _growing = threading.Lock()  # of any model's rotary table
 class DecoderLayer:
     """The weights of one decoder layer, fused: query, key, value in one matrix; gate and up in one.
 
-    On a CPU query and key rows are interleaved within each head (see `interleave_heads`), so that a rotary pair is adjacent.
+    interleaved: whether query and key rows are, within each head (see `interleave_heads`), so that a rotary pair is adjacent
+    and rotary takes complex numbers. All layers of a model alike.
     """
 
     input_norm: RMSNorm
@@ -45,6 +46,7 @@ class DecoderLayer:
     post_attention_norm: RMSNorm
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
+    interleaved: bool
 
 
 def interleave_heads(weight: Tensor, num_heads: int) -> Tensor:
@@ -81,9 +83,7 @@ class LayerSkipModel:
         rotary_scaling: float,
         generation_config: GenerationConfig,
         name: str | None = None,
-        interleaved: bool = True,
     ) -> None:
-        """interleaved: whether rows of queries and keys are (`interleave_heads`), and rotary is in complex numbers."""
         self.config = config
         self.generation_config = generation_config
         self.name = name
@@ -108,7 +108,7 @@ class LayerSkipModel:
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
         self._groups_rows = self.device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
-        self._interleaved = interleaved
+        self._interleaved = layers[0].interleaved
         self._native: NativeLayers | None = None
         if NativeLayers.possible(layers):
             self._native = NativeLayers(
@@ -306,9 +306,8 @@ class LayerSkipModel:
         if not rotary.is_complex():
             halves = qkv[:, :num_rotated].unflatten(-1, (2, -1))
             itself, other = rotary.unbind(2)
-            torch.addcmul(
-                halves.flip(-2) * other, halves, itself, out=halves
-            )  # in half precision from float32 products
+            # In half precision from float32 products.
+            torch.addcmul(halves.flip(-2) * other, halves, itself, out=halves)
         elif self._half:
             heads = qkv[:, :num_rotated]
             pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))

@@ -24,6 +24,8 @@ class ChatTemplate:
     stops: tuple[str, ...] = ()
 
 
+OWN_TEMPLATE = ChatTemplate()
+"""The tokenizer's."""
 PLAIN_TEMPLATE = ChatTemplate(
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}Answer: {{ message.content.strip() }}\n\n"
@@ -39,7 +41,7 @@ PLAIN_TEMPLATE = ChatTemplate(
 def read_template(choice: str | None) -> ChatTemplate:
     """ "plain", the path of a Jinja file, or None for the tokenizer's own. Raises OSError if there is no such file."""
     if choice is None:
-        return ChatTemplate()
+        return OWN_TEMPLATE
     return PLAIN_TEMPLATE if choice == PLAIN else ChatTemplate(Path(choice).read_text(encoding="utf-8"))
 
 
@@ -51,10 +53,9 @@ def template_of(model: str | None, choice: str | None) -> ChatTemplate:
     return read_template(PLAIN if choice is None and model is None else choice)
 
 
-def has_template(tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate | None = None) -> bool:
+def has_template(tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate = OWN_TEMPLATE) -> bool:
     """Whether messages can become a prompt: by this template, or by the tokenizer's own."""
-    given = template is not None and template.source is not None
-    return given or bool(getattr(tokenizer, "chat_template", None))
+    return template.source is not None or bool(getattr(tokenizer, "chat_template", None))
 
 
 def are_messages(value: object) -> TypeGuard[Messages]:
@@ -63,11 +64,11 @@ def are_messages(value: object) -> TypeGuard[Messages]:
 
 
 def encode_messages(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate | None = None
+    messages: Messages, tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate = OWN_TEMPLATE
 ) -> list[int]:
     """The ids of a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-    template: None for the tokenizer's own. Raises ValueError without a tokenizer or a template, and for messages that the
+    template: the tokenizer's own unless given. Raises ValueError without a tokenizer or a template, and for messages that the
     template refuses.
     """
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
@@ -82,7 +83,7 @@ def encode_messages(
     try:
         found = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            chat_template=None if template is None else template.source,
+            chat_template=template.source,
             add_generation_prompt=not continued,
             continue_final_message=continued,
             tokenize=True,

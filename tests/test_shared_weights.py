@@ -30,7 +30,7 @@ IN_PLACE = ("data.copy_", "data +=", "fused AdamW", "foreach SGD", "load_state_d
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generators do here as on CUDA."""
-    monkeypatch.setattr(model_source, "_shares", lambda source: True)
+    monkeypatch.setattr(model_source, "why_not_shared", lambda source: None)
     monkeypatch.setattr(model_source, "from_transformers", partial(from_transformers, layout="plain"))
 
 

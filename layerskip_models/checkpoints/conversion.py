@@ -53,22 +53,24 @@ def from_transformers(
     cannot be shared.
     """
     config = check_transformers(model)
-    if share:
-        _check_shareable(model, layout)
+    if share and (reason := why_not_shared(model, layout)) is not None:
+        raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
         return _convert(model, config, "plain" if share else layout, release, share)
 
 
-def _check_shareable(model: LlamaForCausalLM, layout: Layout | None) -> None:
+def why_not_shared(model: LlamaForCausalLM, layout: Layout | None = None) -> str | None:
+    """Why this model's weights cannot be shared in that layout; None if they can."""
     weight = model.model.norm.weight
     kept = arithmetic_dtype(weight.dtype, weight.device) == weight.dtype
     if not kept or (layout != "plain" and weight.device.type == "cpu"):
-        raise ValueError(
+        return (
             "weights can be shared where they are kept as they are: on CUDA, or on a CPU in float32 or float64 with "
             "layout='plain'"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
-        raise ValueError("weights made in inference mode cannot be shared: load the model outside of it")
+        return "weights made in inference mode cannot be shared: load the model outside of it"
+    return None
 
 
 def _convert(
@@ -83,10 +85,9 @@ def _convert(
     def layout_of(weight: Tensor) -> Layout:
         return default_layout(weight) if layout is None else layout
 
-    interleaved = interleaves(decoder.norm.weight.device) and not share
     layers = []
     for layer in decoder.layers:
-        layers.append(convert_layer(layer, config, layout_of, dtype, interleaved=interleaved, share=share))
+        layers.append(convert_layer(layer, config, layout_of, dtype, share=share))
         if release:
             _release(layer)
 
@@ -121,7 +122,6 @@ def _convert(
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
         generation_config=copy.deepcopy(model.generation_config),
         name=config.name_or_path or None,
-        interleaved=interleaved,
     )
     if release:
         _release(model)
@@ -139,14 +139,14 @@ def convert_layer(
     layout_of: Callable[[Tensor], Layout],
     dtype: torch.dtype,
     *,
-    interleaved: bool,
     share: bool = False,
 ) -> DecoderLayer:
     """A transformers layer in the fused layout.
 
-    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. interleaved: as of the
-    `LayerSkipModel` that it is for. share: its parameters become views of the fused ones, else they are copied.
+    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. share: its parameters become
+    views of the fused ones, else they are copied.
     """
+    interleaved = interleaves(layer.input_layernorm.weight.device) and not share
     norms = {
         "qkv": _norm(layer.input_layernorm.weight, config, dtype, share),
         "gate_up": _norm(layer.post_attention_layernorm.weight, config, dtype, share),
@@ -161,7 +161,9 @@ def convert_layer(
         if factors is not None:
             fused[kind][0].mul_(factors)
     projections = {kind: LAYOUTS[layouts[kind]](*parts) for kind, parts in fused.items()}
-    return DecoderLayer(input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], **projections)
+    return DecoderLayer(
+        input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], interleaved=interleaved, **projections
+    )
 
 
 def _norm(weight: Tensor, config: LlamaConfig, dtype: torch.dtype, share: bool) -> RMSNorm:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from layerskip_models.checkpoints.conversion import convert_layer, interleaves
+from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout, PlainLinear
@@ -206,10 +206,7 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
         return value.detach().to(device=device, dtype=dtype, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
-        interleaved = interleaves(device)
-        converted = convert_layer(
-            module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype, interleaved=interleaved
-        )
+        converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
         layer = LayerSkipModel(
             llama,
             dtype=dtype,
@@ -220,7 +217,6 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
             inv_freq=module.rotary.inv_freq.detach().float().to(device),
             rotary_scaling=float(module.rotary.attention_scaling),
             generation_config=GenerationConfig(),
-            interleaved=interleaved,
         )
         features = module.features
         return LeanPreVerifier(

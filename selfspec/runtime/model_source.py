@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints.conversion import why_not_shared
 from layerskip_models.checkpoints.supported import check_transformers
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import RunnerChoice, resolve_runner
@@ -76,7 +77,7 @@ class ModelSource:
                 self._renew(self._source)
 
     def _renew(self, source: LlamaForCausalLM) -> None:
-        if self._watch is None or self._watch.moved() or not _shares(source):
+        if self._watch is None or self._watch.moved() or why_not_shared(source) is not None:
             self.current = self._copied(source)
         else:
             self.current.runners.forget()
@@ -85,7 +86,7 @@ class ModelSource:
     def _copied(self, source: LlamaForCausalLM) -> BoundModel:
         self._watch = None  # should this fail, the next call tries again
         check_transformers(source)
-        if _shares(source):
+        if why_not_shared(source) is None:
             bound = self._bound(from_transformers(source, share=True))
             self._watch = WeightWatch(source)  # now that all parameters are where they will stay
             return bound
@@ -101,9 +102,3 @@ class ModelSource:
 
     def _give_up_graphs(self) -> None:
         self._runner = "eager"  # for later copies of the weights as well
-
-
-def _shares(source: LlamaForCausalLM) -> bool:
-    """Whether the engine computes with the model's own weights: on CUDA they are kept as they are."""
-    parameters = list(source.parameters())
-    return parameters[0].device.type != "cpu" and not any(parameter.is_inference() for parameter in parameters)
