@@ -15,7 +15,8 @@ from policies import AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_
 from policies.acceptance_table import DOUBT_BINS
 from policies.auto.constants import TUNING
 from policies.auto.draft_values import DraftValues
-from policies.auto.policy import AutoExit, AutoLearner
+from policies.auto.learner import AutoLearner
+from policies.auto.policy import AutoExit
 
 CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
 

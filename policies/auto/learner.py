@@ -1,0 +1,179 @@
+"""What `auto` has learned, and what follows: chances, the rate, the value of every draft. `policies.auto.policy` says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
+from policies.auto.acceptance_model import AcceptanceModel
+from policies.auto.constants import TUNING
+from policies.auto.draft_values import DraftValues
+from policies.cost import CostModel
+from policies.records import RoundRecord, Shadow
+
+
+class AutoLearner:
+    """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow.
+
+    best_layer: the exit layer whose round is worth most, None if a plain step is worth as much (or nearly, see `use_cost`).
+    layer_acceptance: by exit layer, over all confidences. Both follow from the last solution.
+    """
+
+    def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
+        self.layers = layers
+        self.max_speculations = max_speculations
+        self.table = AcceptanceTable(layers, decay=decay)
+        self.model = AcceptanceModel(layers, cost.num_layers)
+        self._decay = decay
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        self.use_cost(cost)
+        self.reset()
+
+    def use_cost(self, cost: CostModel, margin: float = 0.0) -> None:
+        """Decide by this cost from the next solution on. margin: by which part drafts must beat plain steps."""
+        self.cost = cost
+        self._margin = margin
+        counts = range(self.max_speculations + 1)
+        rounds = np.array([[cost.round(layer, count) for count in counts] for layer in self.layers])
+        self._rounds = rounds
+        self._look = np.array([cost.look(layer) for layer in self.layers])
+        self._empty_round = rounds[:, 0]
+        self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
+        self._step_list: list[list[float]] = self._steps.tolist()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no draft would pay even if all were accepted: then there is nothing to learn for."""
+        best = ((np.arange(self.max_speculations + 1) + 1) / self._rounds).max()
+        return bool(best <= 1 / self.cost.autoregressive())
+
+    def reset(self) -> None:
+        """Back to the prior."""
+        self.table.reset()
+        self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
+        self.model.reset()
+        self._rows = self._solved_at = 0  # observed, of whatever layer
+        self._next_rate = 1 / self.cost.autoregressive()
+        self._solve(*self._accepted_and_seen())
+
+    @property
+    def known(self) -> float:
+        """Observations per layer, the mean over layers."""
+        return self.table.observations / len(self.layers)
+
+    def begin_text(self) -> None:
+        """What earlier texts taught counts less from now on, if it was much."""
+        if self.known > TUNING.memory:
+            kept = TUNING.memory / self.known
+            self.table.scale(kept)
+            self.frequency *= kept
+            self._rows, self._solved_at = int(self._rows * kept), int(self._solved_at * kept)
+
+    def observe_prompt(self, shadow: Shadow) -> None:
+        """Learn from the prompt's last rows."""
+        self.table.observe_shadow(shadow)
+        self._count(shadow)
+        self.learn()
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round: what it drafted or dropped always, all layers when it has shadow tokens."""
+        self.table.observe(record)
+        if record.shadow is not None:
+            self._count(record.shadow)
+        elif record.exit_layer is not None:
+            self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
+        if self._rows > TUNING.news * self._solved_at:
+            self.learn()
+
+    def _count(self, shadow: Shadow) -> None:
+        # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
+        self._rows += shadow.confidences.shape[1]
+        if self._decay < 1:
+            self.frequency *= self._decay
+        for layer, confidences in zip(shadow.layers, shadow.confidences.tolist()):
+            index = self._index.get(layer)
+            if index is not None:
+                for confidence in confidences:
+                    self.frequency[index, DOUBT_BINS.index(confidence)] += 1
+
+    def learn(self) -> None:
+        """Everything from the counts."""
+        self._solved_at = self._rows
+        counts = self._accepted_and_seen()
+        self.model.fit(*counts)
+        self._solve(*counts)
+
+    def _accepted_and_seen(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Counts, [layers, bins] each."""
+        accepted, seen = self.table.accepted, self.table.seen
+        return np.array([accepted[layer] for layer in self.layers]), np.array([seen[layer] for layer in self.layers])
+
+    def _solve(self, accepted: NDArray[np.float64], seen: NDArray[np.float64]) -> None:
+        """Estimates, values and rate from counts and fit."""
+        self.acceptance = self.model.acceptance(accepted, seen)
+        counts = self.frequency + (self.frequency.sum(axis=0) + 1 / len(DOUBT_BINS)) / max(self.frequency.sum(), 1.0)
+        frequency = counts / counts.sum(axis=1, keepdims=True)
+        self._chances: list[list[float]] = self.acceptance.tolist()
+        self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
+        plain = self.cost.autoregressive()
+        for _ in range(TUNING.passes):
+            self.rate = self._next_rate
+            self.values = DraftValues(frequency, self.acceptance, self.rate * self._steps, self.rate * self._look)
+            start = self.values.start()
+            rounds = 1 - self.rate * self._empty_round + start
+            # Dinkelbach's step: the tokens per cost of the round that is best at the present rate.
+            best = int(rounds.argmax())
+            tokens = 1 + float(self.values.accepted()[best])
+            cost = (tokens - float(rounds[best])) / self.rate
+            self._next_rate = max(tokens / cost, 1 / plain)
+            if abs(self._next_rate / self.rate - 1) < TUNING.settled:
+                break
+        pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain
+        pays = pays and self._next_rate * plain >= 1 + self._margin
+        self.likeliest_layer = self.layers[best]
+        self.best_layer = self.likeliest_layer if pays else None
+
+    def gain(self, layer: int, depth: int, reliability: float) -> float:
+        """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
+        index = self._index[layer]
+        step = self.rate * self._step_list[index][depth]
+        return reliability + self.values.after(index, depth + 1, reliability) - step
+
+    def going_on(self, layer: int, depth: int, reliability: float) -> float:
+        """What looking at one more row is worth after `depth` drafts."""
+        return self.values.after(self._index[layer], depth, reliability)
+
+    def needed(self, layer: int) -> float:
+        """rate * cost of a first draft: the acceptance at which it pays for itself."""
+        return self.rate * self._step_list[self._index[layer]][0]
+
+    def chance(self, layer: int, confidence: float) -> float:
+        """Estimated acceptance of a token of this confidence at this layer."""
+        return self._chances[self._index[layer]][DOUBT_BINS.index(confidence)]
+
+    def state(self) -> dict[str, Any]:
+        """Tables, frequencies and rate, for JSON."""
+        return {
+            "table": self.table.state(),
+            "frequency": self.frequency.tolist(),
+            "fit": self.model.state(),
+            "rate": self.rate,
+            "rows": self._rows,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave. Raises ValueError if it is for other layers, or from another version."""
+        if missing := sorted(self.state().keys() - state.keys()):
+            raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
+        frequency = np.asarray(state["frequency"], dtype=np.float64)
+        if frequency.shape != self.frequency.shape:
+            raise ValueError(f"the saved state is for {len(frequency)} exit layers, this policy has {len(self.layers)}")
+        self.table.restore(state["table"])
+        self.model.restore(state["fit"])
+        self.frequency = frequency
+        self._next_rate = float(state["rate"])
+        self._rows = self._solved_at = int(state["rows"])
+        self._solve(*self._accepted_and_seen())
