@@ -37,6 +37,11 @@ class CostModel(Protocol):
         """A round that drafts `num_drafts` >= 0 tokens, looking at as many rows, and verifies num_drafts + 1 rows."""
         ...
 
+    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
+        """A round that copies: `tried` + 1 rows at once through `exit_layer` layers, and a look at each of them, then
+        `kept` + 1 through the others. exit_layer = 0: no look, and tried = kept."""
+        ...
+
     def in_company(self, texts: int) -> CostModel:
         """What each of so many texts pays that share their passes."""
         ...
@@ -64,6 +69,10 @@ class LayerCost:
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """num_drafts * exit_layer + L."""
         return float(num_drafts * exit_layer + self.num_layers)
+
+    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
+        """L: a plain step's layers."""
+        return float(self.num_layers)
 
     def in_company(self, texts: int) -> LayerCost:
         """The same: rows are free, so company divides all costs alike."""
@@ -115,6 +124,19 @@ class MeasuredCost:
         drafting = self.drafting(exit_layer, num_drafts) + exit_layer * self.layer_seconds[0]
         verifying = (self.num_layers - exit_layer) * _at(self.layer_seconds, rows) + _at(self.head_seconds, rows)
         return drafting + verifying + self.round_seconds
+
+    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
+        return self._copying(exit_layer, tried + 1, kept + 1)
+
+    def _copying(self, exit_layer: int, tried_rows: int, kept_rows: int) -> float:
+        """Of all rows of a pass."""
+        seconds = (self.num_layers - exit_layer) * _at(self.layer_seconds, kept_rows) + _at(
+            self.head_seconds, kept_rows
+        )
+        if exit_layer:
+            look = _at(self.head_seconds, tried_rows) + self.draft_seconds
+            seconds += exit_layer * _at(self.layer_seconds, tried_rows) + max(look, 0.0) + self.round_seconds
+        return seconds
 
     def in_company(self, texts: int) -> CostModel:
         """A draft step then runs a row of each text, and a verification all their rows."""
@@ -173,6 +195,10 @@ class CompanyCost:
         verifying = self._pass(self.num_layers - exit_layer, rows) + _at(self.alone.head_seconds, rows) / self.texts
         return drafting + verifying + self.alone.round_seconds / self.texts
 
+    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
+        """All copy alike."""
+        return self.alone._copying(exit_layer, self.texts * (tried + 1), self.texts * (kept + 1)) / self.texts
+
     def _look(self, texts: float) -> float:
         head = _at(self.alone.head_seconds, texts)
         return max(head + self.alone.draft_seconds, 0.1 * head) / texts
@@ -213,6 +239,10 @@ class WithPreVerifier:
         """With num_drafts // block passes: a block cut short is not judged."""
         each = self.cost.autoregressive() / self.cost.num_layers if self.pass_cost is None else self.pass_cost
         return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * each
+
+    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
+        """What is copied is not judged."""
+        return self.cost.copying(exit_layer, tried, kept)
 
     def in_company(self, texts: int) -> WithPreVerifier:
         """Each text's pre-verifier runs by itself."""

@@ -102,6 +102,7 @@ EXITS: dict[str, Named] = {
             "prompt_rows": _integer,
             "learn_every": _integer,
             "learn_first": _integer,
+            "copy": _switch,
         },
     ),
 }

@@ -158,9 +158,9 @@ def test_of_texts_that_learn_together_one_learns_in_a_round() -> None:
     generator = generator_of("plain")
     policies = {
         "together": parse_policy(
-            "auto:learn_every=1", num_layers=4, measure=lambda: replace(made_up_cost(4), fixed=False)
+            "auto:learn_every=1,copy=off", num_layers=4, measure=lambda: replace(made_up_cost(4), fixed=False)
         ),
-        "each for itself": parse_policy("auto:cost=layers,learn_every=1", num_layers=4),
+        "each for itself": parse_policy("auto:cost=layers,learn_every=1,copy=off", num_layers=4),
     }
     learned: dict[str, list[int]] = {}
     for name, policy in policies.items():
@@ -192,7 +192,7 @@ def test_those_that_join_together_are_told_how_many_they_will_be() -> None:
 def test_texts_in_company_that_know_that_drafts_do_not_pay_learn_less() -> None:
     """And nothing from their prompts. A text alone learns as ever."""
     cost = replace(made_up_cost(4), fixed=False)
-    policy = parse_policy("auto:learn_every=1", num_layers=4, measure=lambda: cost)
+    policy = parse_policy("auto:learn_every=1,copy=off", num_layers=4, measure=lambda: cost)
     learner = policy.exit.learner  # type: ignore[attr-defined]
     layers = policy.needs.shadow_layers
     wrong = torch.zeros(len(layers), 2 * TUNING.taught, dtype=torch.long)

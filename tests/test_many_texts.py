@@ -228,7 +228,7 @@ def test_a_captured_text_that_gets_company_goes_on_eagerly(leaves: int | None, l
     generator = SelfSpecGenerator(model, tiny_tokenizer(), runner="captured")
     options = {"max_new_tokens": 24}
     sampled = {**options, "do_sample": True, "seed": 5}
-    for policy in ("ar", "ls:{E}-3", "changing plans", "auto:cost=layers", "stop after a draw"):
+    for policy in ("ar", "ls:{E}-3", "changing plans", "auto:cost=layers,copy=off", "stop after a draw"):
         texts = [
             Wish(prompt=[5, 1, 7], policy=policy, options=options, leaves=leaves),
             Wish(prompt=[2, 2, 9], policy=policy, options=sampled, joins=3),

@@ -56,6 +56,22 @@ class Tuning:
     near: float = 0.01
     """A step shorter than this, in log odds, is the last."""
 
+    # Copied tokens (`policies.auto.copying`).
+    copy_prior: float = 4.0
+    """How many observations the usual acceptance of a match length is worth."""
+    copy_memory: float = 64.0
+    """Observations of a match length at which the older ones are halved: a text changes from prose to a list."""
+    copy_least: float = 0.1
+    """Chance of a whole copy below which it grows no longer."""
+    copy_usual: float = 0.85
+    """Chance of a copied token for which it is reckoned how well an exit tells right from wrong ones."""
+    copy_needed: float = 0.3
+    """Chance below which a copied token is not worth its row, for the same."""
+    wrong_alike: float = 0.2
+    """How often a wrong copy and a wrong exit say the same."""
+    copy_rounds: float = 32.0
+    """Rounds whose tokens and costs tell the rate that a text with copies is decoded at."""
+
     # Costs repaired by what rounds take (`policies.auto.drift`).
     window: int = 64
     """Rounds that are compared with each other: of one load of the machine, more or less."""

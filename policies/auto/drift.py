@@ -51,6 +51,11 @@ class ScaledCost:
         verifying = self.cost.round(exit_layer, num_drafts) - drafting
         return self.draft_factor * drafting + self.verify_factor * verifying
 
+    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
+        """As a verification, whose rows most of it is."""
+        plain = self.cost.autoregressive()
+        return plain + self.verify_factor * (self.cost.copying(exit_layer, tried, kept) - plain)
+
     def in_company(self, texts: int) -> ScaledCost:
         return replace(self, cost=self.cost.in_company(texts))
 
@@ -72,6 +77,7 @@ class _Round:
 
     texts: int = 0
     plain: int = 0
+    copying: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     drafting: float = 0.0
@@ -109,7 +115,9 @@ class CostDrift:
         current.texts += 1
         current.draft_seconds += record.draft_seconds
         current.verify_seconds += record.verify_seconds
-        if record.exit_layer is None:
+        if record.num_tried:
+            current.copying += 1
+        elif record.exit_layer is None:
             current.plain += 1
         else:
             early = record.stop_cause == "before_draw"
@@ -129,11 +137,11 @@ class CostDrift:
         self._current = _Round()
 
     def _complete(self, done: _Round) -> bool:
-        """Of all texts. Seconds are shared out evenly, so a round in which some draft and others do not tells nothing."""
+        """Of all texts. Seconds are shared out evenly, so a round in which texts do different things tells nothing."""
         self._round += 1
         if done.plain == self._texts:
             self._add("plain", done.draft_seconds + done.verify_seconds, self._texts * self._plain)
-        elif done.plain == 0:
+        elif done.plain == done.copying == 0:
             self._add("draft", done.draft_seconds, done.drafting)
             self._add("verify", done.verify_seconds, done.verifying)
         for ratios in self._ratios.values():

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
+from policies.auto.copying import CopyCosts, CopyTable, detection
 from policies.auto.draft_values import DraftValues
 from policies.cost import CostModel
 from policies.records import RoundRecord, Shadow
@@ -19,7 +20,8 @@ class AutoLearner:
     """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow.
 
     best_layer: the exit layer whose round is worth most, None if a plain step is worth as much (or nearly, see `use_cost`).
-    layer_acceptance: by exit layer, over all confidences. Both follow from the last solution.
+    layer_acceptance: by exit layer, over all confidences. Both follow from the last solution, and so do best_tokens and
+    best_cost, of a round that drafts (or of a plain step), and how well its exit would detect a wrong copy.
     """
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
@@ -28,6 +30,7 @@ class AutoLearner:
         self.table = AcceptanceTable(layers, decay=decay)
         self.model = AcceptanceModel(layers, cost.num_layers)
         self._decay = decay
+        self.copies = CopyTable()
         self._index = {layer: index for index, layer in enumerate(layers)}
         self.use_cost(cost)
         self.reset()
@@ -43,6 +46,8 @@ class AutoLearner:
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
         self._step_list: list[list[float]] = self._steps.tolist()
+        self._round_list: list[list[float]] = rounds.tolist()
+        self._copy_costs: CopyCosts | None = None
 
     @property
     def hopeless(self) -> bool:
@@ -53,6 +58,7 @@ class AutoLearner:
     def reset(self) -> None:
         """Back to the prior."""
         self.table.reset()
+        self.copies.reset()
         self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
@@ -131,10 +137,31 @@ class AutoLearner:
             self._next_rate = max(tokens / cost, 1 / plain)
             if abs(self._next_rate / self.rate - 1) < TUNING.settled:
                 break
+        self.best_tokens, self.best_cost = tokens, cost
         pays = start[best] > 0 and rounds[best] > 1 - self.rate * plain
         pays = pays and self._next_rate * plain >= 1 + self._margin
+        if not pays:
+            self.best_tokens, self.best_cost = 1.0, plain
         self.likeliest_layer = self.layers[best]
+        self.detected = detection(frequency[best].tolist(), self._chances[best], TUNING.copy_needed)
         self.best_layer = self.likeliest_layer if pays else None
+
+    @property
+    def copy_costs(self) -> CopyCosts:
+        """Of rounds that copy, by the present cost; cut at the exit layer that is drafted at, if any is."""
+        if self._copy_costs is None or self._copy_costs.exit_layer != self.likeliest_layer:
+            self._copy_costs = CopyCosts(self.cost, self.likeliest_layer)
+        return self._copy_costs
+
+    def round_cost(self, record: RoundRecord) -> float:
+        """What a round has cost, by the present cost."""
+        if record.num_tried:
+            layer, drafted = record.exit_layer or 0, record.num_drafted - record.num_copied
+            tried = record.num_tried if layer else record.num_drafted
+            return self.cost.copying(layer, tried, record.num_drafted) + self.cost.drafting(layer, drafted)
+        if record.exit_layer is None:
+            return self.cost.autoregressive()
+        return self._round_list[self._index[record.exit_layer]][record.num_drafted]
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
         """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
@@ -162,6 +189,7 @@ class AutoLearner:
             "fit": self.model.state(),
             "rate": self.rate,
             "rows": self._rows,
+            "copies": self.copies.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -173,6 +201,7 @@ class AutoLearner:
             raise ValueError(f"the saved state is for {len(frequency)} exit layers, this policy has {len(self.layers)}")
         self.table.restore(state["table"])
         self.model.restore(state["fit"])
+        self.copies.restore(state["copies"])
         self.frequency = frequency
         self._next_rate = float(state["rate"])
         self._rows = self._solved_at = int(state["rows"])

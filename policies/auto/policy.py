@@ -21,12 +21,14 @@ from dataclasses import replace
 from typing import Any
 
 from policies.auto.constants import TUNING
+from policies.auto.copying import best_copy, copied_chance
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
 from policies.base import NeverStop, check_layers
 from policies.building import Setup
+from policies.copying import MOST
 from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier
-from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import CopiedRow, DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -40,7 +42,8 @@ class AutoExit:
     """Exit at the layer whose round is worth most at the current rate; a plain step where none is.
 
     layers: candidates; None for those of `default_layers`.
-    cost: tokens per what is maximised. decay: of observations per round; 1 keeps all, which measured best.
+    cost: tokens per what is maximised. copy: whether to copy from the text, where that is worth more.
+    decay: of observations per round; 1 keeps all, which measured best.
     prompt_rows, learn_first, learn_every: shadow tokens of a prompt's last rows, of a call's first, and of one in so many
         after them; what it drafts or drops teaches in every round.
     repair: correct the cost by the seconds that rounds take (`policies.auto.drift`).
@@ -59,6 +62,7 @@ class AutoExit:
         learn_every: int = TUNING.learn_every,
         learn_first: int = 0,
         repair: bool = False,
+        copy: bool = True,
     ) -> None:
         for name, value, least in (
             ("max_speculations", max_speculations, 1),
@@ -72,8 +76,10 @@ class AutoExit:
         self._cost = self.learner.cost
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by how many texts share the passes
+        self._earned = self._spent = 0.0  # tokens and cost of the latest rounds
         self._needs = Needs(
             confidence=True,
+            copies="welcome" if copy else "none",
             shadow_layers=candidates,
             prompt_rows=prompt_rows,
             prompt_every=TUNING.prompt_every,
@@ -118,6 +124,7 @@ class AutoExit:
     def begin_text(self) -> None:
         """Make room for what the new text teaches."""
         self.learner.begin_text()
+        self._earned = self._spent = 0.0
 
     def expect_company(self, texts: int) -> None:
         """So many texts share the passes from now on: with others a row costs less, and a draft gains less."""
@@ -149,8 +156,11 @@ class AutoExit:
         return self._drifts[self._texts]
 
     def plan(self, context: RoundContext) -> Plan:
-        """The best layer and the cap, or a plain step."""
+        """What to copy, or the best layer and the cap, or a plain step."""
         self.expect_company(context.company)
+        copying = self._copying(context) if context.match_length and self._needs.copies != "none" else None
+        if copying is not None:
+            return copying
         if self._hopeless:
             return Plan(exit_layer=None, max_speculations=0, learn=False)
         layer = self.learner.best_layer
@@ -163,6 +173,27 @@ class AutoExit:
             max_speculations=0 if layer is None else self.learner.max_speculations,
             acceptance=self.learner.layer_acceptance,
             learn=self._learns_now(),
+        )
+
+    def _copying(self, context: RoundContext) -> Plan | None:
+        """A copy, if that is worth more than drafting is; at the rate at which the text has been decoded of late.
+
+        Where much is copied, that rate is well above the one of drafts, and time has a higher price.
+        """
+        learner = self.learner
+        plain = learner.cost.autoregressive()
+        tokens, cost = (1.0, plain) if self._hopeless else (learner.best_tokens, learner.best_cost)
+        rate = tokens / cost
+        if self._spent > 0:
+            rate = max(rate, self._earned / self._spent)
+        choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate, MOST, learner.detected)
+        if choice.value <= tokens - rate * cost:
+            return None
+        return Plan(
+            exit_layer=choice.exit_layer,
+            max_speculations=0 if choice.exit_layer is None or self._hopeless else learner.max_speculations,
+            copied=choice.copied,
+            acceptance=learner.layer_acceptance,
         )
 
     def _learns_now(self) -> bool:
@@ -186,7 +217,12 @@ class AutoExit:
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round."""
-        self.learner.observe(record)
+        if self._needs.copies != "none":
+            self.learner.copies.observe(record.copies)
+            kept = 1 - 1 / TUNING.copy_rounds
+            self._earned = kept * self._earned + len(record.tokens)
+            self._spent = kept * self._spent + self.learner.round_cost(record)
+        self.learner.observe(record.without_copies)
         drift = self._drift
         if drift is not None and drift.observe(record):
             self._decide_by_cost()
@@ -195,6 +231,7 @@ class AutoExit:
         """Back to the prior, and to the cost as it was measured."""
         self._drifts.clear()
         self._texts, self._hopeless = 1, False
+        self._earned = self._spent = 0.0
         self.learner.use_cost(self._cost)
         self.learner.reset()
 
@@ -217,10 +254,24 @@ class AutoStopping(NeverStop):
         self.needs = Needs(confidence=True)
         self._learner = learner
         self._reliability = 1.0
+        self._copied = 0
 
     def start_round(self, plan: Plan) -> None:
         """Nothing is drafted yet: reliability 1."""
         self._reliability = 1.0
+        self._copied = 0
+
+    def keep_copied(self, row: CopiedRow) -> bool:
+        """While the copy is still likely enough to be worth its row in the layers behind the exit."""
+        assert row.confidence is not None
+        learner = self._learner
+        exit_chance = learner.chance(row.exit_layer, row.confidence)
+        chance = copied_chance(learner.copies.chance(row.match_length), row.agrees, exit_chance)
+        if self._reliability * chance < learner.rate * learner.copy_costs.row(self._copied + 1):
+            return False
+        self._reliability *= chance
+        self._copied += 1
+        return True
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """When the token is not worth one more pass through the exit layer."""
