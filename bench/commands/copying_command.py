@@ -77,7 +77,7 @@ def copying_accuracy(
         for task, prompt in chosen:
             ids = [tokenizer(text, verbose=False)["input_ids"] for text in (prompt.prompt, prompt.reference)]
             add_answer(sums[task], network, *ids, own_text=own_text)
-            advance()
+            advance(task)
     print_tables([_by_task(sums, own_text), _by_exit_layer(sums)])
 
 

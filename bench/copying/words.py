@@ -12,21 +12,25 @@ def _listed(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-NAMES = _listed("""Ada Albert Alice Amir Anna Arthur Astrid Beatrice Ben Bruno Carla Cedric Clara Daniel Deborah Edgar Elena Emil
+NAMES = _listed("""
+Ada Albert Alice Amir Anna Arthur Astrid Beatrice Ben Bruno Carla Cedric Clara Daniel Deborah Edgar Elena Emil
 Erica Esther Felix Flora Frank Freya George Gina Grace Hanna Harold Hugo Ida Ines Iris Ivan Jack Jane Joel Julia Karim
 Kate Lars Laura Leon Lily Louis Lucy Magnus Maria Martin Maya Mona Nadia Nils Nora Oliver Olga Oscar Paula Peter Petra
 Quentin Rachel Ralph Rita Robert Rosa Samir Sara Simon Sofia Stefan Susan Theo Thomas Ulla Vera Victor Walter Wanda Yusuf
 Zoe""")
-PLACES = _listed("""airport bakery bank barn bridge camp castle cellar church cinema clinic college court dock factory farm ferry
+PLACES = _listed("""
+airport bakery bank barn bridge camp castle cellar church cinema clinic college court dock factory farm ferry
 forest garage garden hall harbour hospital hotel island kitchen laboratory library lighthouse market meadow mill mine
 museum office orchard palace park pharmacy port quarry river school shop stable stadium station studio theatre tower town
 valley village warehouse workshop""")
-THINGS = _listed("""anchor apple bag basket bell bicycle blanket book bottle box bread broom bucket cable candle carpet chair clock
+THINGS = _listed("""
+anchor apple bag basket bell bicycle blanket book bottle box bread broom bucket cable candle carpet chair clock
 coat coin cup desk door drum envelope fence flag flute fork glass glove hammer hat honey key kettle knife ladder lamp
 lantern letter lock map mirror needle oil paint paper pen pencil piano picture pillow plate pot radio ring rope ruler
 sack scarf shelf shoe soap spoon stamp stone table tent ticket towel umbrella vase violin wagon watch wheel window
 wood""")
-ADJECTIVES = _listed("""black blue broken brown cheap clean cold dark dry dusty early empty fresh green grey heavy large light long
+ADJECTIVES = _listed("""
+black blue broken brown cheap clean cold dark dry dusty early empty fresh green grey heavy large light long
 narrow new old open pale quiet red round sharp short silver small soft square strong thin warm wet white wide
 yellow""")
 DAYS = _listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
