@@ -1,4 +1,4 @@
-"""Texts that teach copying: answers are made of what stands in the prompt, held-out prompts share no words, counts are right."""
+"""Texts that teach copying: answers are made of what stands in the prompt, held-out prompts share no words, counts agree."""
 
 from __future__ import annotations
 

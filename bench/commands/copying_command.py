@@ -75,8 +75,8 @@ def copying_accuracy(
     sums: dict[str, CopyAccuracy] = {task: CopyAccuracy() for task in tasks}
     with progress(len(chosen)) as advance:
         for task, prompt in chosen:
-            ids = [tokenizer(text, verbose=False)["input_ids"] for text in (prompt.prompt, prompt.reference)]
-            add_answer(sums[task], network, *ids, own_text=own_text)
+            asked, answer = (tokenizer(text, verbose=False)["input_ids"] for text in (prompt.prompt, prompt.reference))
+            add_answer(sums[task], network, asked, answer, own_text)
             advance(task)
     print_tables([_by_task(sums, own_text), _by_exit_layer(sums)])
 
