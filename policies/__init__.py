@@ -9,6 +9,7 @@ from __future__ import annotations
 from policies.acceptance_table import AcceptanceTable
 from policies.auto.policy import AutoExit, AutoStopping
 from policies.base import ExitPolicy, NeverStop, Policy, StoppingPolicy, Unlearning, check_exit_layer
+from policies.copying import CopyExit, CopyThenExit, copying_first
 from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier, best_setting, tokens_per_cost
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
@@ -19,6 +20,7 @@ from policies.names import EXITS, STOPPINGS, kept_between_texts, parse_policy
 from policies.pacer import PacerStopping, PreVerifier
 from policies.records import (
     ContextStates,
+    CopiedRow,
     DraftRow,
     Needs,
     Plan,
@@ -38,6 +40,9 @@ __all__ = [
     "AutoExit",
     "AutoStopping",
     "ContextStates",
+    "CopiedRow",
+    "CopyExit",
+    "CopyThenExit",
     "CostModel",
     "DelExit",
     "DelThreshold",
@@ -67,6 +72,7 @@ __all__ = [
     "autoregressive",
     "best_setting",
     "check_exit_layer",
+    "copying_first",
     "kept_between_texts",
     "parse_policy",
     "tokens_per_cost",

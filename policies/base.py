@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow, Spent
+from policies.records import CopiedRow, DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow, Spent
 
 if TYPE_CHECKING:
     from policies.building import Setup
@@ -42,7 +42,7 @@ class Learner(Protocol):
         ...
 
     def observe(self, record: RoundRecord) -> None:
-        """Called after every round."""
+        """Called after every round; a stopping policy gets it `without_copies`."""
         ...
 
     def reset(self) -> None:
@@ -84,6 +84,10 @@ class StoppingPolicy(Learner, Protocol):
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """True: the token is kept, and drafting ends."""
+        ...
+
+    def keep_copied(self, row: CopiedRow) -> bool:
+        """False: this copied token and those behind it are dropped. Asked before any row of the round is looked at."""
         ...
 
     def threshold(self, exit_layer: int) -> float | None:
@@ -138,6 +142,10 @@ class NeverStop(Unlearning):
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         return False
+
+    def keep_copied(self, row: CopiedRow) -> bool:
+        """Where the exit head says the same."""
+        return row.agrees
 
     def threshold(self, exit_layer: int) -> float | None:
         return None
@@ -198,7 +206,7 @@ class Policy:
     def observe(self, record: RoundRecord) -> None:
         self.exit.observe(record)
         if self.stopping is not None:
-            self.stopping.observe(record)
+            self.stopping.observe(record.without_copies)
 
     def reset(self) -> None:
         self.exit.reset()

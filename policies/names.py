@@ -1,4 +1,4 @@
-"""Policies by name: `NAME[:ARGS][+STOPPING[:ARGS]]`, in Python and on the command line.
+"""Policies by name: `[copy[:ARGS]+]NAME[:ARGS][+STOPPING[:ARGS]]`, in Python and on the command line.
 
 ARGS is a list separated by commas: the exit layer and length first where a policy takes them, then name=value.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from policies.auto.policy import AutoExit
 from policies.base import ExitPolicy, Policy, StoppingPolicy, check_exit_layer
 from policies.building import Setup
+from policies.copying import CopyExit, copying_first
 from policies.cost import CostModel
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
@@ -62,6 +63,14 @@ def _switch(text: str) -> bool:
 
 EXITS: dict[str, Named] = {
     "ar": Named(about="plain decoding", example="ar", build=FixedExit.from_args),
+    "copy": Named(
+        about="what followed the same words earlier, alone or before another policy's drafts",
+        example="copy:10",
+        build=CopyExit.from_args,
+        position="G",
+        position_optional=True,
+        options={"min": _integer},
+    ),
     "ls": Named(about="fixed exit layer and length", example="ls:3-6", build=FixedExit.from_args, position="E-G"),
     "del": Named(
         about="DEL: exit layer by tokens per layer, dynamic threshold",
@@ -180,21 +189,37 @@ def parse_policy(
     setup = Setup(num_layers=num_layers, measure=measure, preverifier=preverifier)
     text = text.strip()
     try:
-        exit_policy, stopping = _parse(setup, text)
+        first, values, rest = _leading_copy(text)
+        exit_policy, stopping = _parse(setup, rest)
+        policy = Policy(exit_policy, stopping, name=text)
+        if not first:
+            return policy
+        if exit_policy.exit_layers == ():
+            raise ValueError(f"{rest!r} drafts nothing that could follow a copy: say {first} alone")
+        return copying_first(policy, **values)
     except ValueError as error:
         raise ValueError(f"policy {text!r}: {error}") from None
-    return Policy(exit_policy, stopping, name=text)
 
 
 def kept_between_texts(text: str) -> str:
     """The name with state=kept wherever the policy has that option and the name does not say: "del" is "del:state=kept"."""
-    parts = []
-    for part, known in zip(text.strip().split("+"), (EXITS, STOPPINGS)):
+    first, _, rest = _leading_copy(text)
+    parts = [first] if first else []
+    for part, known in zip(rest.strip().split("+"), (EXITS, STOPPINGS)):
         name, arguments = _split(part)
         if name in known and "state" in known[name].options and "state=" not in arguments:
             part = f"{name}:{arguments},state=kept" if arguments else f"{name}:state=kept"
         parts.append(part)
     return "+".join(parts)
+
+
+def _leading_copy(text: str) -> tuple[str, dict[str, Any], str]:
+    """ "copy:5+ls:3-6" is ("copy:5", its ARGS, "ls:3-6"); ("", {}, text) where nothing is copied before something else."""
+    head, plus, tail = text.strip().partition("+")
+    name, arguments = _split(head)
+    if name != "copy" or not plus:
+        return "", {}, text
+    return head, _values(name, EXITS[name], arguments), tail
 
 
 def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:

@@ -6,12 +6,13 @@ Records of numbers, never the model: ten of them test a policy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
 
 from torch import Tensor
 
 StopCause = Literal["cap", "before_draw", "after_draw", "eos", "none"]
+Copies = Literal["none", "welcome", "needed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Needs:
     learn_every, learn_first: shadow tokens of about one row in `learn_every`, after those of the first `learn_first` rows of
         a call; learn_every = 0: of the prompt's rows only. A round is learned from whole or not at all, so rows count, not
         rounds: a long round costs as much as many short ones.
+    copies: whether plans may copy from the text; "welcome" where the engine can, "needed" if there is nothing without it.
     """
 
     confidence: bool = False
@@ -41,6 +43,7 @@ class Needs:
     prompt_every: int = 0
     learn_every: int = 1
     learn_first: int = 0
+    copies: Copies = "none"
 
     def learns(self, rows_learned: int, rows_seen: int) -> bool:
         """Whether shadow tokens are asked for in the coming round, when so many of a call's rows have got them."""
@@ -68,6 +71,7 @@ class Needs:
             prompt_every=min((n.prompt_every for n in (self, other) if n.prompt_rows), default=0),
             learn_every=min(often, default=1),
             learn_first=max(self.learn_first, other.learn_first),
+            copies=max(self.copies, other.copies, key=get_args(Copies).index),
         )
 
 
@@ -75,14 +79,18 @@ class Needs:
 class Plan:
     """The exit policy's decision for one round.
 
-    exit_layer: in [1, L-1], or None for "no speculation": the round is one autoregressive step.
+    exit_layer: in [1, L-1], or None: nothing is drafted. Without copies the round is then one autoregressive step.
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
+    copied: most tokens to copy before anything is drafted, >= 0. They go through the first exit_layer layers in one pass,
+        where `StoppingPolicy.keep_copied` may cut them, and drafting goes on behind them; without an exit layer they go
+        straight to verification. The engine may lower it, too.
     acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `Needs` say.
     """
 
     exit_layer: int | None
     max_speculations: int
+    copied: int = 0
     acceptance: Mapping[int, float] | None = None
     learn: bool = True
 
@@ -93,12 +101,14 @@ class RoundContext:
 
     company: how many texts share the round's passes, this one among them. A row costs less in company, and so does a draft
     gain less.
+    match_length: how many of the last tokens occurred before, so that what followed can be copied; 0 if nothing can.
     """
 
     round_index: int
     num_committed: int
     remaining_tokens: int
     company: int = 1
+    match_length: int = 0
 
 
 class ContextStates(Protocol):
@@ -118,7 +128,8 @@ class ContextStates(Protocol):
 class DraftRow:
     """A draft row before its token is drawn; everything in it is fixed by the rows before it.
 
-    num_drafted: drafts kept so far in this round, j; the row would produce d_{j+1}. position: of the row in the text.
+    num_drafted: drafts kept so far in this round, j, copied ones not among them; the row would produce d_{j+1}.
+    position: of the row in the text.
     confidence, entropy, exit_hidden [hidden], features [3], context: as in `Needs`, None unless asked for. The tensors stay
     as they are until the round is over.
     """
@@ -131,6 +142,20 @@ class DraftRow:
     exit_hidden: Tensor | None = None
     features: Tensor | None = None
     context: ContextStates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedRow:
+    """A copied token, and what the exit head says of the row before it. Everything in it is fixed before anything is drawn.
+
+    match_length: how many tokens before this one are alike, the copied ones among them. agrees: whether the head's first
+    choice is the token. confidence: of that choice, None unless asked for.
+    """
+
+    exit_layer: int
+    match_length: int
+    agrees: bool
+    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +233,10 @@ class RoundRecord:
 
     num_committed_before: tokens of prompt and text before the round, n; its rows sit at positions n-1 ..
     exit_layer: None if the round did not speculate.
-    draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted.
+    draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted. The first num_copied of
+        them were copied from the text; num_tried were copied before the exit head cut them.
+    copies: for every committed token of which the index had an opinion, in order: how many tokens before it were alike, and
+        whether it was what followed there. Empty where nothing can be copied.
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
     loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step.
     stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the
@@ -246,11 +274,35 @@ class RoundRecord:
     preverifier_layers: int = 0
     preverify_seconds: float = 0.0
     company: int = 1
+    num_copied: int = 0
+    num_tried: int = 0
+    copies: tuple[tuple[int, bool], ...] = ()
 
     @property
     def num_drafted(self) -> int:
-        """Kept drafts, k."""
+        """Kept drafts, k, copied ones among them."""
         return len(self.draft_tokens)
+
+    @property
+    def without_copies(self) -> RoundRecord:
+        """As whoever drafts at the exit sees it: the copied tokens belong to what was there before.
+
+        Where one of them was rejected, nothing is known of what was drafted behind it.
+        """
+        if self.num_tried == 0:
+            return self
+        copied, known = self.num_copied, self.num_accepted >= self.num_copied
+        acceptance = self.acceptance_probabilities
+        return replace(
+            self,
+            draft_tokens=self.draft_tokens[copied:] if known else (),
+            num_accepted=self.num_accepted - copied if known else 0,
+            tokens=self.tokens[copied:] if known else self.tokens[-1:],
+            confidences=self.confidences if known else None,
+            acceptance_probabilities=None if acceptance is None else acceptance[copied:],
+            num_copied=0,
+            num_tried=0,
+        )
 
     @property
     def counted_drafts(self) -> tuple[int, int]:

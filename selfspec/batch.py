@@ -10,7 +10,7 @@ from selfspec.engine import Checked, Engine, GenerationResult
 
 DEFAULT_BATCH_SIZE = 8
 """Texts that are decoded together. With more, throughput on a CPU grows a little still, and so does each text's time."""
-_LISTS = ("eos_token_id", "stop_strings", "logits_processor", "stopping_criteria")
+_LISTS = ("eos_token_id", "stop_strings", "logits_processor", "stopping_criteria", "copy_from")
 
 
 class BatchError(RuntimeError):

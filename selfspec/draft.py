@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layerskip_models.choices import Detail, Look
-from policies import DraftRow, Needs
+from policies import CopiedRow, DraftRow, Needs
 from policies.records import StopCause
 from selfspec.passes import Turn
 from selfspec.sampling import NonFiniteLogitsError
@@ -58,54 +58,71 @@ class Draft:
 
     exit_hidden: [max_speculations + 1 or more, hidden], output of layer E for the rows pending, d_1, d_2, ..
     q: float32 [max_speculations or more, vocab], the distributions that drafts are drawn from; unused when greedy.
-    tokens: the kept drafts d_1..d_k. num_rows: how many rows were run: k + 1 if drafting stopped before a draw, else k.
+    tokens: the kept drafts d_1..d_k, the first num_copied of them copied. num_rows: how many rows were run: k + 1 if drafting
+        stopped before a draw, else k.
     confidences: of every row looked at that has one, if the policy asked for them.
     """
 
     def __init__(self, turn: Turn, exit_hidden: Tensor, q: Tensor) -> None:
         self.turn, self.exit_hidden, self.q = turn, exit_hidden, q
         self.exit_layer = turn.exit_layer or 0
-        self.tokens: list[int] = []
+        self.tokens: list[int] = [*turn.copied]
+        self.num_copied = len(turn.copied)
         self.num_rows = 0
-        self.stop_cause: StopCause = "none" if turn.exit_layer is None else "cap"
+        self.stop_cause: StopCause = "cap" if turn.copied or turn.exit_layer is not None else "none"
         self.dropped_token: int | None = None
         self.error: Exception | None = None  # raised by the policy
         self._seen: list[float] = []
         self.detail = detail_of(turn.needs)
-        self.one_row = ((turn.cache, 1),)  # of a pass over the next token
+        if turn.copied and not turn.greedy:  # processors see drafts, and so does whoever draws
+            copied = torch.tensor(turn.copied, device=turn.tokens.device)
+            turn.tokens[0, turn.length : turn.length + len(copied)] = copied
 
     @property
-    def next_token(self) -> int:
-        """The token of the row to run next: the last draft, or the pending token."""
-        return self.tokens[-1] if self.tokens else self.turn.pending
+    def next_tokens(self) -> Sequence[int]:
+        """The tokens of the rows to run next: the last draft, or the pending token and what was copied behind it."""
+        if self.num_rows:
+            return self.tokens[self.num_rows - 1 :]
+        return (self.turn.pending, *self.tokens)
 
     @property
-    def lacks_last(self) -> bool:
-        """Whether the last token's row was not run yet."""
-        return self.num_rows == len(self.tokens)
+    def num_next(self) -> int:
+        """How many these are: of tokens whose rows were not run yet."""
+        return 1 + len(self.tokens) - self.num_rows
 
     @property
     def confidences(self) -> tuple[float, ...] | None:
         """As in `RoundRecord`."""
         return tuple(self._seen) if self.turn.needs.confidence and self.turn.exit_layer is not None else None
 
-    def grow(self, look: Look, logits: Tensor | None) -> bool:
-        """Take what the head says of the row that was run, and return whether drafting goes on.
+    def grow(self, looks: Sequence[Look], logits: Tensor | None) -> bool:
+        """Take what the head says of the rows that were run, and return whether drafting goes on.
 
-        logits: float32 [1, vocab]; None if there is nothing to process and the argmax will do.
+        looks: of one row, or of the pending token's and of those of what was copied. logits: float32 [rows, vocab]; None if
+        there is nothing to process and the argmax will do.
         """
         turn, needs = self.turn, self.turn.needs
         assert turn.exit_layer is not None
-        hidden = self.exit_hidden[self.num_rows]
-        self.num_rows += 1
+        look = looks[-1]
+        if len(looks) > 1:
+            self._cut(looks)
+            look = looks[self.num_copied]
+            logits = None if logits is None else logits[self.num_copied : self.num_copied + 1]
+            if self.num_copied and self.tokens[-1] in turn.eos:
+                self.stop_cause = "eos"
+                return False
+            if turn.max_speculations == 0:
+                return False
+        else:
+            self.num_rows += 1
         row = DraftRow(
-            num_drafted=len(self.tokens),
+            num_drafted=len(self.tokens) - self.num_copied,
             exit_layer=turn.exit_layer,
             position=turn.length - 2 + self.num_rows,
             confidence=look.confidence if needs.confidence else None,
             entropy=look.entropy if needs.entropy else None,
-            exit_hidden=hidden if needs.exit_hidden else None,
-            features=_features(look, hidden.device) if needs.features else None,
+            exit_hidden=self.exit_hidden[self.num_rows - 1] if needs.exit_hidden else None,
+            features=_features(look, self.exit_hidden.device) if needs.features else None,
             context=turn.states if needs.context_layers else None,
         )
         if row.confidence is not None and row.confidence == row.confidence:
@@ -118,6 +135,28 @@ class Draft:
         if stop is not None:
             self.stop_cause = stop
         return stop is None
+
+    def _cut(self, looks: Sequence[Look]) -> None:
+        """Keep as much of what was copied as the policy says, by what the exit head says of the row before each token."""
+        turn = self.turn
+        assert turn.exit_layer is not None
+        kept = 0
+        while kept < len(turn.copied):
+            look = looks[kept]
+            row = CopiedRow(
+                exit_layer=turn.exit_layer,
+                match_length=turn.match_length + kept,
+                agrees=look.token == turn.copied[kept],
+                confidence=look.confidence if turn.needs.confidence else None,
+            )
+            sound = row.confidence is None or row.confidence == row.confidence
+            if not sound or not (row.agrees if turn.policy.stopping is None else turn.policy.stopping.keep_copied(row)):
+                break
+            kept += 1
+        self.num_copied = kept
+        self.num_rows = kept + 1
+        turn.cache.forget(turn.exit_layer, len(turn.copied) - kept)
+        del self.tokens[kept:]
 
     def _pick(self, look: Look, logits: Tensor | None) -> int | None:
         """Token d_{index+1}: the argmax after processors, or a draw from q, which is kept.

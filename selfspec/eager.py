@@ -45,8 +45,8 @@ class _Room:
 class _Strand:
     """Rows of one text on their way through the layers.
 
-    first_row: the first one's number in the round. hidden: [rows, hidden]; None before layer 0, where there is one row, of
-    the draft's next token.
+    first_row: the first one's number in the round. hidden: [rows, hidden]; None before layer 0, where the rows are those of
+    the draft's next tokens.
     """
 
     draft: Draft
@@ -56,7 +56,7 @@ class _Strand:
     @property
     def rows(self) -> int:
         """How many."""
-        return 1 if self.hidden is None else self.hidden.shape[0]
+        return self.draft.num_next if self.hidden is None else self.hidden.shape[0]
 
     @property
     def states(self) -> HiddenStates | None:
@@ -76,6 +76,8 @@ class _Scores:
 class EagerPasses:
     """See `selfspec.passes.Passes`. For one caller at a time."""
 
+    copies = True
+
     def __init__(self, model: LayerSkipModel) -> None:
         self._model = model
         self._steps = model.steps()  # None where our kernels don't run all of the model
@@ -84,24 +86,23 @@ class EagerPasses:
         self._fast: NativeSteps | None = None  # the steps, if this round can be run with them
         self._scores: list[_Scores] = []
         self._last = torch.empty(STEP_ROWS, model.hidden_size, dtype=model.dtype, device=model.device)
-        self._last_rows = self._last.split(1)
         self._outputs = torch.empty(0)  # [layers, STEP_ROWS, hidden], of a step whose rows several texts watch
 
     def draft(self, turns: Sequence[Turn]) -> None:
-        """Step j runs one row of every text that still drafts."""
+        """Step j runs one row of every text that still drafts; the first one also the rows of what was copied."""
         self._drafts = [self._draft_of(turn, index) for index, turn in enumerate(turns)]
         # Whole passes in single calls, if nobody needs logits.
         fast = self._steps is not None and all(turn.greedy for turn in turns) and not only_operators()
         self._fast = self._steps if fast else None
         going = [draft for draft in self._drafts if draft.turn.exit_layer is not None]
         while going:
-            looks = self._look(going)
-            going = [draft for draft, (look, logits) in zip(going, looks) if self._grow(draft, look, logits)]
+            found = self._look(going)
+            going = [draft for draft, (looks, logits) in zip(going, found) if self._grow(draft, looks, logits)]
 
-    def _grow(self, draft: Draft, look: Look, logits: Tensor | None) -> bool:
+    def _grow(self, draft: Draft, looks: Sequence[Look], logits: Tensor | None) -> bool:
         """Whether the draft goes on. An error of its policy ends it, and is no other text's business."""
         try:
-            return draft.grow(look, logits)
+            return draft.grow(looks, logits)
         except Exception as error:
             draft.error = error
             return False
@@ -110,22 +111,24 @@ class EagerPasses:
         """All rows of all texts through the layers they lack, and the full head.
 
         A last token that no draft step ran goes through its text's exit layer first; from there all rows of the text go on.
+        What was copied without an exit layer starts here.
         """
         last = self._model.num_layers
         steps = self._steps_for(sum(len(draft.tokens) + 1 for draft in self._drafts))
         if steps is not None and all(turn.exit_layer is None for turn in turns):
             looks = self._token_step(self._drafts, last, "full", steps)
-            self._scores = [_Scores([look.token], [look.logit]) for look in looks]
+            tokens, values = [look.token for look in looks], [look.logit for look in looks]
+            self._scores = _cut(tokens, values, [draft.num_next for draft in self._drafts])
             return
         common = _common_exit(self._drafts)
         if steps is not None and common:
-            lacking = [draft for draft in self._drafts if draft.lacks_last]
+            lacking = [draft for draft in self._drafts if draft.num_next]
             if lacking:
                 self._token_step(lacking, common, None, steps, keep=True)
             strands = [_Strand(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1]) for draft in self._drafts]
             self._scores = self._final_step(strands, common, steps)
             return
-        strands = [_Strand(draft, draft.num_rows) for draft in self._drafts if draft.lacks_last]
+        strands = [_Strand(draft, draft.num_rows) for draft in self._drafts if draft.num_next]
         joins = sorted({draft.turn.exit_layer or 0 for draft in self._drafts})
         layer = 0 if strands else joins[0]
         for upto in [*(join for join in joins if join > layer), last]:
@@ -164,14 +167,14 @@ class EagerPasses:
 
     def _draft_of(self, turn: Turn, index: int) -> Draft:
         """An empty draft in the turn's own buffers."""
-        model, rows = self._model, turn.max_speculations + 1
+        model, rows = self._model, turn.most_rows
         while len(self._rooms) <= index:
             empty = torch.empty(0, dtype=model.dtype, device=model.device)
             self._rooms.append(_Room(empty, empty.float()))
         room = self._rooms[index]
         if turn.exit_layer is not None and room.hidden.shape[0] < rows:
             room.hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
-        if turn.exit_layer is not None and turn.sampler.do_sample and room.q.shape[0] < rows:
+        if rows > 1 and turn.sampler.do_sample and room.q.shape[0] < rows:
             room.q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
         return Draft(turn, room.hidden, room.q)
 
@@ -179,34 +182,35 @@ class EagerPasses:
         """What runs a pass over so many rows in a single call."""
         return self._fast if rows <= STEP_ROWS else None
 
-    def _look(self, drafts: Sequence[Draft]) -> list[tuple[Look, Tensor | None]]:
-        """Run each draft's next row through its exit layer, and look at it with the draft head."""
-        steps, common = self._steps_for(len(drafts)), _common_exit(drafts)
+    def _look(self, drafts: Sequence[Draft]) -> list[tuple[Sequence[Look], Tensor | None]]:
+        """Run each draft's next rows through its exit layer, and look at them with the draft head."""
+        sizes = [draft.num_next for draft in drafts]
+        steps, common = self._steps_for(sum(sizes)), _common_exit(drafts)
         if steps is not None and common:
-            return [(look, None) for look in self._token_step(drafts, common, "draft", steps, keep=True)]
+            looks = self._token_step(drafts, common, "draft", steps, keep=True)
+            return [(part, None) for part in _parts(looks, sizes)]
         strands, start = [_Strand(draft, draft.num_rows) for draft in drafts], 0
         for stop in sorted({draft.exit_layer for draft in drafts}):
             strands, start = self._leave(self._run(strands, start, stop, steps), stop), stop
-        hidden = torch.stack([draft.exit_hidden[draft.num_rows] for draft in drafts])
-        found: list[tuple[Look, Tensor | None]] = [(NOTHING, None)] * len(drafts)
-        choosing = [index for index, draft in enumerate(drafts) if draft.turn.greedy]
+        found: dict[Draft, tuple[Sequence[Look], Tensor | None]] = {}
+        choosing = [draft for draft in drafts if draft.turn.greedy]
         if choosing:
-            detail = _most_detail(drafts)
-            for index, look in zip(choosing, _looks_of(self._model.draft_choices(hidden[choosing], detail))):
-                found[index] = look, None
-        processed = [index for index, draft in enumerate(drafts) if not draft.turn.greedy]
+            looks = _looks_of(self._model.draft_choices(_at_exit(choosing), _most_detail(drafts)))
+            found |= zip(choosing, ((part, None) for part in _parts(looks, [draft.num_next for draft in choosing])))
+        processed = [draft for draft in drafts if not draft.turn.greedy]
         if processed:
-            for index, row in zip(processed, self._model.draft_logits(hidden[processed]).split(1)):
-                detail = drafts[index].detail
-                found[index] = NOTHING if detail == "token" else _looks_of(choices_of(row, detail))[0], row
-        return found
+            logits = self._model.draft_logits(_at_exit(processed))
+            for draft, rows in zip(processed, logits.split([draft.num_next for draft in processed])):
+                nothing = draft.detail == "token" and draft.num_next == 1
+                found[draft] = (NOTHING,) if nothing else _looks_of(choices_of(rows, draft.detail)), rows
+        return [found[draft] for draft in drafts]
 
     def _leave(self, strands: Sequence[_Strand], layer: int) -> list[_Strand]:
         """Rows whose text exits here stay with its draft. The strands that go on."""
         for strand in strands:
             if strand.draft.turn.exit_layer == layer:
                 assert strand.hidden is not None
-                strand.draft.exit_hidden[strand.first_row] = strand.hidden[0]
+                strand.draft.exit_hidden[strand.first_row : strand.first_row + strand.rows] = strand.hidden
         return [strand for strand in strands if strand.draft.turn.exit_layer != layer]
 
     def _judgeable(self, strands: Sequence[_Strand]) -> list[_Scores]:
@@ -232,6 +236,9 @@ class EagerPasses:
             verdict = judge_choices(scores.tokens, scores.values, turn.length, drafts)
         elif sampler.do_sample:
             q = draft.q[: len(drafts)] if drafts else scores.logits[:0]
+            for row, token in enumerate(drafts[: draft.num_copied]):  # a copied token was the only one possible
+                q[row].zero_()
+                q[row, token] = 1.0
             verdict = judge_sampled(sampler, scores.logits, turn.tokens, turn.length, drafts, q)
         else:
             verdict = judge_greedy(sampler, scores.logits, turn.tokens, turn.length, drafts)
@@ -246,17 +253,19 @@ class EagerPasses:
             p=verdict.p,
             stop_cause=draft.stop_cause,
             confidences=draft.confidences,
-            acceptance_probabilities=verdict.acceptance if turn.exit_layer is not None else None,
+            acceptance_probabilities=None if turn.most_rows == 1 else verdict.acceptance,
             failure=verdict.failure,
             error=draft.error,
             dropped_token=draft.dropped_token,
+            num_copied=draft.num_copied,
+            num_discarded=len(turn.copied) - draft.num_copied,
         )
 
     def _plainly(self, turn: Turn) -> Outcome:
         """The round once more, without drafts."""
         turn.cache.roll_back(turn.length - 1)
         alone = EagerPasses(self._model)
-        plain = [replace(turn, exit_layer=None, max_speculations=0)]
+        plain = [replace(turn, exit_layer=None, max_speculations=0, copied=())]
         alone.draft(plain)
         alone.verify(plain)
         return alone.accept(plain)[0]
@@ -266,10 +275,13 @@ class EagerPasses:
     def _run(self, strands: Sequence[_Strand], start: int, stop: int, steps: NativeSteps | None) -> list[_Strand]:
         """Layers [start, stop) over the rows of all strands."""
         if start == 0 and steps is not None:
+            sizes = [strand.rows for strand in strands]
             self._token_step([strand.draft for strand in strands], stop, None, steps)
-            return [_Strand(strand.draft, strand.first_row, row) for strand, row in zip(strands, self._last_rows)]
+            parts = self._last[: sum(sizes)].split(sizes)
+            return [_Strand(strand.draft, strand.first_row, part) for strand, part in zip(strands, parts)]
         if start == 0:
-            tokens = torch.tensor([strand.draft.next_token for strand in strands], dtype=torch.long, device="cpu")
+            found = [token for strand in strands for token in strand.draft.next_tokens]
+            tokens = torch.tensor(found, dtype=torch.long, device="cpu")
             x = self._model.embed(tokens.to(self._model.device))
         else:
             x = _together(strands)
@@ -280,27 +292,26 @@ class EagerPasses:
     def _token_step(
         self, drafts: Sequence[Draft], stop: int, head: str | None, steps: NativeSteps, *, keep: bool = False
     ) -> list[Look]:
-        """Each draft's next token through layers [0, stop), and the head, in a single call.
+        """Each draft's next tokens through layers [0, stop), and the head, in a single call.
 
         keep: these are the exit layers, so drafts keep the rows; else they are in `_last`.
         """
         detail = _most_detail(drafts) if head == "draft" else "token"
         if len(drafts) == 1:  # the state goes where it belongs at once
             (draft,) = drafts
-            states, row = draft.turn.states, draft.num_rows
-            place = draft.exit_hidden[row] if keep else self._last_rows[0]
+            states, row, tokens = draft.turn.states, draft.num_rows, draft.next_tokens
+            place = draft.exit_hidden[row : row + len(tokens)] if keep else self._last[: len(tokens)]
             record = None if states is None else (states.round, row)
-            return steps.tokens(
-                (draft.next_token,), draft.one_row, stop, place, head=head, detail=detail, record=record
-            )
+            rows = ((draft.turn.cache, len(tokens)),)
+            return steps.tokens(tokens, rows, stop, place, head=head, detail=detail, record=record)
         strands = [_Strand(draft, draft.num_rows) for draft in drafts]
-        last, record = self._last[: len(drafts)], self._record(strands)
-        tokens = [draft.next_token for draft in drafts]
+        tokens = [token for draft in drafts for token in draft.next_tokens]
+        last, record = self._last[: len(tokens)], self._record(strands)
         looks = steps.tokens(tokens, _cache_rows(strands), stop, last, head=head, detail=detail, record=record)
         self._hand_out(strands, 0, stop)
         if keep:
-            for draft, row in zip(drafts, last):
-                draft.exit_hidden[draft.num_rows] = row
+            for draft, rows in zip(drafts, last.split([draft.num_next for draft in drafts])):
+                draft.exit_hidden[draft.num_rows : draft.num_rows + len(rows)] = rows
         return looks
 
     def _final_step(self, strands: Sequence[_Strand], layer: int, steps: NativeSteps) -> list[_Scores]:
@@ -362,6 +373,17 @@ def _watch(strands: Sequence[_Strand], start: int, stop: int) -> Callable[[int, 
             states.capture(row, layers_done, hidden[begin:end])
 
     return watch
+
+
+def _at_exit(drafts: Sequence[Draft]) -> Tensor:
+    """The exit states of the rows that were run last, [rows, hidden]."""
+    return torch.cat([draft.exit_hidden[draft.num_rows : draft.num_rows + draft.num_next] for draft in drafts])
+
+
+def _parts(looks: Sequence[Look], sizes: Sequence[int]) -> list[Sequence[Look]]:
+    """Each draft's looks."""
+    ends = list(accumulate(sizes))
+    return [looks[end - size : end] for end, size in zip(ends, sizes)]
 
 
 def _cut(tokens: list[int], values: list[float], sizes: Sequence[int]) -> list[_Scores]:

@@ -274,8 +274,9 @@ class _Seat:
                 policy.expect_company(texts)
                 self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept)
             self._place.share(self.text.prompt_read)
-            if self.text.needs.context_layers or self.text.needs.features:
-                self.captured = None  # captures keep neither
+            needs = self.text.needs
+            if needs.context_layers or needs.features or needs.copies == "needed":
+                self.captured = None  # captures do none of this
             self._captures = 0, 0.0
             if self.captured is not None:
                 self._captures = self.captured.num_captures, self.captured.capture_seconds

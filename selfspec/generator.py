@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -27,6 +28,8 @@ from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
 from selfspec.calibrate import measured_cost
 from selfspec.call import Call
+from selfspec.copying.copy_index import CopyStore
+from selfspec.copying.copy_sources import CopyFrom, make_store, store_for
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine import Checked, Engine, GenerationResult
 from selfspec.messages import Messages, encode_messages
@@ -136,6 +139,7 @@ class SelfSpecGenerator:
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_speculations: int | None = None,
+        copy_from: CopyFrom | None = None,
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
         **unknown: object,
@@ -158,6 +162,8 @@ class SelfSpecGenerator:
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
             autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
             from the checkpoint's best known fixed setting (see `selfspec.defaults`).
+        copy_from: texts to copy drafts from, for policies that copy ("auto" does): templates, the file that is being edited.
+            A list of texts or token ids, or a store made of them (`copy_store`). The prompt need not be among them.
         trace: keep every round's record in the result.
         A temperature of 0 means greedy decoding.
         Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
@@ -184,6 +190,7 @@ class SelfSpecGenerator:
                 policy=policy,
                 exit_layer=exit_layer,
                 num_speculations=num_speculations,
+                copy_from=copy_from,
                 generation_config=generation_config,
                 trace=trace,
             )
@@ -250,6 +257,13 @@ class SelfSpecGenerator:
             raise BatchError(results, errors)
         return [result for result in results if result is not None]
 
+    def copy_store(self, texts: Iterable[str | list[int] | Tensor]) -> CopyStore:
+        """Texts to copy drafts from, indexed once: `copy_from=store` in as many calls as you like.
+
+        Raises ValueError or TypeError for what is no text or no token of this model.
+        """
+        return make_store(texts, self.tokenizer, self.model.vocab_size)
+
     def engine(self) -> Engine:
         """An engine that texts join and leave between rounds (`selfspec.engine`): for servers, and loops of one's own.
 
@@ -281,6 +295,7 @@ class SelfSpecGenerator:
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_speculations: int | None = None,
+        copy_from: CopyFrom | None = None,
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
         **options: Any,
@@ -308,6 +323,9 @@ class SelfSpecGenerator:
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
         )
+        if copy_from is not None:
+            store = store_for(copy_from, chosen, self.tokenizer, bound.model.vocab_size)
+            request = replace(request, copy_from=store)
         return Checked(
             bound=bound,
             request=request,

@@ -56,7 +56,8 @@ class Turn:
 
     cache: of the text; it holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, the last of
     them is `pending`, not yet run; drafts are written behind them. remaining: tokens that may still be committed.
-    exit_layer, max_speculations: of the plan; None and 0 for a round without speculation.
+    exit_layer, max_speculations: of the plan; None and 0 if nothing is drafted. copied: tokens that were copied from the
+        text, to be looked at after exit_layer layers, or to be verified; match_length: how many before them are alike.
     eos: ends a draft. states: sees hidden states on the policy's behalf, None if it does not look at any in this round.
     learns: whether the round is learned from; learns_next: whether the one after it will be.
     """
@@ -75,11 +76,18 @@ class Turn:
     states: HiddenStates | None
     learns: bool
     learns_next: bool
+    copied: Sequence[int] = ()
+    match_length: int = 0
 
     @property
     def greedy(self) -> bool:
         """Whether tokens are the model's own choices, with no logits processor: then nobody needs logits."""
         return not self.sampler.do_sample and not self.sampler.processors
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that the round may come to: of the pending token and of every draft."""
+        return 1 + len(self.copied) + self.max_speculations
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -92,7 +100,7 @@ class Outcome:
     failure: why the last token of the block is none, else None; to be raised if the text comes to that token.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
     error: why the text cannot go on at all: its policy raised it.
-    num_discarded: rows run ahead of a decision to drop their token.
+    num_copied: how many of the kept drafts were copied. num_discarded: rows run ahead of a decision to drop their token.
     The rest as in `RoundRecord`.
     """
 
@@ -107,6 +115,7 @@ class Outcome:
     failure: Exception | None = None
     error: Exception | None = None
     dropped_token: int | None = None
+    num_copied: int = 0
     num_discarded: int = 0
 
     @property
@@ -118,7 +127,12 @@ class Outcome:
 
 
 class Passes(Protocol):
-    """Steps 2 to 4 of a round, called in this order, for the turns of all texts at hand."""
+    """Steps 2 to 4 of a round, called in this order, for the turns of all texts at hand.
+
+    copies: whether drafts may be copied from the text.
+    """
+
+    copies: bool
 
     def draft(self, turns: Sequence[Turn]) -> None:
         """Draft as far as each plan and each policy say. A turn without an exit layer drafts nothing."""

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from selfspec.copying.copy_index import CopyStore
 from selfspec.messages import are_messages, encode_messages
 from selfspec.stop_conditions import StopConditions
 
@@ -81,12 +82,16 @@ class GenerationHost(GenerationMixin):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """One checked call: prompt ids (int64 [n]), processors, stop conditions, and the generator when sampling."""
+    """One checked call: prompt ids (int64 [n]), processors, stop conditions, and the generator when sampling.
+
+    copy_from: texts to copy from beside the prompt and what was written, for policies that copy.
+    """
 
     prompt: Tensor
     processors: LogitsProcessorList
     stops: StopConditions
     generator: torch.Generator | None
+    copy_from: CopyStore | None = None
 
 
 def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Tensor:

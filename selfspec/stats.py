@@ -27,6 +27,7 @@ class GenerationStats:
     calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
     used, once per model and process; tokens_per_second leaves that out, seconds and time_to_first_token do not.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included.
+    num_copied, num_copied_accepted: of num_drafted and num_accepted, those that were copied from the text.
     preverifier_layers: passes of a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both.
     *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
     earlier ones queued.
@@ -44,6 +45,8 @@ class GenerationStats:
     rounds: int
     num_drafted: int
     num_accepted: int
+    num_copied: int
+    num_copied_accepted: int
     acceptance_rate: float | None
     accepted_per_round: float | None
     tokens_per_round: float | None
@@ -87,6 +90,8 @@ class StatsBuilder:
         self.rounds = 0
         self.num_drafted = 0
         self.num_accepted = 0
+        self.num_copied = 0
+        self.num_copied_accepted = 0
         self.round_tokens = 0
         self.loaded_layers = 0
         self.preverifier_layers = 0
@@ -105,6 +110,8 @@ class StatsBuilder:
         self.rounds += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
+        self.num_copied += min(drafted, record.num_copied)
+        self.num_copied_accepted += min(accepted, record.num_copied)
         self.round_tokens += len(record.tokens)
         self.loaded_layers += record.loaded_layers
         self.preverifier_layers += record.preverifier_layers
@@ -143,6 +150,8 @@ class StatsBuilder:
             rounds=self.rounds,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            num_copied=self.num_copied,
+            num_copied_accepted=self.num_copied_accepted,
             acceptance_rate=ratio(self.num_accepted, self.num_drafted),
             accepted_per_round=ratio(self.num_accepted, self.rounds) if self.num_drafted else None,
             tokens_per_round=ratio(self.round_tokens, self.rounds),

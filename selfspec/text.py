@@ -17,6 +17,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, Piece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
+from selfspec.copying.copy_index import CopyIndex
 from selfspec.hidden_states import HiddenStates, KeptStates
 from selfspec.passes import Outcome, Passes, Turn
 from selfspec.request import Request
@@ -72,6 +73,11 @@ class Text:
         self._prompt_rows = self.needs.prompt_rows_for(self.length, request.stops.max_new_tokens)
         self.states.reserve(self._prompt_rows)
         self.num_reused = self._reuse(kept_states)
+        self.copies: CopyIndex | None = None
+        self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
+        if self.needs.copies != "none":
+            self.copies = CopyIndex(request.copy_from)
+            self.copies.read(request.prompt)
         self.pending = -1  # the last committed token, not yet run through any layer
         self.num_new = 0
         self.stop_reason: StopReason | None = None
@@ -150,20 +156,24 @@ class Text:
         """Step 1: what the policy wants of the coming round, in which so many texts share the passes."""
         planning = perf_counter()
         remaining = self.request.stops.max_new_tokens - self.num_new
+        match = self.copies.match if self.copies is not None and passes.copies else None
         context = RoundContext(
-            round_index=self.stats.rounds, num_committed=self.length, remaining_tokens=remaining, company=company
-        )
+            round_index=self.stats.rounds, num_committed=self.length, remaining_tokens=remaining, company=company,
+            match_length=0 if match is None else match.length,
+        )  # fmt: skip
         plan = self.policy.exit.plan(context)
-        cap = min(plan.max_speculations, remaining - 1)
+        copied = self._copied(min(plan.copied, remaining - 1)) if plan.copied and match is not None else ()
+        cap = min(plan.max_speculations, remaining - 1 - len(copied))
         exit_layer = threshold = None
-        if plan.exit_layer is None or cap < 1:
+        if plan.exit_layer is None or (cap < 1 and not copied):
             cap = 0
         else:
             exit_layer = check_exit_layer(plan.exit_layer, self.model.num_layers)
             if self.policy.stopping is not None:
                 self.policy.stopping.start_round(plan)
                 threshold = self.policy.stopping.threshold(exit_layer)
-        learns = plan.learn and self.needs.learns(self._rows_learned, self._rows_seen)
+        # Rounds that copy teach nothing about exits: which rows were drafted where would have to be told apart.
+        learns = plan.learn and not copied and self.needs.learns(self._rows_learned, self._rows_seen)
         watches = learns or bool(self.needs.context_layers)
         turn = Turn(
             cache=self.cache,
@@ -177,12 +187,23 @@ class Text:
             policy=self.policy,
             needs=self.needs,
             eos=self.request.stops.eos,
-            states=passes.states(self.states, cap + 1) if watches else None,
+            states=passes.states(self.states, len(copied) + cap + 1) if watches else None,
             learns=learns,
             learns_next=plan.learn and self.needs.learns(self._rows_learned + learns, self._rows_seen + 1),
+            copied=copied,
+            match_length=context.match_length,
         )
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
         return Planned(plan=plan, turn=turn, context=context, threshold=threshold)
+
+    def _copied(self, most: int) -> list[int]:
+        """What may be copied now: up to an EOS, behind which nothing would be committed."""
+        assert self.copies is not None
+        copied = self.copies.continuation(most)
+        for index, token in enumerate(copied):
+            if token in self.request.stops.eos:
+                return copied[: index + 1]
+        return copied
 
     def commit(self, outcome: Outcome) -> list[int]:
         """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.
@@ -205,6 +226,7 @@ class Text:
         learning = perf_counter()
         turn, plan = planned.turn, planned.plan
         speculative = turn.exit_layer is not None
+        drafting = speculative or bool(turn.copied)
         spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else Spent()
         num_layers = self.model.num_layers
         record = RoundRecord(
@@ -215,7 +237,7 @@ class Text:
             draft_tokens=outcome.draft_tokens,
             num_accepted=outcome.num_accepted,
             tokens=tuple(committed),
-            loaded_layers=len(outcome.draft_tokens) * (turn.exit_layer or 0) + num_layers,
+            loaded_layers=(len(outcome.draft_tokens) - outcome.num_copied) * (turn.exit_layer or 0) + num_layers,
             stop_cause=outcome.stop_cause,
             confidences=outcome.confidences,
             acceptance_probabilities=outcome.acceptance_probabilities,
@@ -223,11 +245,14 @@ class Text:
             shadow=self._shadow_tokens(turn, outcome),
             acceptance=plan.acceptance,
             threshold=planned.threshold,
-            draft_seconds=draft_seconds - spent.seconds if speculative else 0.0,
+            draft_seconds=draft_seconds - spent.seconds if drafting else 0.0,
             verify_seconds=verify_seconds,
             preverifier_layers=spent.layers,
             preverify_seconds=spent.seconds,
             company=planned.context.company,
+            num_copied=outcome.num_copied,
+            num_tried=len(turn.copied),
+            copies=tuple(self._copies_seen),
         )
         self.stats.add(record)
         self._rows_seen += record.num_accepted + 1
@@ -259,8 +284,19 @@ class Text:
             raise failure
         if self.num_new:
             self.states.commit(self.length - 1, count)
+        if self.copies is not None:
+            self._index(self.copies, block[:count])
         self.length += count
         self.num_new += count
         self.pending = block[count - 1]
         self.cache.roll_back(self.length - 1)
         return block[:count]
+
+    def _index(self, copies: CopyIndex, tokens: list[int]) -> None:
+        """Take committed tokens into the index, and note what it would have said of each."""
+        self._copies_seen = []
+        for token in tokens:
+            match = copies.match
+            if match is not None:
+                self._copies_seen.append((match.length, match.token == token))
+            copies.append(token)

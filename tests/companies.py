@@ -185,6 +185,8 @@ def random_wish(random: Random, policy: str) -> Wish:
     prompt = [
         random.randrange(VOCAB_SIZE) for _ in range(random.choice([random.randint(1, 5), random.randint(12, 34)]))
     ]
+    if random.random() < (0.8 if "copy" in policy else 0.2):  # something to copy
+        prompt = (prompt * 34)[: random.randint(len(prompt), 34)]
     options: dict[str, Any] = {"max_new_tokens": random.choice([random.randint(1, 5), *[random.randint(6, 26)] * 3])}
     # Where a policy drafts otherwise in company, a sampled text would be drawn otherwise.
     if policy not in BY_COMPANY and random.random() < 0.4:

@@ -32,9 +32,10 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
 from policies import DraftRow, NeverStop, Policy, parse_policy
 from selfspec.accept import accept_sampled
-from selfspec.eager import EagerPasses
+from selfspec.draft import Draft
+from selfspec.eager import EagerPasses, _Scores
 from selfspec.graphs.captured_runner import CapturedRunner
-from selfspec.passes import RunnerName, Turn
+from selfspec.passes import Outcome, RunnerName, Turn
 from selfspec.request import Request
 from selfspec.round import decode
 from selfspec.sampling import Sampler
@@ -43,6 +44,7 @@ from selfspec.text import Text
 VOCAB_SIZE = 6
 NUM_LAYERS = 3
 PROMPT = [4, 1]
+REPEATING = [4, 1, 2, 5, 4, 1]  # for policies that copy
 RUN_LENGTH = 8
 ENUMERATED_LENGTH = 5  # of the runs whose every course is taken: drafts of up to 4 tokens
 FALSE_ALARMS = 1e-4  # of each policy's goodness-of-fit test
@@ -73,11 +75,13 @@ def model_in_use(llama: LlamaForCausalLM) -> LayerSkipModel:
     return from_transformers(llama, layout="native" if native else "plain")
 
 
-def sampled_run(model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH) -> Request:
+def sampled_run(
+    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: Sequence[int] = PROMPT
+) -> Request:
     """A sampled run with processors of both kinds: one that looks at the text, and two that do not."""
     return request_for(
         model,
-        PROMPT,
+        [*prompt],
         seed=seed,
         max_new_tokens=length,
         do_sample=True,
@@ -87,7 +91,7 @@ def sampled_run(model: LayerSkipModel, top_k: int, seed: int = 0, length: int = 
     )
 
 
-def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int) -> Law:
+def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: Sequence[int] = PROMPT) -> Law:
     """The joint distribution of the first tokens, by transformers' forward pass and its processors."""
     processors = LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), TopKLogitsWarper(top_k)]
@@ -96,7 +100,7 @@ def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int) -> Law:
     for _ in range(num_tokens):
         longer: Law = {}
         for tokens, probability in law.items():
-            text = PROMPT + list(tokens)
+            text = [*prompt, *tokens]
             scores = processors(torch.tensor([text]), full_logits(llama, text)[-1:])
             for token, p in enumerate(scores.double().softmax(dim=-1)[0].tolist()):
                 if p > 0:
@@ -175,11 +179,16 @@ def next_script(chosen: list[int], options: list[int]) -> list[int] | None:
 
 
 def enumerated_law(
-    model: LayerSkipModel, policy: Policy, num_tokens: int, top_k: int, runner: RunnerName = "eager"
+    model: LayerSkipModel,
+    policy: Policy,
+    num_tokens: int,
+    top_k: int,
+    runner: RunnerName = "eager",
+    prompt: Sequence[int] = PROMPT,
 ) -> Law:
     """The engine's output law: every course of its random events, with its probability."""
-    request = sampled_run(model, top_k, length=ENUMERATED_LENGTH)
-    cache = KVCache(model, len(PROMPT) + RUN_LENGTH)
+    request = sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt)
+    cache = KVCache(model, len(prompt) + RUN_LENGTH)
     with torch.inference_mode():
         captured = CapturedRunner(model, cache) if runner == "captured" else None
     passes = captured or EagerPasses(model)
@@ -201,7 +210,7 @@ def enumerated_law(
                 if text.num_new >= num_tokens or oracle.probability == 0:
                     break
         if oracle.probability > 0:
-            first = len(PROMPT)
+            first = len(prompt)
             law[tuple(text.tokens[0, first : first + num_tokens].tolist())] += oracle.probability
         script = next_script(oracle.chosen, oracle.options)
     return dict(law)
@@ -219,6 +228,32 @@ def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCa
     law = enumerated_law(model, POLICIES[name](), 3, top_k=2)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if "copy" in name or name == "auto"])
+def test_the_law_is_exact_where_tokens_are_copied(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
+    """From the first round on: what a copied token leaves when it is rejected, and what is drawn behind one that is kept."""
+    prompt = [4, 1, 2, 5, 4, 1, 2] if "min=3" in name else REPEATING
+    expected = exact_law(llama, 3, top_k=2, prompt=prompt)
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, prompt=prompt)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, expected) < 1e-5
+
+
+def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
+    original = EagerPasses._outcome
+
+    def with_exit_q(self: EagerPasses, draft: Draft, scores: _Scores) -> Outcome:
+        draft.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
+        draft.num_copied = 0
+        return original(self, draft, scores)
+
+    monkeypatch.setattr(EagerPasses, "_outcome", with_exit_q)
+    law = enumerated_law(model, POLICIES["copy:4"](), 3, top_k=2, prompt=REPEATING)
+    assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
 
 
 @pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")

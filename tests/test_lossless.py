@@ -99,7 +99,7 @@ def test_greedy_output_equals_transformers(dtype: torch.dtype, runner: RunnerNam
     assert count["with rejected drafts"] >= count["cases"] // 8
     assert count["stopped inside a draft"] >= 7 * share
     assert min(count["eos"], count["stop_string"]) >= 15 * share
-    assert min(count[name] for name in EVERY_POLICY) >= 1.5 * share
+    assert min(count[name] for name in EVERY_POLICY) >= 1.2 * share
 
 
 @pytest.mark.parametrize(

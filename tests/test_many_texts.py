@@ -83,7 +83,7 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     check()
     print(dict(count))
     # Were these rare, the equality above would say little.
-    assert min(count[name] for name in POLICIES) >= 3
+    assert min(count[name] for name in POLICIES) >= 2
     assert count["cancelled"] >= EXAMPLES // 6
     assert count["in company"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3

@@ -20,10 +20,10 @@ OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default
     "prompt_rows": ("5",), "learn_every": ("3", "100"), "learn_first": ("7",), "start": ("0.3",), "target": ("0.3",),
     "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",), "shadow": ("on", "off"),
     "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",), "criterion": ("any",), "scope": ("block",),
-    "bins": ("paper",),
+    "bins": ("paper",), "min": ("3",),
 }  # fmt: skip
 
-FIRST = {"ls": "3-4", "fs": "2-4", "dv": "2", "svip": "2", "adaedl": "2", "spide": "2", "pacer": "folder"}
+FIRST = {"copy": "4", "ls": "3-4", "fs": "2-4", "dv": "2", "svip": "2", "adaedl": "2", "spide": "2", "pacer": "folder"}
 
 
 class NoPreVerifier:
@@ -76,7 +76,8 @@ def forms() -> Iterator[tuple[str, str | None]]:
     """(exit or lone stopping policy, stopping policy behind it)."""
     for name in EXITS:
         yield name, None
-        yield from ((name, other) for other in STOPPINGS if name != "ar")
+        yield from ((name, other) for other in STOPPINGS if name not in ("ar", "copy"))
+    yield from (("copy", name) for name in (*EXITS, *STOPPINGS) if name not in ("ar", "copy"))
     yield from ((name, None) for name in STOPPINGS if name != "del")
 
 
@@ -85,7 +86,8 @@ def text_of(name: str, other: str | None, options: Mapping[tuple[int, str], str]
     first = form(name, tuple(f"{key}={value}" for (place, key), value in options.items() if place == 0))
     if other is None:
         return first
-    parts = {"fs": "fs:3", "pacer": "pacer:folder"}.get(other, other)
+    alone = name == "copy"  # then a whole policy follows
+    parts = form(other, ()) if alone else {"fs": "fs:3", "pacer": "pacer:folder"}.get(other, other)
     behind = ",".join(f"{key}={value}" for (place, key), value in options.items() if place == 1)
     return f"{first}+{parts}" + (("," if ":" in parts else ":") + behind if behind else "")
 
@@ -95,7 +97,8 @@ def test_an_option_changes_the_policy_or_is_refused(name: str, other: str | None
     """Alone and beside every other option."""
     known = {(0, key) for key in (EXITS.get(name) or STOPPINGS[name]).options}
     if other is not None:
-        known |= {(1, key) for key in STOPPINGS[other].options}
+        named = EXITS[other] if name == "copy" and other in EXITS else STOPPINGS[other]
+        known |= {(1, key) for key in named.options}
     contexts: list[dict[tuple[int, str], str]] = [{}]
     contexts += [{place: value} for place in sorted(known) for value in OTHER_VALUES[place[1]][-1:]]
     for context in contexts:
@@ -122,5 +125,5 @@ def test_no_layer_is_learned_that_is_never_chosen(name: str, other: str | None) 
     layers = policy.exit.exit_layers
     assert layers is not None
     assert set(policy.needs.shadow_layers) <= set(layers)
-    if name in FIRST and "dv" in (name, other):
+    if "dv" in (name, other) and (other if name == "copy" else name) in FIRST:
         assert policy.needs.shadow_layers == ()

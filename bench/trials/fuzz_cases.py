@@ -217,6 +217,10 @@ def _policy(random: Random, num_layers: int) -> str:
             "auto:cost=layers,learn_every=1",
             f"auto:cost=layers,decay={max(tau, 0.5)}",
             "auto+spide",
+            f"copy:{max(length, 1)}",
+            f"copy:{max(length, 1)}+ls:{exit_layer}-{max(length, 1)}",
+            f"copy+dv:{exit_layer},start={tau}",
+            "copy:4+del",
         ]
     )
 

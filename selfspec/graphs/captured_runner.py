@@ -56,6 +56,8 @@ class CapturedRunner:
     cache: must hold finite numbers everywhere, so it is cleared, unless `cleared` says that it does.
     """
 
+    copies = False  # a pass takes as many rows as it was captured for
+
     def __init__(self, model: LayerSkipModel, cache: KVCache, *, cleared: bool = False) -> None:
         self.cache = cache
         self._model = model

@@ -1,0 +1,99 @@
+"""Layer 0: copy what followed the same words earlier, and let the model verify it (`copy:G`), or let an exit cut it first
+(`copy+ls:E-G` and the like).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from policies.base import ExitPolicy, Policy, Unlearning
+from policies.building import Setup
+from policies.records import Needs, Plan, RoundContext, RoundRecord, Shadow
+
+LENGTH = 10
+"""Tokens that are copied at most, as in prompt lookup decoding (Saxena 2023)."""
+SHORTEST = 2
+"""Tokens that must be alike."""
+MOST = 32
+"""Tokens that may be copied in a round at most: a pass over more rows costs what their arithmetic costs, on any device."""
+
+
+class _Copying:
+    """How much to copy: `length` tokens, where the last `shortest` or more occurred before.
+
+    Raises ValueError for a length outside [1, MOST], and for a match shorter than 2, which is no more than a guess.
+    """
+
+    def __init__(self, length: int = LENGTH, shortest: int = SHORTEST) -> None:
+        if not 1 <= length <= MOST:
+            raise ValueError(f"the length must be in [1, {MOST}], got {length}")
+        if shortest < SHORTEST:
+            raise ValueError(f"min must be at least {SHORTEST}, got {shortest}")
+        self._length, self._shortest = length, shortest
+
+    def copied(self, context: RoundContext) -> int:
+        """Tokens to copy in the coming round."""
+        return self._length if context.match_length >= self._shortest else 0
+
+
+class CopyExit(_Copying, Unlearning):
+    """Copy `length` tokens wherever `shortest` or more are alike, straight to verification; a plain step elsewhere."""
+
+    needs = Needs(copies="needed")
+    exit_layers = ()
+
+    @classmethod
+    def from_args(cls, setup: Setup, length: int = LENGTH, **options: Any) -> CopyExit:
+        return cls(length, options.get("min", SHORTEST))
+
+    def plan(self, context: RoundContext) -> Plan:
+        return Plan(exit_layer=None, max_speculations=0, copied=self.copied(context))
+
+
+class CopyThenExit(_Copying):
+    """Copy first, then what another exit policy plans: its exit cuts the copy where it disagrees, and drafts on from there.
+
+    inner: sees rounds as if the copied tokens had been committed before them.
+    """
+
+    def __init__(self, inner: ExitPolicy, length: int = LENGTH, shortest: int = SHORTEST) -> None:
+        super().__init__(length, shortest)
+        self.inner = inner
+
+    @property
+    def needs(self) -> Needs:
+        return self.inner.needs | CopyExit.needs
+
+    @property
+    def exit_layers(self) -> tuple[int, ...] | None:
+        return self.inner.exit_layers
+
+    def plan(self, context: RoundContext) -> Plan:
+        """The inner policy's, with copies before it; without an exit layer they go straight to verification."""
+        return replace(self.inner.plan(context), copied=self.copied(context))
+
+    def begin_text(self) -> None:
+        self.inner.begin_text()
+
+    def observe_prompt(self, shadow: Shadow) -> None:
+        self.inner.observe_prompt(shadow)
+
+    def observe(self, record: RoundRecord) -> None:
+        self.inner.observe(record.without_copies)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def state(self) -> dict[str, Any]:
+        return self.inner.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.inner.restore(state)
+
+
+def copying_first(policy: Policy, length: int = LENGTH, **options: Any) -> Policy:
+    """The policy, with a copy before each of its drafts. Raises ValueError for one that copies already."""
+    if policy.exit.needs.copies != "none":
+        raise ValueError(f"{policy.name!r} copies by itself")
+    return replace(policy, exit=CopyThenExit(policy.exit, length, options.get("min", SHORTEST)))

@@ -1,0 +1,186 @@
+"""Where the end of a text occurred before, so that what followed it there can be a draft that costs no layer.
+
+A token adds one entry for each length of a suffix: where this suffix was seen last. So keeping the index costs the same for
+every token, however long the text is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+SHORTEST, LONGEST = 2, 8
+"""Tokens of the suffixes that are looked up. A longer match is one of the longest, followed from token to token."""
+GENERATION = 1 << 18
+"""Suffixes after which the oldest ones begin to be forgotten: those of some 37,000 tokens, about 30 MB."""
+BETWEEN = -1
+"""Stands between the texts of a store: no token."""
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15  # odd, its bits well spread: a product's upper bits depend on all bits of the factor
+
+
+class Match(NamedTuple):
+    """An earlier place that ends like the text. length: tokens alike. token: what followed there."""
+
+    length: int
+    token: int
+
+
+class _Places:
+    """A text's tokens, and for every suffix of SHORTEST to LONGEST tokens the place where it was last seen to end.
+
+    Suffixes are known by a hash of 64 bits: should two ever have the same, a draft is wrong, which verification finds out.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def extend(self, tokens: NDArray[np.int32]) -> None:
+        """Take in many tokens at once."""
+        first = len(self.tokens)
+        self.tokens.frombytes(tokens.tobytes())
+        text = (tokens + 1).astype(np.uint64)  # no token is 0, which leading ones would vanish behind
+        hashes = np.zeros(len(text), dtype=np.uint64)
+        for length in range(1, min(LONGEST, len(text)) + 1):
+            hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
+            if length >= SHORTEST:
+                self._keep(zip(hashes.tolist(), range(first + length - 1, first + len(text))))
+            hashes = hashes[:-1]
+
+    def add(self, token: int, hashes: Sequence[int]) -> None:
+        """Take in one token. hashes: of the suffixes that it ends."""
+        place = len(self.tokens)
+        self.tokens.append(token)
+        self._keep((hashed, place) for hashed in hashes)
+
+    def _keep(self, places: Iterable[tuple[int, int]]) -> None:
+        if len(self._young) > GENERATION:
+            self._young, self._old = {}, self._young
+        self._young.update(places)
+
+    def find(self, hashed: int) -> int:
+        """Where this suffix was last seen to end; -1 if it was not."""
+        place = self._young.get(hashed, -1)
+        return place if place >= 0 or not self._old else self._old.get(hashed, -1)
+
+
+class CopyStore:
+    """Texts to copy from beside the text itself: templates, the file being edited. Never changed once it is made.
+
+    texts: token ids of each.
+    """
+
+    def __init__(self, texts: Iterable[Sequence[int]]) -> None:
+        self.places = _Places()
+        self.largest_token = BETWEEN
+        for text in texts:
+            self.largest_token = max(self.largest_token, *text, BETWEEN)
+            self.places.extend(np.asarray([*text, BETWEEN], dtype=np.int32))
+
+    def __len__(self) -> int:
+        """Tokens, with one behind each text."""
+        return len(self.places.tokens)
+
+
+class CopyIndex:
+    """The longest suffix of a text that occurred before, and what followed it there.
+
+    Of places where equally many tokens (up to LONGEST) are alike it takes the most recent, and the text itself before the
+    store. A match longer than that is followed while it lasts: no other can then be longer.
+    store: more to copy from.
+    """
+
+    def __init__(self, store: CopyStore | None = None) -> None:
+        self._own = _Places()
+        self._store = None if store is None else store.places
+        self._hashes: list[int] = []  # of the last 1, 2, .. LONGEST tokens
+        self._from, self._place, self._length = self._own, -1, 0  # of the match: where, its last token, how many
+
+    def __len__(self) -> int:
+        """Tokens of the text."""
+        return len(self._own.tokens)
+
+    def read(self, tokens: Tensor) -> None:
+        """Take in a prompt: int64 [n], on a CPU. Only once, before anything else."""
+        assert not self._own.tokens
+        if tokens.numel() == 0:
+            return
+        self._own.extend(tokens[:-1].numpy().astype(np.int32))
+        *before, last = tokens[-LONGEST:].tolist()
+        for token in before:
+            self._hashes = self._hashed(token)
+        self.append(last)
+
+    def append(self, token: int) -> None:
+        """Take in the next token, and look where the text ended like this before."""
+        follows = self._length > 0 and self._next == token
+        self._hashes = self._hashed(token)
+        suffixes = self._hashes[SHORTEST - 1 :]
+        best, place, source = self._look_up(suffixes)
+        self._own.add(token, suffixes)
+        if follows and self._length + 1 > best:
+            self._place, self._length = self._place + 1, self._length + 1
+            return
+        self._from, self._place, self._length = source, place, best
+        if best == LONGEST:
+            self._measure()
+
+    def _hashed(self, token: int) -> list[int]:
+        """Hashes of the suffixes that end with this token, from those of the suffixes before it."""
+        return [(hashed ^ token + 1) * _MIX & _MASK for hashed in (0, *self._hashes[: LONGEST - 1])]
+
+    def _look_up(self, suffixes: Sequence[int]) -> tuple[int, int, _Places]:
+        """The longest suffix that was seen before: its length, where it ended, and in what."""
+        best, place, source = 0, -1, self._own
+        for length, hashed in enumerate(suffixes, start=SHORTEST):
+            found = self._own.find(hashed)
+            if found >= 0:
+                best, place, source = length, found, self._own
+            elif self._store is not None and (found := self._store.find(hashed)) >= 0:
+                best, place, source = length, found, self._store
+            else:
+                break
+        return best, place, source
+
+    def _measure(self) -> None:
+        """How long a match of at least LONGEST is, up to four times that: a longer one is as good."""
+        here, there = self._own.tokens, self._from.tokens
+        end, most = len(here) - 1, min(4 * LONGEST, self._place + 1)
+        while self._length < most and here[end - self._length] == there[self._place - self._length]:
+            self._length += 1
+
+    @property
+    def _next(self) -> int:
+        """The token behind the match, or BETWEEN."""
+        return self._from.tokens[self._place + 1]
+
+    @property
+    def match(self) -> Match | None:
+        """How the text ended before, and what came then; None if it never did, or nothing came."""
+        if not self._length or self._next == BETWEEN:
+            return None
+        return Match(self._length, self._next)
+
+    def continuation(self, count: int) -> list[int]:
+        """What followed the match, `count` tokens, fewer at the end of a text of the store.
+
+        Where it runs into the end of this text it goes on with what it has copied: a loop is copied round and round.
+        """
+        if self.match is None:
+            return []
+        tokens, first = self._from.tokens, self._place + 1
+        copied = [*tokens[first : first + count]]
+        if self._from is not self._own:
+            return copied[: copied.index(BETWEEN)] if BETWEEN in copied else copied
+        period = len(tokens) - first
+        for index in range(len(copied), count):
+            copied.append(copied[index - period])
+        return copied
