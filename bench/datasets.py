@@ -16,7 +16,13 @@ from transformers import PreTrainedTokenizerBase
 METRICS = ("number", "choice", "rouge", "none")
 """How an answer can be scored: by its final number, by a letter, by the words it shares with the reference, or not at all."""
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
-"""Prompts written for this project: code, maths word problems, English prose and summaries, German to English."""
+"""Prompts written for this project: code, maths word problems, English prose and summaries, German to English, copying."""
+COPYING = "copying"
+"""Shipped prompts whose answers are copied from them: edit this file, quote from these documents, go on with these rows.
+
+They are used only where they are named. How fast they are says nothing about other text, and records without them stay
+comparable.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +50,24 @@ class EncodedPrompt:
     origin: Prompt | None = None
 
 
+def shipped_names() -> list[str]:
+    """The files of prompts that ship with the package, without their ending."""
+    return sorted(file.stem for file in SHIPPED_PROMPTS.glob("*.jsonl"))
+
+
 def load_prompts(path: Path | None = None) -> list[Prompt]:
-    """Prompts of a .jsonl or .jsonl.gz file in the order of its lines; None takes the shipped ones.
+    """Prompts of a .jsonl or .jsonl.gz file in the order of its lines; None takes the shipped ones, all but `COPYING`.
+
+    A path that is no file may be the name of a shipped file without its ending, such as "copying".
 
     A line is an object with "id", "task" and "prompt" (text that ends where the model goes on), and "reference",
     "source" and "metric", which may be null or left out. Ids must differ.
     Raises ValueError that names file and line for anything else; OSError if the file cannot be read.
     """
     if path is None:
-        return [prompt for file in sorted(SHIPPED_PROMPTS.glob("*.jsonl")) for prompt in load_prompts(file)]
+        return [prompt for name in shipped_names() if name != COPYING for prompt in load_prompts(Path(name))]
+    if str(path) in shipped_names() and not path.is_file():
+        path = SHIPPED_PROMPTS / f"{path}.jsonl"
     opener = gzip.open if path.suffix == ".gz" else open
     prompts: list[Prompt] = []
     with opener(path, "rt", encoding="utf-8") as stream:

@@ -1,10 +1,12 @@
 import gzip
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tiny_llama import tiny_tokenizer
 
+from bench.commands.run_command import choose_prompts
 from bench.datasets import Prompt, digest, encode_prompts, load_prompts, select_prompts
 
 
@@ -25,6 +27,21 @@ def test_shipped_prompts_cover_four_kinds_at_the_length_that_is_measured():
     assert len({prompt.id for prompt in prompts}) == len(prompts)
     assert all(prompt.source for prompt in prompts)
     assert not any(prompt.prompt.endswith(" ") for prompt in prompts)  # the next word brings its own space
+
+
+def test_shipped_prompts_that_copy_are_used_where_they_are_named():
+    copying = load_prompts(Path("copying"))
+    assert len(copying) >= 16
+    assert {prompt.task for prompt in copying} == {"copying"}
+    assert not {prompt.id for prompt in copying} & {prompt.id for prompt in load_prompts()}
+    assert choose_prompts([], ["copying", "math"], 2)[:2] == copying[:2] == choose_prompts([Path("copying")], [], 2)
+    assert load_prompts(Path("math")) == [prompt for prompt in load_prompts() if prompt.task == "math"]
+
+
+def test_a_file_goes_before_a_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "math").write_text(json.dumps({"id": "a", "task": "x", "prompt": "two"}) + "\n")
+    assert [prompt.id for prompt in load_prompts(Path("math"))] == ["a"]
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.jsonl.gz"])

@@ -25,6 +25,7 @@ from bench.commands.bench_options import (
 )
 from bench.commands.busy_command import busy
 from bench.commands.context_command import context
+from bench.commands.copying_command import copying_accuracy, copying_texts
 from bench.commands.preparation import (
     LLAMA_CPP_KINDS,
     configuration,
@@ -77,6 +78,8 @@ app.command()(busy)
 app.command()(batch)
 app.command()(serving)
 app.command()(serving_soak)
+app.command()(copying_texts)
+app.command()(copying_accuracy)
 
 
 @app.command()

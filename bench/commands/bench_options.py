@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bench.datasets import COPYING, shipped_names
 from layerskip_models.output_paths import output_file
 from selfspec.cli.arguments import one_line_errors
 
@@ -24,7 +25,11 @@ ModelOption = Annotated[
     ),
 ]
 PromptsOption = Annotated[
-    Path | None, typer.Option(help='Prompts, .jsonl[.gz] with "id", "task", "prompt". Default: the shipped ones.')
+    Path | None,
+    typer.Option(
+        help='Prompts, .jsonl[.gz] with "id", "task", "prompt"; or shipped ones by name: '
+        f"{', '.join(shipped_names())}. Default: the shipped ones but {COPYING}."
+    ),
 ]
 NumSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts, taken from each task in turn.")]
 TaskSamplesOption = Annotated[int, typer.Option(min=1, help="Number of prompts of each task.")]

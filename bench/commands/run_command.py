@@ -43,7 +43,7 @@ from bench.commands.preparation import (
     show,
     transformers_engines,
 )
-from bench.datasets import Prompt, encode_prompts, group_by_task, load_prompts
+from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts, shipped_names
 from bench.engines.own import Engine, Sampling, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
@@ -70,7 +70,11 @@ def run(
     ] = None,
     kept: KeptOption = None,
     prompts: Annotated[
-        list[Path] | None, typer.Option(help="File of prompts, .jsonl[.gz]; repeatable. Default: the shipped ones.")
+        list[Path] | None,
+        typer.Option(
+            help=f"File of prompts, .jsonl[.gz], or shipped ones by name: {', '.join(shipped_names())}; repeatable. "
+            f"Default: the shipped ones but {COPYING}."
+        ),
     ] = None,
     task: Annotated[
         list[str] | None,
@@ -210,7 +214,10 @@ def choose_prompts(files: Sequence[Path], tasks: Sequence[str], num_samples: int
 
     Raises ValueError for an unknown task, or when two files share an id.
     """
-    found = [prompt for path in files for prompt in load_prompts(path)] if files else load_prompts()
+    if files:
+        found = [prompt for path in files for prompt in load_prompts(path)]
+    else:
+        found = load_prompts() + (load_prompts(Path(COPYING)) if COPYING in tasks else [])
     if len({prompt.id for prompt in found}) < len(found):
         raise ValueError("prompts of different files must have different ids")
     by_task = group_by_task(found)
