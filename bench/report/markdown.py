@@ -31,6 +31,7 @@ HEADINGS = {
     "speed": "Speed",
     "speedups": "Speed-up by task",
     "tasks": "Speed by task",
+    "sources": "Where each source of drafts pays",
     "rounds": "Rounds",
     "phases": "Where the time goes",
     "scores": "Scores",
