@@ -127,7 +127,7 @@ def test_sources_of_tokens_by_hand():
     stats = {
         "selfspec:ar": {"a1": counted(100, 99, 0, 0, 0, 0), "b1": counted(100, 99, 0, 0)},
         # a: 99 tokens in 30 rounds, 60 of 66 copies accepted, 9 of 20 drafts. b: 99 in 60, nothing copied, 39 of 60 drafts.
-        "selfspec:ls:1-2": {"a1": counted(100, 30, 86, 69, 66, 60), "b1": counted(100, 60, 60, 39)},
+        "selfspec:ls:1-2": {"a1": counted(100, 30, 86, 69, 66, 60), "b1": counted(100, 60, 60, 39, 0, 0)},
     }
     for line in lines:
         if line["kind"] == "sample":
@@ -143,6 +143,8 @@ def test_sources_of_tokens_by_hand():
         ("plain", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–"),
         ("drafting", "2.50×", "2.20", "30.0 %", "24.0 %", "46.0 %", "90.9 %", "60.0 %"),
     ]
+    # A copied token takes no draft pass: 20 and 60 of them, on average.
+    assert Samples(lines).summary("selfspec:ls:1-2").draft_passes == 40
 
 
 def test_where_nothing_was_copied_there_is_no_table_of_sources():

@@ -16,6 +16,7 @@ from bench.record import Line
 from policies import CostModel, MeasuredCost, RoundRecord
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
+from selfspec.analysis.round_cost import draft_passes, round_cost
 
 ROWS = (1, 2, 4, 8)
 """Rows of a verification that the table shows."""
@@ -85,15 +86,11 @@ def phase_bytes(
     for record in trace:
         layer = weights.layer + weights.kv * record.num_committed_before
         read["verify"] += num_layers * layer + weights.head
-        if record.exit_layer is None:
-            seconds += cost.autoregressive()
-        else:
-            # Stopped before a draw, the last row has been through E layers already; else verification does that.
-            early = record.stop_cause == "before_draw"
-            looks = record.num_drafted + early
-            read["draft"] += looks * (record.exit_layer * layer + weights.draft_head)
-            read["verify"] -= early * record.exit_layer * layer
-            seconds += cost.round(record.exit_layer, record.num_drafted) + early * cost.look(record.exit_layer)
+        seconds += round_cost(record, cost)
+        if record.exit_layer is not None:
+            passes, complete = draft_passes(record)
+            read["draft"] += passes * (record.exit_layer * layer + weights.draft_head)
+            read["verify"] -= complete * record.exit_layer * layer
         if record.shadow is not None:
             read["learn"] += weights.draft_head
     return read, seconds

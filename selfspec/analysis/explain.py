@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies import CostModel, LayerCost, Needs, Policy, RoundRecord
+from policies import CostModel, LayerCost, Needs, Policy
 from selfspec.analysis.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
+from selfspec.analysis.round_cost import round_cost
 from selfspec.generator import GenerationResult
 from selfspec.stats import ratio, sources_text
 
@@ -51,7 +52,7 @@ def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Expla
     tokens = sum(len(record.tokens) for record in result.trace)
     full = sum(record.num_drafted + 1 for record in result.trace)
     plain = cost.autoregressive()
-    rounds_cost = sum(_round_cost(record, cost) for record in result.trace)
+    rounds_cost = sum(round_cost(record, cost) for record in result.trace)
     decoding = stats.seconds - stats.time_to_first_token
     trace: AgreementTrace = agreement_trace(result, num_layers)
     return Explanation(
@@ -106,17 +107,6 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
         best = ", ".join(f"{setting.policy} {setting.tokens_per_cost * plain:.2f}" for setting in settings[:shown])
         lines.append(f"  {title}: {best}")
     return lines
-
-
-def _round_cost(record: RoundRecord, cost: CostModel) -> float:
-    """What a round like this one costs."""
-    exit_layer = record.exit_layer or 0
-    if not record.num_tried:
-        return cost.round(exit_layer, record.num_drafted) if exit_layer else cost.autoregressive()
-    copying = cost.copying(exit_layer, record.num_tried, record.num_drafted)
-    drafted = record.num_drafted - record.num_copied
-    # The look at the last copied token's row gives the first draft.
-    return copying + (cost.drafting(exit_layer, drafted) - cost.look(exit_layer) if drafted else 0.0)
 
 
 def _limit(explanation: Explanation) -> str:
