@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.record import BEST_FIXED, KEPT, Line
+from bench.record import BEST_FIXED, KEPT, PLAIN, Line
 from bench.report.context_tables import context_tables
 from bench.report.roofline_tables import roofline_tables
-from bench.report.run_tables import PLAIN, TRANSFORMERS
+from bench.report.run_tables import TRANSFORMERS
 from bench.report.summary import Samples
 from bench.report.sweep_tables import Sweep
 from bench.report.table import UNKNOWN, Table, times

@@ -32,6 +32,7 @@ HEADINGS = {
     "speed": "Speed",
     "speedups": "Speed-up by task",
     "tasks": "Speed by task",
+    "sources": "Where each source of drafts pays",
     "rounds": "Rounds",
     "phases": "Where the time goes",
     "scores": "Scores",
@@ -58,7 +59,7 @@ HEADINGS = {
     "conditional": "Acceptance behind accepted tokens",
     "gain_estimated_seconds": "At a larger shape's costs",
     "gain_seconds": "Measured",
-    "sources": "Sources",
+    "copy_sources": "Where tokens come from",
     "machine": "Where the numbers come from",
 }
 """The parts of a record by name, with their headings, in the order of a page."""
