@@ -18,6 +18,8 @@ from typing import Any, TextIO
 Line = dict[str, Any]
 KEPT = ":kept"
 """Ends the name of an engine whose policy goes on learning from prompt to prompt."""
+PLAIN = "selfspec:ar"
+"""The engine that decodes without speculation."""
 BEST_FIXED = "selfspec:best-fixed"
 """The engine that runs, for each task, the fixed setting that replay with measured costs finds best on its prompts."""
 BEST_FIXED_LABEL = "selfspec, oracle per task"

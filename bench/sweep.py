@@ -14,7 +14,7 @@ from bench.engines.own import SelfSpecEngine
 from bench.record import Line
 from bench.report.summary import Samples
 from layerskip_models.training.saving import write_text
-from policies import CostModel, RoundRecord
+from policies import CostModel, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
 from selfspec.defaults import SETTINGS_FILE
@@ -166,7 +166,7 @@ def run_grid(
             )
             stats = result.stats
             assert result.trace is not None
-            rounds = [_round_cost(record, cost) for record in result.trace]
+            rounds = [cost_of_round(record, cost) for record in result.trace]
             counts.append(
                 Counts(
                     rounds=stats.rounds,
@@ -179,13 +179,6 @@ def run_grid(
             advance(f"first run of {policy.name}")
         cells.append(_cell(policy, counts, cost, replayed=False))
     return cells
-
-
-def _round_cost(record: RoundRecord, cost: CostModel) -> float:
-    if record.exit_layer is None:
-        return cost.autoregressive()
-    dropped = record.stop_cause == "before_draw"  # one more row was looked at
-    return cost.round(record.exit_layer, record.num_drafted) + dropped * cost.look(record.exit_layer)
 
 
 def _cell(policy: GridPolicy, counts: Sequence[Counts], cost: CostModel, *, replayed: bool) -> Cell:

@@ -310,3 +310,9 @@ class RoundRecord:
         if len(self.tokens) > self.num_accepted:
             return self.num_drafted, self.num_accepted
         return len(self.tokens), len(self.tokens)
+
+    @property
+    def counted_copies(self) -> tuple[int, int]:
+        """(copied, accepted): those of `counted_drafts` that were copied from the text."""
+        drafted, accepted = self.counted_drafts
+        return min(drafted, self.num_copied), min(accepted, self.num_copied)

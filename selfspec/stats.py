@@ -107,11 +107,12 @@ class StatsBuilder:
     def add(self, record: RoundRecord) -> None:
         """Count one round."""
         drafted, accepted = record.counted_drafts
+        copied, copied_accepted = record.counted_copies
         self.rounds += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
-        self.num_copied += min(drafted, record.num_copied)
-        self.num_copied_accepted += min(accepted, record.num_copied)
+        self.num_copied += copied
+        self.num_copied_accepted += copied_accepted
         self.round_tokens += len(record.tokens)
         self.loaded_layers += record.loaded_layers
         self.preverifier_layers += record.preverifier_layers
@@ -180,6 +181,13 @@ class StatsBuilder:
             capture_seconds=capture_seconds,
             num_discarded_rows=self.num_discarded_rows,
         )
+
+
+def sources_text(stats: GenerationStats) -> str:
+    """How many drafts were copied and how many an exit made, and how many of each were accepted."""
+    drafted, accepted = stats.num_drafted - stats.num_copied, stats.num_accepted - stats.num_copied_accepted
+    copies = f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted"
+    return f"{copies}; drafted by an exit: {f'{accepted} of {drafted} accepted' if drafted else 'none'}"
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from policies import RoundRecord
 
-Fate = Literal["target", "accepted", "corrected", "bonus", "rejected"]
-"""Where a token comes from: the full model alone; a draft that it accepted; its own token in a rejected draft's place; its
-own token behind a draft that was accepted whole; a draft that was not committed."""
+Fate = Literal["target", "accepted", "copied", "corrected", "bonus", "rejected"]
+"""Where a token comes from: the full model alone; a draft of an exit that it accepted; a draft copied from the text that it
+accepted; its own token in a rejected draft's place; its own token behind a draft that was accepted whole; a draft that was
+not committed, from an exit or copied."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -74,12 +75,15 @@ class IncrementalDecoder:
 
 
 def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
-    """What a round shows, in reading order: accepted drafts, the drafts that were not, the target's own token.
+    """What a round shows, in reading order: accepted drafts (copied ones first), the others, the target's own token.
 
     Nothing behind a stop is in it: where the text ended inside the accepted drafts, they are all.
     """
     drafts, accepted = record.draft_tokens, record.num_accepted
-    shown: list[tuple[int, Fate]] = [(token, "accepted") for token in record.tokens[:accepted]]
+    shown: list[tuple[int, Fate]] = [
+        (token, "copied" if index < record.num_copied else "accepted")
+        for index, token in enumerate(record.tokens[:accepted])
+    ]
     if len(record.tokens) > accepted:
         shown += [(token, "rejected") for token in drafts[accepted:]]
         own: Fate = "target" if not drafts else "corrected" if accepted < len(drafts) else "bonus"

@@ -9,6 +9,7 @@ from bench.record import RecordWriter, read_record, record_name
 from bench.report.figures import write_plots
 from bench.report.glance import glance
 from bench.report.markdown import fill_markers, markdown, sections
+from bench.report.source_tables import source_tables
 from bench.report.summary import Samples, Spread
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +113,47 @@ def test_counts_are_means_over_prompts_and_unknown_stays_unknown():
     assert row.decode_tokens_per_second == pytest.approx((99 / 1 + 99 / 2) / 2)
     assert row.etpl is None
     assert Samples(lines).summary("transformers:generate").acceptance_rate is None
+
+
+def counted(num_new, rounds, drafted, accepted, copied=None, copied_accepted=None):
+    """Statistics of one run; without counts of copies as records were made before there were any."""
+    stats = {"num_new_tokens": num_new, "rounds": rounds, "num_drafted": drafted, "num_accepted": accepted}
+    return stats if copied is None else {**stats, "num_copied": copied, "num_copied_accepted": copied_accepted}
+
+
+def test_sources_of_tokens_by_hand():
+    """Shares of a task's runs together; an engine that tells no rounds has no row."""
+    lines = record()
+    stats = {
+        "selfspec:ar": {"a1": counted(100, 99, 0, 0, 0, 0), "b1": counted(100, 99, 0, 0)},
+        # a: 99 tokens in 30 rounds, 60 of 66 copies accepted, 9 of 20 drafts. b: 99 in 60, nothing copied, 39 of 60 drafts.
+        "selfspec:ls:1-2": {"a1": counted(100, 30, 86, 69, 66, 60), "b1": counted(100, 60, 60, 39, 0, 0)},
+    }
+    for line in lines:
+        if line["kind"] == "sample":
+            line["stats"] = stats.get(line["engine"], {}).get(line["prompt"])
+    (table,) = source_tables(Samples(lines))
+    rows = [row for row in table.rows if row[1]]
+    assert [row[0] for row in table.rows if not row[1]] == ["**a**", "**b**", "**all**"]
+    assert rows == [
+        ("plain", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–"),
+        ("drafting", "2.50×", "3.30", "60.0 %", "9.0 %", "31.0 %", "90.9 %", "45.0 %"),
+        ("plain", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–"),
+        ("drafting", "2.50×", "1.65", "0.0 %", "39.0 %", "61.0 %", "–", "65.0 %"),
+        ("plain", "1.00×", "1.00", "0.0 %", "0.0 %", "100.0 %", "–", "–"),
+        ("drafting", "2.50×", "2.20", "30.0 %", "24.0 %", "46.0 %", "90.9 %", "60.0 %"),
+    ]
+    # A copied token takes no draft pass: 20 and 60 of them, on average.
+    assert Samples(lines).summary("selfspec:ls:1-2").draft_passes == 40
+
+
+def test_where_nothing_was_copied_there_is_no_table_of_sources():
+    lines = record()
+    assert source_tables(Samples(lines)) == []
+    for line in lines:
+        if line["kind"] == "sample":
+            line["stats"] = counted(100, 60, 60, 39, *((0, 0) if line["repeat"] else ()))
+    assert source_tables(Samples(lines)) == []
 
 
 def test_phases_are_shares_of_all_time():

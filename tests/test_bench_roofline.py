@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_bytes_of_phases_by_hand() -> None:
     read, seconds = phase_bytes([dropped], WEIGHTS, 4, COST)
     assert read == {"draft": 4 * (2 * layer + 30), "verify": 2 * layer + 30, "learn": 0}
     assert seconds == COST.round(2, 3) + COST.look(2)
+    # Three copied tokens share a pass of two layers and a head; one draft is behind them.
+    copied = replace(finished(4, 2, exit_layer=2, cause="cap"), num_copied=3, num_tried=3)
+    read, seconds = phase_bytes([copied], WEIGHTS, 4, COST)
+    assert read == {"draft": 2 * layer + 30, "verify": 4 * layer + 30, "learn": 0}
+    assert seconds == COST.copying(2, 3, 4) + COST.drafting(2, 1) - COST.look(2)
+    straight = replace(finished(3, 2, cause="cap"), exit_layer=None, num_copied=3, num_tried=3)
+    read, seconds = phase_bytes([straight], WEIGHTS, 4, COST)
+    assert read == {"draft": 0, "verify": 4 * layer + 30, "learn": 0}
+    assert seconds == COST.copying(0, 3, 3) != COST.autoregressive()
+
+
+def test_copied_tokens_take_no_pass_of_their_own() -> None:
+    stats = {
+        "num_prompt_tokens": 10, "num_new_tokens": 20, "loaded_layers": 8, "preverifier_layers": 0, "rounds": 2,
+        "num_drafted": 9,
+    }  # fmt: skip
+    assert WEIGHTS.moved(stats) - WEIGHTS.moved({**stats, "num_copied": 6}) == 6 * WEIGHTS.draft_head
 
 
 def test_the_command_and_its_tables(tmp_path: Path) -> None:

@@ -58,6 +58,22 @@ def test_the_record_and_its_page(checkpoint: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(lines)
 
 
+def test_a_run_that_copies_says_where_each_source_pays(checkpoint: Path, tmp_path: Path) -> None:
+    prompts, record = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    text = "a bed, a fig, a bed, a fig, "
+    lines = [{"id": f"{task}-1", "task": task, "prompt": text * times} for task, times in (("edit", 2), ("list", 3))]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    options = ["--prompts", prompts, "--policy", "copy:4", "--no-grid", "--no-memory", "--max-new-tokens", 20]
+    result = run(checkpoint, *options, "--prompt-tokens", 24, "--output", record)
+    assert result.exit_code == 0, result.output
+    found = {line["engine"]: line["stats"] for line in read_record(record) if line["kind"] == "sample"}
+    assert found["selfspec:copy:4"]["num_copied"] >= found["selfspec:copy:4"]["num_copied_accepted"]
+    assert found["selfspec:copy:4"]["num_copied"] > 0 == found["selfspec:ar"]["num_copied"]
+    page = CliRunner().invoke(app, ["report", str(record)]).output
+    assert "## Where each source of drafts pays" in page
+    assert "| **edit** |" in page and "| **list** |" in page
+
+
 def test_a_sampled_run(checkpoint: Path, tmp_path: Path) -> None:
     """A seed for each repeat, the same for all engines and again the next time; speeds are compared and outputs are not."""
     prompts = tmp_path / "prompts.jsonl"

@@ -56,6 +56,23 @@ def test_pieces_are_the_text_wherever_it_is_cut(demo, policy, seed):
     assert fates == ({"target"} if policy == "ar" else {"target", "accepted", "rejected", "corrected", "bonus"})
 
 
+def test_copied_pieces_say_so_and_stay_accepted_for_those_who_do_not_look(demo):
+    store = [(demo.generate(PROMPT, max_new_tokens=40, policy="ar").text or "") * 2]
+    log, call = logged(demo, policy="copy:6+ls:3-3", max_new_tokens=40, do_sample=False, copy_from=store)
+    result = call.result
+    assert result is not None and result.text is not None
+    field = log.take(len(result.text))
+    assert text_of(field) == result.text
+    copied = [piece for piece in field["pieces"] if "copied" in piece]
+    assert copied and all(piece["copied"] is True and piece["fate"] == "accepted" for piece in copied)
+    assert {piece["fate"] for piece in field["pieces"]} <= {"target", "accepted", "rejected", "corrected", "bonus"}
+    rounds = field["rounds"]
+    assert sum(one["copied"] for one in rounds) == result.stats.num_copied > 0
+    right = sum(min(one["copied"], one["accepted"]) for one in rounds)
+    assert right == result.stats.num_copied_accepted >= len(copied)
+    assert sum(one["drafted"] for one in rounds) == result.stats.num_drafted
+
+
 def test_numbers_come_once_and_text_behind_a_stop_not_at_all(demo):
     log, call = logged(demo, policy="ls:3-4", max_new_tokens=20, do_sample=False)
     assert call.result is not None and call.result.text is not None

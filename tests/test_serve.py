@@ -434,6 +434,38 @@ def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:
     assert shown == names, "the dashboard shows every metric, and no other"
 
 
+def test_texts_to_copy_from_are_for_every_request_that_copies(offline: SelfSpecGenerator) -> None:
+    """The server copies what the model is going to say; usage and metrics tell copied drafts from those of an exit."""
+    expected = offline.generate(CODE, max_new_tokens=40)
+    texts = (CODE + (expected.text or ""),)
+    ask: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 40, "temperature": 0}
+    with running_server(offline, copy_from=texts) as running, running.client() as client:
+
+        def counts(policy: str) -> dict[str, int]:
+            answer = client.completions.create(**ask, extra_body={"policy": policy})
+            assert answer.choices[0].text == expected.text and answer.usage is not None
+            return answer.usage.model_extra or {}
+
+        straight, mixed, drafted = counts("copy:8"), counts("copy:3+ls:3-4"), counts("ls:3-4")
+        assert 20 < straight["copied_accepted"] <= straight["copied"] == straight["drafted"]
+        assert 0 < mixed["copied"] < mixed["drafted"] and 0 < mixed["copied_accepted"] <= mixed["accepted"]
+        assert drafted["copied"] == drafted["copied_accepted"] == 0 < drafted["accepted"]
+        everything = [straight, mixed, drafted]
+        assert running.metric("copied_tokens_total") == sum(one["copied"] for one in everything)
+        assert running.metric("accepted_copied_tokens_total") == sum(one["copied_accepted"] for one in everything)
+        by_exit = {"drafted": 0, "accepted": 0}
+        for name in by_exit:
+            copied = "copied" if name == "drafted" else "copied_accepted"
+            by_exit[name] = sum(one[name] - one[copied] for one in everything)
+            assert running.metric(f"{name}_tokens_total", exit_layer="3") == by_exit[name]
+        assert by_exit["drafted"] > 0
+        sampled = client.completions.create(**{**ask, "temperature": 1}, seed=5)
+    again = SelfSpecGenerator.from_pretrained(DEMO_PATH).generate(
+        CODE, max_new_tokens=40, do_sample=True, seed=5, policy=REPEATING, copy_from=[*texts]
+    )
+    assert sampled.choices[0].text == again.text
+
+
 def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> None:
     """A second server: one place, room for one more text, a key, no chat template."""
     settings: dict[str, Any] = {"batch_size": 1, "max_waiting": 1, "api_key": "secret", "chat_template": None}

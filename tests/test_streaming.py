@@ -100,7 +100,7 @@ def test_a_finished_decoder_starts_anew():
     assert decoder.push([first, last]) == "ñ"
 
 
-def record(drafts, accepted, tokens):
+def record(drafts, accepted, tokens, copied=0):
     return RoundRecord(
         index=0,
         num_committed_before=3,
@@ -111,6 +111,8 @@ def record(drafts, accepted, tokens):
         tokens=tokens,
         loaded_layers=4,
         stop_cause="cap" if drafts else "none",
+        num_copied=copied,
+        num_tried=copied,
     )
 
 
@@ -127,6 +129,21 @@ def record(drafts, accepted, tokens):
 )
 def test_fates_of_a_round(drafts, accepted, tokens, fates):
     assert token_fates(record(drafts, accepted, tokens)) == fates
+
+
+@pytest.mark.parametrize(
+    ("accepted", "tokens", "fates"),
+    [
+        (3, (5, 6, 7, 9), ["copied", "copied", "accepted", "bonus"]),
+        (2, (5, 6, 9), ["copied", "copied", "rejected", "corrected"]),
+        (1, (5, 9), ["copied", "rejected", "rejected", "corrected"]),
+        (3, (5,), ["copied"]),  # a stop inside the copy
+    ],
+)
+def test_fates_of_a_round_that_copied_two_tokens(accepted, tokens, fates):
+    shown = token_fates(record((5, 6, 7), accepted, tokens, copied=2))
+    assert [fate for _, fate in shown] == fates
+    assert [token for token, fate in shown if fate != "rejected"] == [*tokens]
 
 
 def test_streamers_write_what_the_result_holds_and_fates_match_the_statistics():

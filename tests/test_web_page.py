@@ -102,6 +102,12 @@ def shown_text(page: Page, answer: int = 0) -> str:
     return "".join(pieces)
 
 
+def figures_of(page: Page) -> dict[str, str]:
+    """Of the first answer, hidden ones as well."""
+    names, values = (page.locator(f".figures {tag}").all_text_contents() for tag in ("dt", "dd"))
+    return dict(zip(names, values))
+
+
 def events(*chunks: dict) -> str:
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
 
@@ -141,16 +147,100 @@ def test_continuation_with_drafts_in_colour(address, demo, open_page):
     for fate in ("accepted", "rejected", "corrected", "bonus"):
         assert page.locator(f".answer .{fate}").count() > 0
     assert page.locator(".rejected").nth(1).is_visible()
-    figures = page.locator(".figures dd").all_text_contents()
+    assert page.locator(".figures dt:visible").count() == 4 or page.locator(".answer .copied").count()
+    figures = figures_of(page)
     bars = page.locator(".rounds").get_attribute("aria-label") or ""
     accepted, drafted, rounds = map(int, re.findall(r"\d+", bars))
-    assert figures[1] == f"{round(100 * accepted / drafted)} % of {drafted}"
+    assert figures["accepted"] == f"{round(100 * accepted / drafted)} % of {drafted}"
     assert page.locator(".rounds i").count() == rounds
-    assert figures[2] == f"{(plain.stats.num_new_tokens - 1) / rounds:.2f}"
-    assert float(figures[0]) > 0 and figures[3].endswith(" ms")
+    assert figures["tokens/round"] == f"{(plain.stats.num_new_tokens - 1) / rounds:.2f}"
+    assert float(figures["tokens/s"]) > 0 and figures["first token"].endswith(" ms")
     page.uncheck("#show-drafts")
     assert page.locator(".answer .rejected:visible").count() == 0
     assert page.locator("#legend").is_hidden()
+
+
+def test_copied_drafts_have_a_colour_figures_and_a_part_of_the_bars_of_their_own(demo, open_page):
+    """What the model is going to say is what the server copies from: the same text, most of it copied."""
+    plain = demo.generate(PROMPT, max_new_tokens=60, do_sample=False, num_speculations=0)
+    with running_server(demo, chat_template=None, copy_from=(PROMPT + plain.text,)) as server:
+        page = open_page(server.base)
+        page.fill("#max-tokens", "60")
+        page.fill("#policy", "copy:4+ls:3-2")
+        ask(page, PROMPT)
+        finished(page)
+        assert shown_text(page) == plain.text
+        usage = dict.fromkeys(("drafted", "accepted", "copied", "copied_accepted"), 0)
+        with server.client() as client:
+            body = {"policy": "copy:4+ls:3-2"}
+            answer = client.completions.create(
+                model="demo", prompt=PROMPT, max_tokens=60, temperature=0, extra_body=body
+            )
+            usage = {name: answer.usage.model_extra[name] for name in usage}
+    assert page.locator(".answer .copied").count() > 5
+    colours = {
+        fate: page.locator(f"#legend .{fate}").evaluate("found => getComputedStyle(found).color")
+        for fate in ("accepted", "copied", "rejected", "corrected", "bonus")
+    }
+    assert len(set(colours.values())) == len(colours)
+    shown = page.locator(".answer .copied").first.evaluate("found => getComputedStyle(found).color")
+    assert shown == colours["copied"]
+    figures = figures_of(page)
+    assert page.locator(".figures dt:visible").count() == 6
+
+    def share(right: int, whole: int) -> str:
+        return f"{round(100 * right / whole)} % of {whole}" if whole else "no drafts"
+
+    drafted, accepted = usage["drafted"] - usage["copied"], usage["accepted"] - usage["copied_accepted"]
+    assert figures["of copied"] == share(usage["copied_accepted"], usage["copied"])
+    assert figures["of drafted"] == share(accepted, drafted)
+    titles = [bar.get_attribute("title") or "" for bar in page.locator(".rounds i").all()]
+    told = [tuple(map(int, found)) for title in titles for found in re.findall(r"(\d+) of (\d+) copied", title)]
+    assert (sum(right for right, _ in told), sum(whole for _, whole in told)) == (
+        usage["copied_accepted"],
+        usage["copied"],
+    )
+
+
+def test_bars_of_rounds_that_copy(address, open_page):
+    """By hand: a copy that was cut short by verification, a copy with drafts behind it, and a round of drafts alone."""
+    rounds = [
+        {"exit_layer": None, "drafted": 4, "accepted": 3, "copied": 4},
+        {"exit_layer": 2, "drafted": 5, "accepted": 4, "copied": 3},
+        {"exit_layer": 2, "drafted": 2, "accepted": 1, "copied": 0},
+        {"exit_layer": None, "drafted": 0, "accepted": 0, "copied": 0},
+    ]
+    pieces = [{"text": "copy", "fate": "accepted", "copied": True}, {"text": "draft", "fate": "accepted"}]
+    log = {"pieces": pieces, "rounds": rounds, "tokens": 12, "seconds": 0.1}
+    body = events(chunk("copydraft", selfspec=log)) + "data: [DONE]\n\n"
+    page = open_page(address)
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page, "Once")
+    finished(page)
+    assert page.locator(".answer .copied").all_text_contents() == ["copy"]
+    assert page.locator(".answer .text .accepted").all_text_contents() == ["draft"]
+    assert [bar.get_attribute("title") for bar in page.locator(".rounds i").all()] == [
+        "3 of 4 copied tokens accepted",
+        "3 of 3 copied tokens accepted; exit after layer 2: 1 of 2 drafts accepted",
+        "exit after layer 2: 1 of 2 drafts accepted",
+        "no draft",
+    ]
+    parts = page.locator(".rounds i").evaluate_all(
+        """bars => bars.map(bar => {
+          const [wrong, right] = ['::before', '::after'].map(part => getComputedStyle(bar, part));
+          return [wrong.height, right.height, right.backgroundImage.match(/[\\d.]+px/)?.[0]].map(parseFloat);
+        })"""
+    )
+    unit = parts[0][0]  # one draft that was not accepted
+    assert unit > 0
+    for found, (wrong, right, copied) in zip(parts, [(1, 3, 3), (1, 4, 3), (1, 1, 0)]):
+        assert found == pytest.approx([wrong * unit, right * unit, copied * unit], rel=0.02)
+    figures = figures_of(page)
+    assert (figures["accepted"], figures["of copied"], figures["of drafted"]) == (
+        "73 % of 11",
+        "86 % of 7",
+        "50 % of 4",
+    )
 
 
 def test_side_by_side_with_plain_decoding(address, open_page):
@@ -305,7 +395,10 @@ def test_readable_in_both_widths_and_themes(address, open_page, width, scheme):
         assert box and box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 900, name
     page.locator("#panel").evaluate("panel => { panel.open = true; }")
     assert (
-        page.evaluate(CONTRAST, [".accepted", ".rejected", ".corrected", ".bonus", ".note", ".figures dt", "h1"]) >= 4.5
+        page.evaluate(
+            CONTRAST, [".accepted", ".copied", ".rejected", ".corrected", ".bonus", ".note", ".figures dt", "h1"]
+        )
+        >= 4.5
     )
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")

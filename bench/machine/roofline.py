@@ -13,7 +13,7 @@ from typing import Any
 from bench.datasets import EncodedPrompt
 from bench.machine.bandwidth import WeightBytes
 from bench.record import Line
-from policies import CostModel, MeasuredCost, RoundRecord
+from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round, draft_passes
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
 
@@ -85,15 +85,11 @@ def phase_bytes(
     for record in trace:
         layer = weights.layer + weights.kv * record.num_committed_before
         read["verify"] += num_layers * layer + weights.head
-        if record.exit_layer is None:
-            seconds += cost.autoregressive()
-        else:
-            # Stopped before a draw, the last row has been through E layers already; else verification does that.
-            early = record.stop_cause == "before_draw"
-            looks = record.num_drafted + early
-            read["draft"] += looks * (record.exit_layer * layer + weights.draft_head)
-            read["verify"] -= early * record.exit_layer * layer
-            seconds += cost.round(record.exit_layer, record.num_drafted) + early * cost.look(record.exit_layer)
+        seconds += cost_of_round(record, cost)
+        if record.exit_layer is not None:
+            passes, complete = draft_passes(record)
+            read["draft"] += passes * (record.exit_layer * layer + weights.draft_head)
+            read["verify"] -= complete * record.exit_layer * layer
         if record.shadow is not None:
             read["learn"] += weights.draft_head
     return read, seconds

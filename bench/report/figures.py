@@ -17,11 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.record import Line
+from bench.record import PLAIN, Line
 from bench.report.busy_tables import busy_levels, busy_share
 from bench.report.context_tables import ROLES, seconds_per_token
 from bench.report.reading_figures import reading_figures
-from bench.report.run_tables import PLAIN
 from bench.report.summary import Samples
 from bench.report.sweep_tables import Sweep
 from bench.traces.grid import grid_lines, mean_agreement

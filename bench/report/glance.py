@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.record import BEST_FIXED, KEPT, Line
+from bench.record import BEST_FIXED, KEPT, PLAIN, Line
 from bench.report.context_tables import context_tables
 from bench.report.roofline_tables import roofline_tables
-from bench.report.run_tables import PLAIN, TRANSFORMERS
+from bench.report.run_tables import TRANSFORMERS
 from bench.report.summary import Samples
 from bench.report.sweep_tables import Sweep
 from bench.report.table import UNKNOWN, Table, times
@@ -18,7 +18,9 @@ EARLY_EXIT = "transformers:early-exit"
 def glance(lines: Sequence[Line]) -> list[Table]:
     """One table, or none where a record's tables are as short themselves."""
     command = lines[0]["command"]
-    if command in ("busy", "batch", "serving") or (command == "sweep" and len(Sweep.of(lines).axes) != 2):
+    if command in ("busy", "batch", "serving", "copying-gain") or (
+        command == "sweep" and len(Sweep.of(lines).axes) != 2
+    ):
         return []
     if command == "roofline":
         title = "tokens/s after the first token, what memory allows at the bytes that are read, and the ratio"

@@ -15,6 +15,7 @@ from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
+from bench.report.copying_tables import copying_headline, copying_tables
 from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
@@ -31,6 +32,7 @@ HEADINGS = {
     "speed": "Speed",
     "speedups": "Speed-up by task",
     "tasks": "Speed by task",
+    "sources": "Where each source of drafts pays",
     "rounds": "Rounds",
     "phases": "Where the time goes",
     "scores": "Scores",
@@ -55,6 +57,9 @@ HEADINGS = {
     "oracle": "Oracle lengths",
     "positions": "Acceptance by position in the draft",
     "conditional": "Acceptance behind accepted tokens",
+    "gain_estimated_seconds": "At a larger shape's costs",
+    "gain_seconds": "Measured",
+    "copy_sources": "Where tokens come from",
     "machine": "Where the numbers come from",
 }
 """The parts of a record by name, with their headings, in the order of a page."""
@@ -69,6 +74,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "busy": busy_tables,
     "batch": batch_tables,
     "serving": serving_tables,
+    "copying-gain": copying_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
@@ -76,6 +82,7 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "busy": busy_headline,
     "batch": batch_headline,
     "serving": serving_headline,
+    "copying-gain": copying_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 

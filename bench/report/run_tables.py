@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from bench.machine.bandwidth import WeightBytes
-from bench.record import BEST_FIXED, Line
+from bench.record import BEST_FIXED, PLAIN, Line
+from bench.report.source_tables import source_tables
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, number, outputs_text, spread_text, times
 from bench.traces.grid import (
@@ -19,7 +20,6 @@ from bench.traces.grid import (
 )
 from selfspec.stats import mean
 
-PLAIN = "selfspec:ar"
 TRANSFORMERS = "transformers:generate"
 
 
@@ -30,6 +30,7 @@ def run_tables(lines: Sequence[Line]) -> list[Table]:
     if PLAIN in samples.engines:
         made.append(_speedup_by_task(samples))
     made.append(_speed_by_task(samples))
+    made += source_tables(samples)
     made += _score_table(samples)
     grid = grid_lines(lines)
     if grid:

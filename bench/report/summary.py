@@ -33,7 +33,7 @@ class EngineSummary:
     tokens_per_second: with prefill, macro. total_tokens_per_second: all tokens over the sum of the median times.
     decode_tokens_per_second: tokens after the first over the time after the first.
     The others are means over prompts of the engine's counts (rounds do not include the prefill of selfspec); draft and verify
-    passes per prompt; eTPL is charged with a pre-verifier's passes, where there is one.
+    passes per prompt (what is copied takes no draft pass); eTPL is charged with a pre-verifier's passes, where there is one.
     num_mismatches: outputs that differ from the reference's; faults, unless they are near-ties or of other weights.
     equal_share: of the new tokens, those before an output's first difference; None without outputs.
     """
@@ -111,6 +111,7 @@ class Samples:
         def decode_speed(line: Line) -> float | None:
             return ratio(line["num_new_tokens"] - 1, line["decode_seconds"]) if line["decode_seconds"] else None
 
+        drafts = count("num_drafted")
         differences = [line for line in outputs if line["first_difference"] is not None]
         return EngineSummary(
             engine=engine,
@@ -120,10 +121,10 @@ class Samples:
             decode_tokens_per_second=over_prompts(decode_speed),
             time_to_first_token=over_prompts(lambda line: line["time_to_first_token"]),
             acceptance_rate=count("acceptance_rate"),
-            accepted_per_round=count("accepted_per_round") if count("num_drafted") else None,
+            accepted_per_round=count("accepted_per_round") if drafts else None,
             tokens_per_round=count("tokens_per_round"),
             etpl=count("etpl_charged"),
-            draft_passes=count("num_drafted"),
+            draft_passes=None if drafts is None else drafts - (count("num_copied") or 0),
             verify_passes=count("rounds"),
             num_mismatches=len(differences),
             num_near_ties=sum(line["near_tie"] is True for line in differences),

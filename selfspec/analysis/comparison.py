@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
@@ -15,6 +15,9 @@ from selfspec.stats import GenerationStats
 NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}
 """Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in
 different orders, which moves a logit by up to 1e-4 in float32. In half precision: a few units in the last place at 16."""
+
+_PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "copy_from": None}
+"""What makes a call decode without speculation, whatever its other options."""
 
 
 class Generate(Protocol):
@@ -67,7 +70,7 @@ class Comparison:
 def warm_up(generate: Generate, max_new_tokens: int) -> None:
     """Run both modes for a few tokens, so that neither pays for what happens once."""
     generate(max_new_tokens=max_new_tokens)
-    generate(max_new_tokens=max_new_tokens, exit_layer=None, num_speculations=0)
+    generate(max_new_tokens=max_new_tokens, **_PLAIN)
 
 
 def compare(
@@ -90,7 +93,7 @@ def compare(
         before_run(2 * repeat)
         result = generate()
         before_run(2 * repeat + 1)
-        baseline = generate(exit_layer=None, num_speculations=0)
+        baseline = generate(**_PLAIN)
         if interrupted():
             break
         results.append(result)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies import CostModel, LayerCost, Needs, Policy
+from policies import CostModel, LayerCost, Needs, Policy, cost_of_round
 from selfspec.analysis.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
 from selfspec.generator import GenerationResult
-from selfspec.stats import ratio
+from selfspec.stats import ratio, sources_text
 
 
 def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
@@ -24,7 +24,8 @@ class Explanation:
     their measured cost. real_speedup: with everything, learning and bookkeeping too, against the plain step's measured
     cost. full_acceptance_speedup: `cost_speedup` if every draft of these rounds had been accepted. None without rounds.
     settings: fixed ones by measured tokens per second, best first; by_layers: likewise per loaded layer. exact: whether
-    they were replayed, not estimated.
+    they were replayed, not estimated. They copy nothing. sources: how many drafts were copied and how many an exit made, and
+    how many of each were accepted; None where nothing was copied.
     """
 
     phases: dict[str, float]
@@ -38,6 +39,7 @@ class Explanation:
     exact: bool
     coverage: float
     agreement: dict[int, float]
+    sources: str | None
 
 
 def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Explanation:
@@ -49,10 +51,7 @@ def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Expla
     tokens = sum(len(record.tokens) for record in result.trace)
     full = sum(record.num_drafted + 1 for record in result.trace)
     plain = cost.autoregressive()
-    rounds_cost = sum(
-        plain if record.exit_layer is None else cost.round(record.exit_layer, record.num_drafted)
-        for record in result.trace
-    )
+    rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
     decoding = stats.seconds - stats.time_to_first_token
     trace: AgreementTrace = agreement_trace(result, num_layers)
     return Explanation(
@@ -67,6 +66,7 @@ def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Expla
         exact=trace.is_complete,
         coverage=trace.coverage,
         agreement={layer: value for layer in trace.agrees if (value := trace.agreement(layer)) is not None},
+        sources=sources_text(stats) if stats.num_copied else None,
     )
 
 
@@ -74,6 +74,8 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
     """The explanation as text."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in explanation.phases.items())
     lines = [f"time: {shares}"]
+    if explanation.sources is not None:
+        lines.append(explanation.sources)
     if (
         explanation.etpl is None
         or explanation.layers_speedup is None
@@ -95,6 +97,8 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
         "replayed from this run" if explanation.exact else f"estimated from {explanation.coverage:.0%} of the positions"
     )
     lines.append(f"fixed settings, {how}; an adaptive policy's other choices cannot be replayed, only run")
+    if explanation.sources is not None:
+        lines.append("  these settings copy nothing")
     for title, settings, plain in (
         ("tokens/s against plain, at measured cost", explanation.settings, cost.autoregressive()),
         ("tokens per layer against plain", explanation.by_layers, float(cost.num_layers)),

@@ -10,6 +10,9 @@ from matplotlib.ticker import MaxNLocator
 
 from policies import RoundRecord
 
+_FATES = {(False, True): "+", (False, False): "-", (True, True): "=", (True, False): "x"}
+"""Of a draft: whether it was copied, whether it was accepted."""
+
 
 def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, path: Path) -> None:
     """Draw the rounds into a picture; the format follows the path's ending (png, svg, pdf).
@@ -27,6 +30,9 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
     drafted = [record.num_drafted for record in records]
     axes[1].bar(rounds, drafted, color="lightgrey", label="drafted", width=1.0)
     axes[1].bar(rounds, [record.num_accepted for record in records], color="tab:green", label="accepted", width=1.0)
+    if any(record.num_copied for record in records):  # they come before the others
+        copied = [min(record.num_accepted, record.num_copied) for record in records]
+        axes[1].bar(rounds, copied, color="tab:purple", label="accepted, copied", width=1.0)
     axes[1].set(ylabel="drafts")
     axes[1].legend(loc="upper right")
     thresholds = [(record.index, record.threshold) for record in records if record.threshold is not None]
@@ -55,15 +61,21 @@ def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, pat
 
 
 def trace_lines(records: Sequence[RoundRecord]) -> list[str]:
-    """A line per round: exit layer, drafts (+ accepted, - not), threshold, estimated acceptance of the layer."""
-    lines = ["round  exit  drafts               threshold  estimated acceptance"]
+    """A line per round: exit layer, drafts, threshold, estimated acceptance of the layer.
+
+    + is a draft that was accepted, - one that was not; = an accepted copy, x one that was not.
+    """
+    width = max([19, *(record.num_drafted for record in records)])
+    lines = [f"round  exit  {'drafts':{width}}  threshold  estimated acceptance"]
     for record in records:
-        fate = "+" * record.num_accepted + "-" * (record.num_drafted - record.num_accepted)
-        exit_layer = "plain" if record.exit_layer is None else str(record.exit_layer)
+        fate = "".join(
+            _FATES[place < record.num_copied, place < record.num_accepted] for place in range(record.num_drafted)
+        )
+        exit_layer = str(record.exit_layer or ("copy" if record.num_tried else "plain"))
         threshold = "" if record.threshold is None else f"{record.threshold:.3f}"
         estimate = ""
         if record.acceptance is not None and record.exit_layer is not None:
             value = record.acceptance.get(record.exit_layer)
             estimate = "" if value is None else f"{value:.3f}"
-        lines.append(f"{record.index:5d}  {exit_layer:>5}  {fate:<19}  {threshold:>9}  {estimate:>9}".rstrip())
+        lines.append(f"{record.index:5d}  {exit_layer:>5}  {fate:<{width}}  {threshold:>9}  {estimate:>9}".rstrip())
     return lines

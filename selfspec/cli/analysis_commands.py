@@ -26,6 +26,7 @@ from selfspec.cli.arguments import (
 from selfspec.cli.display import write_trace
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.pacer.inference import has_preverifier
+from selfspec.stats import sources_text
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -68,6 +69,8 @@ def trace_command(
             plot_trace(records, generator.model.num_layers, result.policy, output)
     typer.echo("\n".join(trace_lines(records)))
     notes.print(f"policy {result.policy}; {len(records)} rounds" + (f"; wrote {output}" if output else ""))
+    if result.stats.num_copied:
+        notes.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
 
 
 def inspect_command(

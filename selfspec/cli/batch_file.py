@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,36 +13,52 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
+from selfspec.cli.copy_files import store_of_files
+from selfspec.copying.copy_index import CopyStore
+from selfspec.copying.copy_sources import copies_drafts
 from selfspec.engine import Checked
 from selfspec.messages import Messages, are_messages
 
 OWN_OPTIONS = (
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
-    "stop_strings", "seed", "policy", "exit_layer", "num_speculations",
+    "stop_strings", "seed", "policy", "exit_layer", "num_speculations", "copy_from",
 )  # fmt: skip
 """What a line may say beside its prompt; it then goes before the command's own options."""
+_CHOICE = ("policy", "exit_layer", "num_speculations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One line of the file. key: tells whether a result is of this very prompt with these options."""
+    """One line of the file. key: tells whether a result is of this very prompt with these options.
+
+    chooses: whether the line says itself how to speculate.
+    """
 
     id: str | int
     prompt: str | Messages
     options: Mapping[str, Any]
     key: str
+    chooses: bool = False
+
+    def policy(self, generator: SelfSpecGenerator) -> Policy:
+        """What the line is decoded with. Raises ValueError as `generate` does."""
+        return generator.resolve_policy(**{name: self.options.get(name) for name in _CHOICE})
 
 
-def read_prompts(path: Path, options: Mapping[str, Any]) -> list[PromptLine]:
-    """JSON lines with "prompt" or "messages", and optionally "id" and options of their own. Raises ValueError that names
-    the line."""
+def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[str] = ()) -> list[PromptLine]:
+    """JSON lines with "prompt" or "messages", and optionally "id" and options of their own.
+
+    options: the command's. copy_texts: what drafts of all lines may be copied from. Raises ValueError that names the line.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
     found = []
+    copied = hashlib.sha256("\0".join(copy_texts).encode()).hexdigest()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -60,8 +76,10 @@ def read_prompts(path: Path, options: Mapping[str, Any]) -> list[PromptLine]:
         if unknown := sorted(own.keys() - set(OWN_OPTIONS)):
             raise ValueError(f"{path}, line {number}: {unknown[0]!r} is no option; there are {', '.join(OWN_OPTIONS)}")
         merged = {**options, **own}
-        key = hashlib.sha256(json.dumps([prompt, merged], sort_keys=True).encode()).hexdigest()[:16]
-        found.append(PromptLine(id=values.get("id", number), prompt=prompt, options=merged, key=key))
+        asked = {"copy_from": copied, **merged} if copy_texts else merged
+        key = hashlib.sha256(json.dumps([prompt, asked], sort_keys=True).encode()).hexdigest()[:16]
+        chooses = any(name in own for name in _CHOICE)
+        found.append(PromptLine(id=values.get("id", number), prompt=prompt, options=merged, key=key, chooses=chooses))
     if not found:
         raise ValueError(f"{path} holds no prompts")
     if len({line.id for line in found}) < len(found):
@@ -101,6 +119,17 @@ def results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
     return done
 
 
+def store_for_lines(
+    generator: SelfSpecGenerator, prompts: Sequence[PromptLine], texts: Sequence[str]
+) -> CopyStore | None:
+    """What the lines may copy from, beside their own texts; None without any.
+
+    Raises ValueError if the command's own policy copies nothing, and a line is decoded with it.
+    """
+    own = next((line.policy(generator) for line in prompts if not line.chooses), None) if texts else None
+    return store_of_files(generator, texts, own)
+
+
 def generate_file(
     generator: SelfSpecGenerator,
     prompts: list[PromptLine],
@@ -108,10 +137,12 @@ def generate_file(
     *,
     batch_size: int,
     notes: Console,
+    store: CopyStore | None = None,
 ) -> int:
     """Decode what has no result yet, `batch_size` at a time; each result is written as it comes. Returns how many failed.
 
-    A prompt that cannot be decoded (too long, say) gets a line with its error, and the others go on.
+    store: what lines may copy from that have no texts of their own, if their policy copies at all. A prompt that cannot be
+    decoded (too long, say) gets a line with its error, and the others go on.
     """
     done = results_so_far(output, prompts)
     left = [line for line in prompts if line.id not in done]
@@ -128,7 +159,10 @@ def generate_file(
         asked: list[PromptLine] = []
         for line in left:
             try:
-                checked.append(generator.check(line.prompt, **line.options))
+                options = {**line.options}
+                if store is not None and "copy_from" not in options and copies_drafts(line.policy(generator)):
+                    options["copy_from"] = store
+                checked.append(generator.check(line.prompt, **options))
                 asked.append(line)
             except (ValueError, TypeError) as error:
                 failed += 1

@@ -24,6 +24,7 @@ from selfspec.cli.arguments import (
     one_line_errors,
 )
 from selfspec.cli.conversation import Conversation
+from selfspec.cli.copy_files import CopyFromOption, read_copy_files, store_of_files
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.messages import has_template, template_of
 
@@ -60,6 +61,7 @@ def chat_command(
         int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_CONVERSATION)
     ] = 1024,
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
+    copy_from: CopyFromOption = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour drafts by what became of them.")] = False,
     do_sample: Annotated[
         bool | None,
@@ -78,7 +80,7 @@ def chat_command(
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     notes = notes_console(False)
     with one_line_errors():
-        template = template_of(model, chat_template)
+        template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
         # The last text is kept, on every device: an answer begins as soon as the new message is read.
         generator = load_generator(model, dtype, device, notes, prefix_cache=1)
         if not has_template(generator.tokenizer, template):
@@ -96,17 +98,23 @@ def chat_command(
         check_sampling(generator, options)
         if seed is not None:  # one source of random numbers, from which every answer draws on
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
+        with notes.status("Calibrating ..."):  # if the policy counts seconds
+            chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
         conversation = Conversation(
-            generator, template, options, max_new_tokens=max_new_tokens, write=writer.write_token
+            generator,
+            template,
+            options,
+            max_new_tokens=max_new_tokens,
+            write=writer.write_token,
+            copy_from=store_of_files(generator, copy_texts, chosen),
         )
         conversation.check()
         if load is not None:
             conversation.load(load)
         if system is not None:
             conversation.system = system
-        with notes.status("Calibrating ..."):  # if the policy counts seconds
-            conversation.use_policy(generator.policy.name if policy is None else policy)
+        conversation.use_policy(generator.policy.name if policy is None else policy)
         chat = Chat(conversation, writer, notes)
         notes.print(_greeting(model, generator))
         if show_drafts:

@@ -12,6 +12,8 @@ from transformers import StoppingCriteriaList
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.copying.copy_index import CopyStore
+from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
 from selfspec.stop_text import before_stop
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -21,7 +23,8 @@ class Conversation:
     """Asks one question after the other. Each prompt is the whole conversation; what was read of it before is kept.
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer, if the model has room for them. write: gets an
-    answer piece by piece as it comes, each with its fate if drafts are shown.
+    answer piece by piece as it comes, each with its fate if drafts are shown. copy_from: what drafts may be copied from
+    beside the conversation, where the policy copies.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Conversation:
         *,
         max_new_tokens: int,
         write: Callable[[str, Fate], object],
+        copy_from: CopyStore | None = None,
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.policy: str | None = None
@@ -40,6 +44,7 @@ class Conversation:
         self.was_interrupted = False
         self._generator, self._template, self._options = generator, template, options
         self._max_new_tokens, self._write = max_new_tokens, write
+        self._copy_from = copy_from
 
     @property
     def system(self) -> str | None:
@@ -61,6 +66,13 @@ class Conversation:
         """From the next answer on. Raises ValueError if there is no such policy."""
         self._generator.resolve_policy(name)
         self.policy = name
+
+    @property
+    def copy_from(self) -> CopyStore | None:
+        """What the next answer's drafts may be copied from; None if its policy copies nothing."""
+        if self._copy_from is None or not copies_drafts(self._generator.resolve_policy(self.policy)):
+            return None
+        return self._copy_from
 
     def check(self) -> None:
         """Raises ValueError if there is no template for messages."""
@@ -122,6 +134,7 @@ class Conversation:
                     max_new_tokens=min(self._max_new_tokens, room),
                     stop_strings=[*self._template.stops] or None,
                     policy=self.policy,
+                    copy_from=self.copy_from,
                     streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([interrupt]),
                     **self._options,

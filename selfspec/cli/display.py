@@ -18,12 +18,13 @@ from rich.text import Text
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
 from selfspec.generator import GenerationResult
-from selfspec.stats import GenerationStats
+from selfspec.stats import GenerationStats, sources_text
 from selfspec.streaming import Fate
 
 FATE_STYLES: dict[Fate, Style] = {
     "target": Style.null(),
     "accepted": Style(color="green"),
+    "copied": Style(color="magenta"),
     "corrected": Style(color="yellow", bold=True),
     "bonus": Style(color="cyan"),
     "rejected": Style(color="red", dim=True, strike=True),
@@ -33,6 +34,7 @@ _PICTURE_WIDTH = 100  # characters
 
 _LEGEND: tuple[tuple[str, Fate], ...] = (
     ("accepted draft", "accepted"),
+    ("accepted copy", "copied"),
     ("dropped draft", "rejected"),
     ("correction of one", "corrected"),
     ("bonus after a whole draft", "bonus"),
@@ -110,6 +112,8 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
         f"first token after {_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
         f"policy {result.policy}: {_speculation(stats)}",
     ]
+    if stats.num_copied:
+        lines.append(f"  {sources_text(stats)}")
     if stats.calibration_seconds >= 0.01:
         lines.append(
             f"of that time {_seconds(stats.calibration_seconds)} to calibrate costs, once per model and process"

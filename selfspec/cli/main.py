@@ -34,8 +34,9 @@ from selfspec.cli.arguments import (
     notes_console,
     one_line_errors,
 )
-from selfspec.cli.batch_file import PromptLine, generate_file, read_prompts
+from selfspec.cli.batch_file import PromptLine, generate_file, read_prompts, store_for_lines
 from selfspec.cli.chat_command import chat_command
+from selfspec.cli.copy_files import CopyFromOption, read_copy_files, store_of_files
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -50,6 +51,7 @@ from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
+from selfspec.copying.copy_index import CopyStore
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -126,6 +128,7 @@ def generate(
         int | None,
         typer.Option(help="Tokens drafted per round; 0 is plain decoding.", rich_help_panel=_SPECULATION),
     ] = None,
+    copy_from: CopyFromOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of new tokens (default 128).", rich_help_panel=_TEXT)
     ] = None,
@@ -245,17 +248,21 @@ def generate(
                 raise ValueError(
                     "--prompts takes no single prompt, and --compare, --json and the like are for one text"
                 )
-            asked = read_prompts(prompts, {name: value for name, value in options.items() if value is not None})
+            copy_texts = read_copy_files(copy_from)
+            given = {name: value for name, value in options.items() if value is not None}
+            asked = read_prompts(prompts, given, copy_texts)
             generator = load_generator(model, dtype, device, notes)
             check_sampling(generator, options)
-            _generate_file(generator, asked, output, batch_size, notes)
+            store = store_for_lines(generator, asked, copy_texts)
+            _generate_file(generator, asked, output, batch_size, notes, store)
             return
-        text = read_prompt(prompt, file)
+        text, copy_texts = read_prompt(prompt, file), read_copy_files(copy_from)
         # Runs of one prompt are timed beside each other: each reads it.
         generator = load_generator(model, dtype, device, notes, prefix_cache=0)
         greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
-            generator.resolve_policy(policy, exit_layer, num_speculations)
+            chosen = generator.resolve_policy(policy, exit_layer, num_speculations)
+        options["copy_from"] = store_of_files(generator, copy_texts, chosen)
         session = _Session(generator, text, options, notes)
         with session.interrupt:
             if compare_modes:
@@ -279,10 +286,15 @@ def generate(
 
 
 def _generate_file(
-    generator: SelfSpecGenerator, prompts: list[PromptLine], output: Path, batch_size: int, notes: Console
+    generator: SelfSpecGenerator,
+    prompts: list[PromptLine],
+    output: Path,
+    batch_size: int,
+    notes: Console,
+    store: CopyStore | None,
 ) -> None:
     try:
-        failed = generate_file(generator, prompts, output, batch_size=batch_size, notes=notes)
+        failed = generate_file(generator, prompts, output, batch_size=batch_size, notes=notes, store=store)
     except KeyboardInterrupt:
         notes.print(f"interrupted: what is complete is in {output}; run the same command again to go on")
         raise typer.Exit(130) from None

@@ -15,6 +15,8 @@ from selfspec.cli.arguments import (
     notes_console,
     one_line_errors,
 )
+from selfspec.cli.copy_files import CopyFromOption, read_copy_files
+from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import template_of
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
@@ -27,6 +29,7 @@ def serve_command(
     policy: Annotated[
         str | None, typer.Option(help=POLICY_HELP + " Requests may name another.", rich_help_panel=_SPECULATION)
     ] = None,
+    copy_from: CopyFromOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_NETWORK)
     ] = "127.0.0.1",
@@ -89,7 +92,7 @@ def serve_command(
             from selfspec.serve.server_settings import ServerSettings, default_name
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
-        template = template_of(model, chat_template)
+        template, copy_texts = template_of(model, chat_template), tuple(read_copy_files(copy_from))
         listening = open_socket(host, port)
         settings = ServerSettings(
             model_name=served_name or default_name(str(DEMO_PATH) if model is None else model),
@@ -99,12 +102,16 @@ def serve_command(
             max_body_bytes=int(max_body_mb * (1 << 20)),
             default_chat_tokens=default_chat_tokens,
             api_key=api_key,
+            copy_from=copy_texts,
             chat_template=template.source,
             chat_stops=template.stops,
         )
         generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache)
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
+        own = generator.resolve_policy(policy)
+        if settings.copy_from and not copies_drafts(own):
+            notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
         run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))

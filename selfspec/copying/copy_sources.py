@@ -46,6 +46,11 @@ def _ids(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     return text
 
 
+def copies_drafts(policy: Policy) -> bool:
+    """Whether a store changes anything with this policy."""
+    return policy.needs.copies != "none"
+
+
 def store_for(
     copy_from: CopyFrom | None, policy: Policy, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> CopyStore | None:
@@ -55,7 +60,7 @@ def store_for(
     """
     if copy_from is None:
         return None
-    if policy.needs.copies == "none":
+    if not copies_drafts(policy):
         raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: put copy+ before it, or use auto")
     if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)

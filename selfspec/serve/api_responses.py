@@ -1,6 +1,7 @@
 """Answers as OpenAI's own types.
 
-Beyond them: `drafted`, `accepted` and `rounds` in the usage, and in a chunk of a stream with show_drafts what
+Beyond them: `drafted`, `accepted`, `copied`, `copied_accepted` and `rounds` in the usage (the copied ones are among the
+others), and in a chunk of a stream with show_drafts what
 `selfspec.serve.draft_log` describes, in a field `selfspec`.
 """
 
@@ -46,6 +47,8 @@ def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> Compl
     counts: dict[str, Any] = {
         "drafted": sum(s.num_drafted for s in stats),
         "accepted": sum(s.num_accepted for s in stats),
+        "copied": sum(s.num_copied for s in stats),
+        "copied_accepted": sum(s.num_copied_accepted for s in stats),
         "rounds": sum(s.rounds for s in stats),
     }
     total = prompt + new

@@ -4,13 +4,15 @@ With `"show_drafts": true` in the body of a streamed request, every chunk has on
 
     "selfspec": {
         "pieces": [{"text": " the", "fate": "accepted"}, {"text": " dog", "fate": "rejected"}, ...],
-        "rounds": [{"exit_layer": 4, "drafted": 3, "accepted": 1}, ...],
+        "rounds": [{"exit_layer": 4, "drafted": 3, "accepted": 1, "copied": 0}, ...],
         "tokens": 2,
         "seconds": 0.125
     }
 
 pieces: in reading order. Those that were not rejected are, put together, exactly the chunk's text. fate: see
-`selfspec.streaming.Fate`. rounds: that ended since the last chunk; exit_layer is null for a round without speculation.
+`selfspec.streaming.Fate`, but that an accepted copy is "accepted", too, and says `"copied": true` beside it.
+rounds: that ended since the last chunk; exit_layer is null for a round in which no exit took part. copied: how many of the
+drafts were copied from earlier text. They come first, so min(copied, accepted) of them were accepted.
 tokens: committed since the last chunk. seconds: from the request's arrival in the queue to the last of them.
 """
 
@@ -50,7 +52,10 @@ class DraftLog:
             self._seconds = update.seconds
             if record is not None:
                 drafted, accepted = record.counted_drafts
-                self._rounds.append({"exit_layer": record.exit_layer, "drafted": drafted, "accepted": accepted})
+                copied, _ = record.counted_copies
+                self._rounds.append(
+                    {"exit_layer": record.exit_layer, "drafted": drafted, "accepted": accepted, "copied": copied}
+                )
                 self._streamer.on_round(record)
             self._streamer.put(torch.tensor(tokens, dtype=torch.int64))
             if update.result is not None:
@@ -58,7 +63,7 @@ class DraftLog:
 
     def take(self, length: int) -> dict[str, Any]:
         """The field of a chunk with `length` characters of text, which must be known."""
-        pieces: list[dict[str, str]] = []
+        pieces: list[dict[str, str | bool]] = []
         while length or (self._pieces and self._pieces[0][1] == "rejected"):
             text, fate = self._pieces.popleft()
             if fate != "rejected":
@@ -67,7 +72,10 @@ class DraftLog:
                     text = text[:length]
                 length -= len(text)
             if text:
-                pieces.append({"text": text, "fate": fate})
+                copied = fate == "copied"
+                pieces.append(
+                    {"text": text, "fate": "accepted", "copied": True} if copied else {"text": text, "fate": fate}
+                )
         field = {"pieces": pieces, "rounds": self._rounds, "tokens": self._tokens, "seconds": self._seconds}
         self._rounds, self._tokens = [], 0
         return field

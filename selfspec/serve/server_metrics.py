@@ -41,6 +41,8 @@ class ServerMetrics:
         self.new_tokens = counter("generated_tokens", "Tokens that were generated.")
         self.drafted = counter("drafted_tokens", "Tokens that were drafted, by exit layer.", ("exit_layer",))
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted, by exit layer.", ("exit_layer",))
+        self.copied = counter("copied_tokens", "Drafts that were copied from earlier text.")
+        self.copied_accepted = counter("accepted_copied_tokens", "Copied drafts that were accepted.")
         self.round_tokens = histogram("round_tokens", "Tokens that a round brings a text.", _COUNTS)
         self.first_token = histogram(
             "time_to_first_token_seconds", "From the request's arrival at the queue to its first token.", _SECONDS
@@ -63,11 +65,14 @@ class ServerMetrics:
             self.between.observe(seconds / count)
         if progress.record is not None:
             self.round_tokens.observe(count)
+            drafted, accepted = progress.record.counted_drafts
+            copied, copied_accepted = progress.record.counted_copies
+            self.copied.inc(copied)
+            self.copied_accepted.inc(copied_accepted)
             if progress.record.exit_layer is not None:
-                drafted, accepted = progress.record.counted_drafts
                 layer = str(progress.record.exit_layer)
-                self.drafted.labels(layer).inc(drafted)
-                self.accepted.labels(layer).inc(accepted)
+                self.drafted.labels(layer).inc(drafted - copied)
+                self.accepted.labels(layer).inc(accepted - copied_accepted)
         if progress.result is not None:
             self.prompt_tokens.inc(progress.result.stats.num_prompt_tokens)
             self.reused_tokens.inc(progress.result.stats.num_reused_tokens)

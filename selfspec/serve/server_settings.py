@@ -18,6 +18,7 @@ class ServerSettings:
     batch_size: texts that are decoded together. max_waiting: texts that may wait for a place; more get status 429.
     max_body_bytes: of a request. default_chat_tokens: new tokens of a chat answer whose request gives no limit.
     api_key: what clients must send as a bearer token; None for no check.
+    copy_from: texts that drafts of all requests may be copied from, for policies that copy.
     chat_template: Jinja source instead of the tokenizer's own template. chat_stops: stop strings that belong to it.
     """
 
@@ -28,6 +29,7 @@ class ServerSettings:
     max_body_bytes: int = 4 << 20
     default_chat_tokens: int = 1024
     api_key: str | None = None
+    copy_from: tuple[str, ...] = ()
     chat_template: str | None = None
     chat_stops: tuple[str, ...] = ()
 

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
+from selfspec.copying.copy_sources import copies_drafts
 from selfspec.engine import Checked
 from selfspec.messages import ChatTemplate, has_template
 from selfspec.request import ContextLengthError, encode_prompt
@@ -53,6 +54,7 @@ class Translator:
         self._generator, self._settings = generator, settings
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self._policies = ServedPolicies(generator, settings.policy)
+        self._copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
         self._template = ChatTemplate(settings.chat_template, settings.chat_stops)
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
@@ -132,10 +134,12 @@ class Translator:
     ) -> Choice:
         sampling = self._sampling_options(body, index)
         criteria = StoppingCriteriaList([StopTexts(self.tokenizer, stops, len(ids))] if stops else [])
+        policy = self._policy(body, sampling)
         checked = self._generator.check(
             ids,
             max_new_tokens=max_new_tokens,
-            policy=self._policy(body, sampling),
+            policy=policy,
+            copy_from=self._copies if copies_drafts(policy) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=criteria,
             **sampling,

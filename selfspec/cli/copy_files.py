@@ -1,0 +1,53 @@
+"""`--copy-from FILE`: text files that drafts are copied from, read and indexed once for a command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from policies import Policy
+from selfspec import SelfSpecGenerator
+from selfspec.copying.copy_index import CopyStore
+from selfspec.copying.copy_sources import copies_drafts
+
+CopyFromOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="UTF-8 text file that drafts may be copied from, beside the prompt and the text itself; repeatable.",
+        rich_help_panel="Speculation",
+    ),
+]
+
+
+def read_copy_files(files: Sequence[Path] | None) -> list[str]:
+    """The text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
+    return [_read(path) for path in files or ()]
+
+
+def store_of_files(
+    generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
+) -> CopyStore | None:
+    """The texts as a store for this model, made once; None without texts.
+
+    Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
+    """
+    if not texts:
+        return None
+    if policy is not None and not copies_drafts(policy):
+        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: put copy+ before it, or use auto")
+    return generator.copy_store(texts)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")  # as prompts are read
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path}: --copy-from takes the path of a UTF-8 text file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    if not text:
+        raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
+    return text
