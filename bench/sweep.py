@@ -14,10 +14,9 @@ from bench.engines.own import SelfSpecEngine
 from bench.record import Line
 from bench.report.summary import Samples
 from layerskip_models.training.saving import write_text
-from policies import CostModel
+from policies import CostModel, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
-from selfspec.analysis.round_cost import round_cost
 from selfspec.defaults import SETTINGS_FILE
 from selfspec.stats import mean, ratio
 
@@ -167,7 +166,7 @@ def run_grid(
             )
             stats = result.stats
             assert result.trace is not None
-            rounds = [round_cost(record, cost) for record in result.trace]
+            rounds = [cost_of_round(record, cost) for record in result.trace]
             counts.append(
                 Counts(
                     rounds=stats.rounds,

@@ -10,7 +10,15 @@ from policies.acceptance_table import AcceptanceTable
 from policies.auto.policy import AutoExit, AutoStopping
 from policies.base import ExitPolicy, NeverStop, Policy, StoppingPolicy, Unlearning, check_exit_layer
 from policies.copying import CopyExit, CopyThenExit, copying_first
-from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier, best_setting, tokens_per_cost
+from policies.cost import (
+    CostModel,
+    LayerCost,
+    MeasuredCost,
+    WithPreVerifier,
+    best_setting,
+    cost_of_round,
+    tokens_per_cost,
+)
 from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
 from policies.entropy import AdaEdlThreshold, SvipThreshold
@@ -73,6 +81,7 @@ __all__ = [
     "best_setting",
     "check_exit_layer",
     "copying_first",
+    "cost_of_round",
     "kept_between_texts",
     "parse_policy",
     "tokens_per_cost",

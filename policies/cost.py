@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.base import check_exit_layer
+from policies.records import RoundRecord
 
 
 class CostModel(Protocol):
@@ -255,6 +256,19 @@ def _at(seconds: Sequence[float], rows: float) -> float:
         return seconds[-1] + max(seconds[-1] - seconds[-2], 0.0) * (rows - len(seconds))
     below = seconds[int(rows) - 1]
     return below + (rows - int(rows)) * (seconds[int(rows)] - below)
+
+
+def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
+    """What a finished round costs by this cost: the rows that it ran, those that were dropped or cut among them."""
+    if record.exit_layer is None:
+        return cost.copying(0, record.num_drafted, record.num_drafted)
+    layer, drafted = record.exit_layer, record.num_drafted - record.num_copied
+    early = record.stop_cause == "before_draw"  # one more row was looked at
+    if not record.num_tried:
+        return cost.round(layer, drafted) + early * cost.look(layer)
+    # The rows of the copy were looked at together, and the first draft came from the last of them.
+    looks = cost.drafting(layer, drafted) - (not early and drafted > 0) * cost.look(layer)
+    return cost.copying(layer, record.num_tried, record.num_drafted) + looks
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from companies import shared_model
 from records import finished
+from records import row as draft_row
 from scripted_policies import made_up_cost
 from tiny_llama import request_for
 
 from layerskip_models.kv_cache import KVCache
 from policies import CopiedRow, LayerCost, MeasuredCost, Plan, Policy, RoundContext, RoundRecord, parse_policy
 from policies.auto.constants import TUNING
-from policies.auto.copying import CopyCosts, CopyTable, Detection, best_copy, copied_chance, detection
+from policies.auto.copy_values import CopyCosts, CopyTable, CutTable, Detection, best_copy, copied_chance, detection
 from policies.auto.drift import CostDrift
 from policies.auto.policy import AutoExit
 from policies.copying import MOST
@@ -100,7 +101,7 @@ def test_copies_as_long_as_it_pays() -> None:
                 tokens += reliability
             if reliability >= TUNING.copy_least:
                 values.append((tokens - rate * ROWS.copying(0, copied, copied), copied))
-        choice = best_copy(table, costs, length, rate, MOST, Detection(0.0, 0.0))
+        choice = best_copy(table, costs, length, rate, MOST, Detection(0.0, 0.0), nothing)
         assert (choice.value, choice.copied) == pytest.approx(max(values))
         assert choice.exit_layer is None
 
@@ -110,8 +111,59 @@ def test_an_exit_that_detects_well_cuts_copies_that_are_often_wrong() -> None:
     for length in range(2, 40):
         table.observe([(length, True), (length, True), (length, False)] * 15)
     rate = 1 / ROWS.autoregressive()
-    assert best_copy(table, costs, 8, rate, MOST, Detection(0.99, 0.0)).exit_layer == 1
-    assert best_copy(table, costs, 8, rate, MOST, Detection(0.2, 0.2)).exit_layer is None
+    assert best_copy(table, costs, 8, rate, MOST, Detection(0.99, 0.0), nothing).exit_layer == 1
+    assert best_copy(table, costs, 8, rate, MOST, Detection(0.2, 0.2), nothing).exit_layer is None
+
+
+def nothing(reliability: float) -> float:
+    """What drafting on behind a cut is worth to somebody who does not."""
+    return 0.0
+
+
+def test_drafting_on_behind_a_cut_makes_cutting_worth_more() -> None:
+    table, costs = CopyTable(), CopyCosts(ROWS, 1)
+    rate, detected = 1 / ROWS.autoregressive(), Detection(0.9, 0.05)
+    alone = best_copy(table, costs, 3, rate, MOST, detected, nothing)
+    with_drafts = best_copy(table, costs, 3, rate, MOST, detected, lambda reliability: 3 * reliability)
+    assert with_drafts.exit_layer == 1
+    assert with_drafts.value > alone.value
+
+
+def test_learns_how_often_an_exit_cuts_what_is_wrong() -> None:
+    table, expected = CutTable(), Detection(0.8, 0.1)
+    assert table.detection(1, expected) == pytest.approx((0.8 * TUNING.cut_usual, 0.1))
+    base = replace(finished(5, 5, exit_layer=1), num_copied=5, num_tried=5)
+    for _ in range(50):
+        table.observe(replace(base, num_accepted=2))  # the third one was wrong, and was kept
+    assert table.detection(1, expected).wrong < 0.05
+    cut = replace(base, draft_tokens=(0, 1), num_copied=2, num_accepted=2, copies=((4, True), (5, True), (6, False)))
+    for _ in range(200):
+        table.observe(cut)
+    assert table.detection(1, expected).wrong > 0.7
+    before = table.detection(1, expected).right
+    for _ in range(100):
+        table.observe(replace(cut, copies=((4, True), (5, True), (6, True))))  # it was right
+    assert table.detection(1, expected).right > before
+    assert table.detection(2, expected) == pytest.approx((0.8 * TUNING.cut_usual, 0.1))  # each exit for itself
+    again = CutTable()
+    again.restore(table.state())
+    assert again.detection(1, expected) == table.detection(1, expected)
+
+
+def test_a_copy_that_was_kept_whole_is_verified_at_once() -> None:
+    """The next round copies on, for less than the exit would draft for; behind a cut the exit goes on."""
+    policy = taught(True)
+    stopping = policy.own_stopping()
+    row = CopiedRow(exit_layer=1, match_length=8, agrees=True, confidence=0.99)
+    behind = draft_row(exit_layer=1, confidence=0.9999)
+    for agrees in (True, False):
+        stopping.start_round(Plan(exit_layer=1, max_speculations=3, copied=4))
+        assert stopping.keep_copied(row)
+        if not agrees:
+            for length in (2, 3, 4, 5, 6, 8, 12, 16, 32):
+                policy.learner.copies.observe([(length, False)] * 200)
+            assert not stopping.keep_copied(replace(row, agrees=False))
+        assert stopping.stop_before_draw(behind) == agrees
 
 
 def test_plans_a_copy_where_it_was_right_and_none_where_it_was_wrong() -> None:

@@ -166,6 +166,16 @@ def transformers_static(model: LlamaForCausalLM, sampling: Sampling | None = Non
     )
 
 
+def transformers_prompt_lookup(model: LlamaForCausalLM, num_tokens: int = 10) -> TransformersEngine:
+    """Prompt lookup decoding: up to `num_tokens` copied from where the last one or two tokens occurred before."""
+    return TransformersEngine(
+        model,
+        f"transformers:prompt-lookup:{num_tokens}",
+        f"transformers prompt lookup {num_tokens}",
+        arguments={"prompt_lookup_num_tokens": num_tokens},
+    )
+
+
 def transformers_early_exit(
     model: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
 ) -> TransformersEngine:

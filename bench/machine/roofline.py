@@ -13,10 +13,9 @@ from typing import Any
 from bench.datasets import EncodedPrompt
 from bench.machine.bandwidth import WeightBytes
 from bench.record import Line
-from policies import CostModel, MeasuredCost, RoundRecord
+from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
-from selfspec.analysis.round_cost import draft_passes, round_cost
 
 ROWS = (1, 2, 4, 8)
 """Rows of a verification that the table shows."""
@@ -86,11 +85,15 @@ def phase_bytes(
     for record in trace:
         layer = weights.layer + weights.kv * record.num_committed_before
         read["verify"] += num_layers * layer + weights.head
-        seconds += round_cost(record, cost)
+        seconds += cost_of_round(record, cost)
         if record.exit_layer is not None:
-            passes, complete = draft_passes(record)
-            read["draft"] += passes * (record.exit_layer * layer + weights.draft_head)
-            read["verify"] -= complete * record.exit_layer * layer
+            # Stopped before a draw, or with nothing drafted behind a copy, the last row has been through E layers already;
+            # else verification does that. What was copied goes through them in one pass, with the row before it.
+            drafted = record.num_drafted - record.num_copied
+            early = record.stop_cause == "before_draw" or (record.num_tried > 0 and drafted == 0)
+            looks = drafted + early
+            read["draft"] += looks * (record.exit_layer * layer + weights.draft_head)
+            read["verify"] -= early * record.exit_layer * layer
         if record.shadow is not None:
             read["learn"] += weights.draft_head
     return read, seconds

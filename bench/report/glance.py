@@ -18,7 +18,9 @@ EARLY_EXIT = "transformers:early-exit"
 def glance(lines: Sequence[Line]) -> list[Table]:
     """One table, or none where a record's tables are as short themselves."""
     command = lines[0]["command"]
-    if command in ("busy", "batch", "serving") or (command == "sweep" and len(Sweep.of(lines).axes) != 2):
+    if command in ("busy", "batch", "serving", "copying-gain") or (
+        command == "sweep" and len(Sweep.of(lines).axes) != 2
+    ):
         return []
     if command == "roofline":
         title = "tokens/s after the first token, what memory allows at the bytes that are read, and the ratio"

@@ -15,6 +15,7 @@ from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
+from bench.report.copying_tables import copying_headline, copying_tables
 from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
@@ -31,7 +32,9 @@ HEADINGS = {
     "speed": "Speed",
     "speedups": "Speed-up by task",
     "tasks": "Speed by task",
-    "sources": "Where each source of drafts pays",
+    "gain_estimated_seconds": "At a larger shape's costs",
+    "gain_seconds": "Measured",
+    "sources": "Where tokens come from",
     "rounds": "Rounds",
     "phases": "Where the time goes",
     "scores": "Scores",
@@ -70,6 +73,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "busy": busy_tables,
     "batch": batch_tables,
     "serving": serving_tables,
+    "copying-gain": copying_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
@@ -77,6 +81,7 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "busy": busy_headline,
     "batch": batch_headline,
     "serving": serving_headline,
+    "copying-gain": copying_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 

@@ -56,7 +56,7 @@ class Tuning:
     near: float = 0.01
     """A step shorter than this, in log odds, is the last."""
 
-    # Copied tokens (`policies.auto.copying`).
+    # Copied tokens (`policies.auto.copy_values`).
     copy_prior: float = 4.0
     """How many observations the usual acceptance of a match length is worth."""
     copy_memory: float = 64.0
@@ -69,6 +69,10 @@ class Tuning:
     """Chance below which a copied token is not worth its row, for the same."""
     wrong_alike: float = 0.2
     """How often a wrong copy and a wrong exit say the same."""
+    cut_prior: float = 6.0
+    """How many observations what an exit's confidences say of its cuts is worth."""
+    cut_usual: float = 0.3
+    """Of the wrong copies that it should cut by its confidences, the part that it does cut, until it is known."""
     copy_rounds: float = 32.0
     """Rounds whose tokens and costs tell the rate that a text with copies is decoded at."""
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
-from policies.auto.copying import CopyCosts, CopyTable, detection
+from policies.auto.copy_values import CopyCosts, CopyTable, CutTable, detection
 from policies.auto.draft_values import DraftValues
-from policies.cost import CostModel
+from policies.cost import CostModel, cost_of_round
 from policies.records import RoundRecord, Shadow
 
 
@@ -31,6 +31,7 @@ class AutoLearner:
         self.model = AcceptanceModel(layers, cost.num_layers)
         self._decay = decay
         self.copies = CopyTable()
+        self.cuts = CutTable()
         self._index = {layer: index for index, layer in enumerate(layers)}
         self.use_cost(cost)
         self.reset()
@@ -59,6 +60,7 @@ class AutoLearner:
         """Back to the prior."""
         self.table.reset()
         self.copies.reset()
+        self.cuts.reset()
         self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
@@ -156,9 +158,7 @@ class AutoLearner:
     def round_cost(self, record: RoundRecord) -> float:
         """What a round has cost, by the present cost."""
         if record.num_tried:
-            layer, drafted = record.exit_layer or 0, record.num_drafted - record.num_copied
-            tried = record.num_tried if layer else record.num_drafted
-            return self.cost.copying(layer, tried, record.num_drafted) + self.cost.drafting(layer, drafted)
+            return cost_of_round(record, self.cost)
         if record.exit_layer is None:
             return self.cost.autoregressive()
         return self._round_list[self._index[record.exit_layer]][record.num_drafted]
@@ -190,6 +190,7 @@ class AutoLearner:
             "rate": self.rate,
             "rows": self._rows,
             "copies": self.copies.state(),
+            "cuts": self.cuts.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -202,6 +203,7 @@ class AutoLearner:
         self.table.restore(state["table"])
         self.model.restore(state["fit"])
         self.copies.restore(state["copies"])
+        self.cuts.restore(state["cuts"])
         self.frequency = frequency
         self._next_rate = float(state["rate"])
         self._rows = self._solved_at = int(state["rows"])

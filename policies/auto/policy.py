@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from policies.auto.constants import TUNING
-from policies.auto.copying import best_copy, copied_chance
+from policies.auto.copy_values import best_copy, copied_chance
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
 from policies.base import NeverStop, check_layers
@@ -186,7 +187,10 @@ class AutoExit:
         rate = tokens / cost
         if self._spent > 0:
             rate = max(rate, self._earned / self._spent)
-        choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate, MOST, learner.detected)
+        layer = learner.likeliest_layer
+        detected = learner.cuts.detection(layer, learner.detected)
+        drafting = partial(learner.going_on, layer, 0)
+        choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate, MOST, detected, drafting)
         if choice.value <= tokens - rate * cost:
             return None
         return Plan(
@@ -219,6 +223,7 @@ class AutoExit:
         """Learn from a round."""
         if self._needs.copies != "none":
             self.learner.copies.observe(record.copies)
+            self.learner.cuts.observe(record)
             kept = 1 - 1 / TUNING.copy_rounds
             self._earned = kept * self._earned + len(record.tokens)
             self._spent = kept * self._spent + self.learner.round_cost(record)
@@ -254,12 +259,12 @@ class AutoStopping(NeverStop):
         self.needs = Needs(confidence=True)
         self._learner = learner
         self._reliability = 1.0
-        self._copied = 0
+        self._copied, self._cut = 0, False
 
     def start_round(self, plan: Plan) -> None:
         """Nothing is drafted yet: reliability 1."""
         self._reliability = 1.0
-        self._copied = 0
+        self._copied, self._cut = 0, False
 
     def keep_copied(self, row: CopiedRow) -> bool:
         """While the copy is still likely enough to be worth its row in the layers behind the exit."""
@@ -268,6 +273,7 @@ class AutoStopping(NeverStop):
         exit_chance = learner.chance(row.exit_layer, row.confidence)
         chance = copied_chance(learner.copies.chance(row.match_length), row.agrees, exit_chance)
         if self._reliability * chance < learner.rate * learner.copy_costs.row(self._copied + 1):
+            self._cut = True
             return False
         self._reliability *= chance
         self._copied += 1
@@ -276,6 +282,8 @@ class AutoStopping(NeverStop):
     def stop_before_draw(self, row: DraftRow) -> bool:
         """When the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
+        if self._copied and not self._cut:
+            return True  # the next round copies on, for less than it costs to draft
         reliability = self._reliability * self._learner.chance(row.exit_layer, row.confidence)
         if self._learner.gain(row.exit_layer, row.num_drafted, reliability) < 0:
             return True

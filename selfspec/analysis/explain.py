@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies import CostModel, LayerCost, Needs, Policy
+from policies import CostModel, LayerCost, Needs, Policy, cost_of_round
 from selfspec.analysis.replay import AgreementTrace, Setting, TraceEveryLayer, agreement_trace, fixed_settings
-from selfspec.analysis.round_cost import round_cost
 from selfspec.generator import GenerationResult
 from selfspec.stats import ratio, sources_text
 
@@ -62,7 +61,7 @@ def explain(
     tokens = sum(len(record.tokens) for record in result.trace)
     full = sum(record.num_drafted + 1 for record in result.trace)
     step = cost.autoregressive()
-    rounds_cost = sum(round_cost(record, cost) for record in result.trace)
+    rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
     decoding = stats.seconds - stats.time_to_first_token
     trace: AgreementTrace = agreement_trace(result if plain is None else plain, num_layers)
     return Explanation(

@@ -13,12 +13,13 @@ likely the copied token still is.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from policies.auto.constants import TUNING
 from policies.copying import MOST
 from policies.cost import CostModel
+from policies.records import RoundRecord
 
 _LENGTHS = (2, 3, 4, 5, 6, 8, 12, 16, 32)
 """Match lengths from which on another chance holds."""
@@ -100,6 +101,50 @@ class Detection(NamedTuple):
     right: float
 
 
+class CutTable:
+    """How often each exit cut copied tokens that were wrong, and right ones, as rounds have shown.
+
+    Where a copy is wrong, the text takes a turn that the exit seldom foresees either: it detects fewer of them than its
+    confidences say (`detection`), which is only what is believed before anything was seen.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing was seen."""
+        self._seen: dict[int, list[list[float]]] = {}  # by exit layer: for wrong and for right tokens, [kept, cut]
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round whose copy went through an exit."""
+        layer, kept = record.exit_layer, record.num_copied
+        if layer is None or record.num_tried == 0:
+            return
+        wrong, right = self._seen.setdefault(layer, [[0.0, 0.0], [0.0, 0.0]])
+        right[0] += min(kept, record.num_accepted)
+        if record.num_accepted < kept:
+            wrong[0] += 1
+        elif kept < record.num_tried and kept < len(record.copies):
+            (right if record.copies[kept][1] else wrong)[1] += 1
+
+    def detection(self, layer: int, expected: Detection) -> Detection:
+        """Of this exit. expected: what its confidences say."""
+        wrong, right = self._seen.get(layer, ((0.0, 0.0), (0.0, 0.0)))
+        usual = TUNING.cut_prior
+        return Detection(
+            (usual * TUNING.cut_usual * expected.wrong + wrong[1]) / (usual + sum(wrong)),
+            (usual * expected.right + right[1]) / (usual + sum(right)),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """For JSON."""
+        return {str(layer): seen for layer, seen in self._seen.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self._seen = {int(layer): [[*map(float, counts)] for counts in seen] for layer, seen in state.items()}
+
+
 def copied_chance(chance: float, agrees: bool, exit_chance: float) -> float:
     """That a copied token is right, when the exit's own choice, right with `exit_chance`, is the same or another token.
 
@@ -127,12 +172,22 @@ def detection(frequency: Sequence[float], acceptance: Sequence[float], needed: f
 
 
 def best_copy(
-    table: CopyTable, costs: CopyCosts, match_length: int, rate: float, most: int, detected: Detection
+    table: CopyTable,
+    costs: CopyCosts,
+    match_length: int,
+    rate: float,
+    most: int,
+    detected: Detection,
+    drafting: Callable[[float], float],
 ) -> CopyChoice:
-    """How many tokens to copy behind a match of this length, at this rate of tokens per cost; `most` at most."""
+    """How many tokens to copy behind a match of this length, at this rate of tokens per cost; `most` at most.
+
+    drafting: what drafting at the exit behind a cut is worth, when all before it is right with this chance.
+    """
     best = CopyChoice(0, None, float("-inf"))
     reliability, tokens = 1.0, 1.0  # of a copy that goes straight to verification
-    through, cut_tokens, kept, passed = 1.0, 1.0, 0.0, 1.0  # of one that an exit cuts
+    # Of one that an exit cuts: passed, that nothing was cut so far; through, that it was right as well.
+    through, passed, cut_tokens, kept, behind = 1.0, 1.0, 1.0, 0.0, 0.0
     for copied in range(1, most + 1):
         chance = table.chance(match_length + copied - 1)
         reliability *= chance
@@ -144,11 +199,15 @@ def best_copy(
             best = CopyChoice(copied, None, value)
         if costs.exit_layer is None:
             continue
+        passes = chance * (1 - detected.right) + (1 - chance) * (1 - detected.wrong)
+        behind += passed * (1 - passes) * drafting(through / passed)
         through *= chance * (1 - detected.right)
-        passed *= chance * (1 - detected.right) + (1 - chance) * (1 - detected.wrong)
+        passed *= passes
+        if passed <= 0:
+            break
         cut_tokens += through
         kept += passed
-        value = cut_tokens - rate * costs.cut(copied, kept)
+        value = cut_tokens + behind - rate * costs.cut(copied, kept)
         if value > best.value:
             best = CopyChoice(copied, costs.exit_layer, value)
     return best
