@@ -17,6 +17,7 @@ from policies.cost import (
     WithPreVerifier,
     best_setting,
     cost_of_round,
+    draft_passes,
     tokens_per_cost,
 )
 from policies.del_policy import DelExit, DelThreshold
@@ -82,6 +83,7 @@ __all__ = [
     "check_exit_layer",
     "copying_first",
     "cost_of_round",
+    "draft_passes",
     "kept_between_texts",
     "parse_policy",
     "tokens_per_cost",

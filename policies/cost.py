@@ -258,17 +258,30 @@ def _at(seconds: Sequence[float], rows: float) -> float:
     return below + (rows - int(rows)) * (seconds[int(rows)] - below)
 
 
+def draft_passes(record: RoundRecord) -> tuple[int, bool]:
+    """(Passes through the exit's layers that were looked at, whether verification finds all rows there already).
+
+    What was copied goes through them in one pass. Where drafting stopped before a draw, or nothing was drafted behind a copy,
+    the last row was looked at too; else verification runs that row through the first layers.
+    """
+    if record.exit_layer is None:
+        return 0, False
+    drafted = record.num_drafted - record.num_copied
+    complete = record.stop_cause == "before_draw" or (record.num_tried > 0 and drafted == 0)
+    return drafted + complete, complete
+
+
 def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
     """What a finished round costs by this cost: the rows that it ran, those that were dropped or cut among them."""
     if record.exit_layer is None:
         return cost.copying(0, record.num_drafted, record.num_drafted)
     layer, drafted = record.exit_layer, record.num_drafted - record.num_copied
-    early = record.stop_cause == "before_draw"  # one more row was looked at
+    passes, complete = draft_passes(record)
     if not record.num_tried:
-        return cost.round(layer, drafted) + early * cost.look(layer)
-    # The rows of the copy were looked at together, and the first draft came from the last of them.
-    looks = cost.drafting(layer, drafted) - (not early and drafted > 0) * cost.look(layer)
-    return cost.copying(layer, record.num_tried, record.num_drafted) + looks
+        return cost.round(layer, drafted) + complete * cost.look(layer)
+    looks_less = drafted - (passes - 1)  # the pass of the copy has looked at the row that the first draft comes from
+    drafting = cost.drafting(layer, drafted) - looks_less * cost.look(layer)
+    return cost.copying(layer, record.num_tried, record.num_drafted) + drafting
 
 
 def tokens_per_cost(acceptance: float, exit_layer: int, num_drafts: int, cost: CostModel) -> float:

@@ -70,7 +70,7 @@ def test_a_run_that_copies_says_where_each_source_pays(checkpoint: Path, tmp_pat
     assert found["selfspec:copy:4"]["num_copied"] >= found["selfspec:copy:4"]["num_copied_accepted"]
     assert found["selfspec:copy:4"]["num_copied"] > 0 == found["selfspec:ar"]["num_copied"]
     page = CliRunner().invoke(app, ["report", str(record)]).output
-    assert "## Where tokens come from" in page
+    assert "## Where each source of drafts pays" in page
     assert "| **edit** |" in page and "| **list** |" in page
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import finished
 
-from policies import CostModel, LayerCost, MeasuredCost, best_setting, cost_of_round, tokens_per_cost
+from policies import CostModel, LayerCost, MeasuredCost, best_setting, tokens_per_cost
 from policies.cost import WithPreVerifier
-from policies.records import StopCause
 
 MEASURED = MeasuredCost(
     num_layers=4, layer_seconds=(1.0, 1.5, 1.75), head_seconds=(2.0, 2.25, 2.5), draft_seconds=0.5, round_seconds=0.25
@@ -121,26 +117,3 @@ def test_draft_steps_are_part_of_a_round(texts: int) -> None:
             step = cost.drafting(3, drafts + 1) - cost.drafting(3, drafts)
             assert step >= 3 * cost.autoregressive() / cost.num_layers / 2
             assert more >= step - 1e-12
-
-
-def test_a_finished_round_costs_its_passes() -> None:
-    """A copy's rows go through the first layers together, with a look at each; drafts behind it one by one; then the rest."""
-    cost = MeasuredCost(
-        num_layers=4, layer_seconds=(1.0, 1.5, 2.0, 2.5, 3.0), head_seconds=(10.0, 20.0, 30.0, 40.0, 50.0)
-    )
-
-    def ended(exit_layer: int | None, tried: int, copied: int, drafted: int, cause: StopCause = "cap") -> float:
-        record = finished(copied + drafted, 0, cause=cause)
-        return cost_of_round(replace(record, exit_layer=exit_layer, num_tried=tried, num_copied=copied), cost)
-
-    assert ended(None, 0, 0, 0) == cost.autoregressive() == 14
-    assert ended(2, 0, 0, 2) == cost.round(2, 2)
-    assert ended(2, 0, 0, 2, "before_draw") == cost.round(2, 2) + 10
-    # Straight to verification: 4 layers and the head over 4 rows.
-    assert ended(None, 3, 3, 0) == 4 * 2.5 + 40
-    # 4 rows through 2 layers and 4 looks. One copied token is kept, two are drafted: 2 rows through 2 layers, one more look,
-    # or two if the policy looked at a third row. Then 4 rows through 2 layers and the head.
-    assert ended(2, 3, 1, 2) == 2 * 2.5 + 40 + 2 * 2 * 1.0 + 10 + 2 * 2.5 + 40
-    assert ended(2, 3, 1, 2, "before_draw") == ended(2, 3, 1, 2) + 10
-    # Nothing drafted behind it: no row goes alone, and 2 rows go on.
-    assert ended(2, 3, 1, 0) == ended(2, 3, 1, 0, "before_draw") == 2 * 2.5 + 40 + 2 * 1.5 + 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 from layerskip_models import from_transformers
-from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round
+from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round, draft_passes
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
 from selfspec.analysis.inspection import inspect_model, inspection_lines, text_agreement
@@ -76,6 +77,32 @@ def round_of(exit_layer: int | None, tried: int, copied: int, drafted: int, acce
         draft_tokens=tuple(range(copied + drafted)), tokens=tuple(range(accepted + 1)), loaded_layers=4,
         stop_cause="cap", num_copied=copied, num_tried=tried,
     )  # fmt: skip
+
+
+def test_rounds_that_copy_cost_what_their_passes_cost() -> None:
+    """Rows through the first layers with a look at each, drafts behind them one by one, the rest over all that is kept."""
+    cost = MeasuredCost(
+        num_layers=4, layer_seconds=(1.0, 1.5, 2.0, 2.5, 3.0), head_seconds=(10.0, 20.0, 30.0, 40.0, 50.0)
+    )
+    assert cost_of_round(round_of(None, 0, 0, 0, 0), cost) == cost.autoregressive() == 14
+    assert cost_of_round(round_of(2, 0, 0, 2, 1), cost) == cost.round(2, 2)
+    # Straight to verification: 4 layers and the head over 4 rows.
+    assert cost_of_round(round_of(None, 3, 3, 0, 2), cost) == 4 * 2.5 + 40
+    # 3 + 1 rows through 2 layers and 4 looks; 1 is kept and 2 more drafted: 2 rows through 2 layers, one more look; then 4
+    # rows through 2 layers and the head.
+    assert cost_of_round(round_of(2, 3, 1, 2, 2), cost) == 2 * 2.5 + 40 + 2 * 2 * 1.0 + 10 + 2 * 2.5 + 40
+    # The same, stopped before a third draft: the last row was looked at, too. Nothing drafted behind a copy: no single row.
+    stopped = replace(round_of(2, 3, 1, 2, 2), stop_cause="before_draw")
+    assert cost_of_round(stopped, cost) == cost_of_round(round_of(2, 3, 1, 2, 2), cost) + 10
+    assert cost_of_round(round_of(2, 3, 1, 0, 1), cost) == 2 * 2.5 + 40 + 2 * 1.5 + 20
+    rounds = [
+        round_of(2, 3, 1, 2, 2),
+        stopped,
+        round_of(2, 3, 1, 0, 1),
+        round_of(None, 3, 3, 0, 2),
+        round_of(2, 0, 0, 2, 1),
+    ]
+    assert [draft_passes(record) for record in rounds] == [(2, False), (3, True), (1, True), (0, False), (2, False)]
 
 
 def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerator, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from bench.commands.busy_command import busy
 from bench.commands.context_command import context
 from bench.commands.copying_command import copying_accuracy, copying_texts
 from bench.commands.copying_gain_command import copying_gain
+from bench.commands.leaves_command import leaves
 from bench.commands.preparation import (
     LLAMA_CPP_KINDS,
     configuration,
@@ -82,6 +83,7 @@ app.command()(serving_soak)
 app.command()(copying_texts)
 app.command()(copying_accuracy)
 app.command()(copying_gain)
+app.command()(leaves)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from typing import Any
 from bench.datasets import EncodedPrompt
 from bench.machine.bandwidth import WeightBytes
 from bench.record import Line
-from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round
+from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round, draft_passes
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
 
@@ -87,13 +87,9 @@ def phase_bytes(
         read["verify"] += num_layers * layer + weights.head
         seconds += cost_of_round(record, cost)
         if record.exit_layer is not None:
-            # Stopped before a draw, or with nothing drafted behind a copy, the last row has been through E layers already;
-            # else verification does that. What was copied goes through them in one pass, with the row before it.
-            drafted = record.num_drafted - record.num_copied
-            early = record.stop_cause == "before_draw" or (record.num_tried > 0 and drafted == 0)
-            looks = drafted + early
-            read["draft"] += looks * (record.exit_layer * layer + weights.draft_head)
-            read["verify"] -= early * record.exit_layer * layer
+            passes, complete = draft_passes(record)
+            read["draft"] += passes * (record.exit_layer * layer + weights.draft_head)
+            read["verify"] -= complete * record.exit_layer * layer
         if record.shadow is not None:
             read["learn"] += weights.draft_head
     return read, seconds

@@ -36,7 +36,7 @@ def copying_tables(lines: Sequence[Line]) -> list[Table]:
         tables.append(Table(name=f"gain_{name}", title=title, columns=columns, rows=rows))
     tables.append(
         Table(
-            name="sources",
+            name="copy_sources",
             title="Where committed tokens came from, and how many a round brought",
             columns=("engine", "copied", "drafted at an exit", "the model's own", "tokens per round"),
             rows=tuple((names[engine], *_sources(found)) for engine, found in by_engine(lines).items()),

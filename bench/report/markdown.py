@@ -32,9 +32,7 @@ HEADINGS = {
     "speed": "Speed",
     "speedups": "Speed-up by task",
     "tasks": "Speed by task",
-    "gain_estimated_seconds": "At a larger shape's costs",
-    "gain_seconds": "Measured",
-    "sources": "Where tokens come from",
+    "sources": "Where each source of drafts pays",
     "rounds": "Rounds",
     "phases": "Where the time goes",
     "scores": "Scores",
@@ -59,6 +57,9 @@ HEADINGS = {
     "oracle": "Oracle lengths",
     "positions": "Acceptance by position in the draft",
     "conditional": "Acceptance behind accepted tokens",
+    "gain_estimated_seconds": "At a larger shape's costs",
+    "gain_seconds": "Measured",
+    "copy_sources": "Where tokens come from",
     "machine": "Where the numbers come from",
 }
 """The parts of a record by name, with their headings, in the order of a page."""
