@@ -15,6 +15,7 @@ from bench.commands.bench_app import app
 from bench.copying.gain import PeerTimes, borrowed_cost, own_gain, peer_gain
 from bench.datasets import EncodedPrompt
 from bench.engines.peers import transformers_generate, transformers_prompt_lookup
+from bench.machine.index_cost import COMMITTED, texts
 from bench.record import read_record
 from bench.report.markdown import markdown
 from layerskip_models import DEMO_PATH, from_transformers
@@ -110,3 +111,12 @@ def test_the_command_says_what_each_engine_gains(tmp_path: Path) -> None:
     assert "| ar | 1.00 |" in page
     wrong = CliRunner().invoke(app, ["copying-gain", "copying", "--policy", "nonsense"])
     assert wrong.exit_code == 2 and "unknown policy" in wrong.output
+
+
+def test_the_index_is_timed_on_three_kinds_of_text() -> None:
+    found = texts(300, list(range(50)) * 100)
+    assert {len(text) for text in found.values()} == {300 + COMMITTED}
+    assert found["repetition"][500:1000] == found["repetition"][:500]
+    result = CliRunner().invoke(app, ["copy-index", "--lengths", "64"])
+    assert result.exit_code == 0, result.output
+    assert all(kind in result.output for kind in found)

@@ -25,6 +25,7 @@ from bench.commands.bench_options import (
 )
 from bench.commands.busy_command import busy
 from bench.commands.context_command import context
+from bench.commands.copy_index_command import copy_index
 from bench.commands.copying_command import copying_accuracy, copying_texts
 from bench.commands.copying_gain_command import copying_gain
 from bench.commands.leaves_command import leaves
@@ -84,6 +85,7 @@ app.command()(copying_texts)
 app.command()(copying_accuracy)
 app.command()(copying_gain)
 app.command()(leaves)
+app.command()(copy_index)
 
 
 @app.command()

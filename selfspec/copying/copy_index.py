@@ -124,11 +124,12 @@ class CopyIndex:
         follows = self._length > 0 and self._next == token
         self._hashes = self._hashed(token)
         suffixes = self._hashes[SHORTEST - 1 :]
-        best, place, source = self._look_up(suffixes)
+        found = None if follows and self._length >= LONGEST else self._look_up(suffixes)
         self._own.add(token, suffixes)
-        if follows and self._length + 1 > best:
+        if found is None or (follows and self._length + 1 > found[0]):
             self._place, self._length = self._place + 1, self._length + 1
             return
+        best, place, source = found
         self._from, self._place, self._length = source, place, best
         if best == LONGEST:
             self._measure()
