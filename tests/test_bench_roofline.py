@@ -57,6 +57,10 @@ def test_bytes_of_phases_by_hand() -> None:
     read, seconds = phase_bytes([copied], WEIGHTS, 4, COST)
     assert read == {"draft": 2 * layer + 30, "verify": 4 * layer + 30, "learn": 0}
     assert seconds == COST.copying(2, 3, 4) + COST.drafting(2, 1) - COST.look(2)
+    nothing_behind = replace(finished(3, 2, exit_layer=2, cause="cap"), num_copied=3, num_tried=4)
+    read, seconds = phase_bytes([nothing_behind], WEIGHTS, 4, COST)
+    assert read == {"draft": 2 * layer + 30, "verify": 2 * layer + 30, "learn": 0}
+    assert seconds == COST.copying(2, 4, 3)
     straight = replace(finished(3, 2, cause="cap"), exit_layer=None, num_copied=3, num_tried=3)
     read, seconds = phase_bytes([straight], WEIGHTS, 4, COST)
     assert read == {"draft": 0, "verify": 4 * layer + 30, "learn": 0}

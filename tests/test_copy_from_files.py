@@ -86,6 +86,7 @@ def test_compare_and_explain_go_with_copies(folder: Path, file: Path, said: str)
     assert result.exit_code == 0, result.output
     assert result.stdout == said + "\n"
     assert "outputs equal" in result.stderr and "these settings copy nothing" in result.stderr
+    assert "fixed settings, replayed from this run" in result.stderr  # although rounds that copy are not watched
 
 
 def test_copied_drafts_have_a_colour_of_their_own(

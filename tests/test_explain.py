@@ -113,7 +113,11 @@ def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerat
     result = generator.generate(prompt, policy=policy, copy_from=store, trace=True, max_new_tokens=30, eos_token_id=[])
     stats = result.stats
     assert stats.num_copied_accepted > 0 and result.trace is not None
-    text = "\n".join(explanation_lines(explain(result, 4, LayerCost(4)), LayerCost(4)))
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
+    rounds = sum(cost_of_round(record, cost) for record in result.trace)
+    explanation = explain(result, 4, cost)
+    assert explanation.cost_speedup == pytest.approx((stats.num_new_tokens - 1) * cost.autoregressive() / rounds)
+    text = "\n".join(explanation_lines(explanation, cost))
     assert f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted; drafted by" in text
     assert "these settings copy nothing" in text
     lines = trace_lines(result.trace)[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies import CostModel, LayerCost, Needs, Policy, cost_of_round
-from selfspec.analysis.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
+from selfspec.analysis.replay import AgreementTrace, Setting, TraceEveryLayer, agreement_trace, fixed_settings
 from selfspec.generator import GenerationResult
 from selfspec.stats import ratio, sources_text
 
@@ -13,6 +13,11 @@ from selfspec.stats import ratio, sources_text
 def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
     """The same policy, every round recorded with the shadow tokens of all layers; they cost time, and it learns from them."""
     return Policy(policy.exit, policy.stopping, policy.name, also=Needs(shadow_layers=tuple(range(1, num_layers))))
+
+
+def plain_and_watched(num_layers: int) -> Policy:
+    """Plain decoding, every position recorded with the shadow tokens of all layers."""
+    return Policy(TraceEveryLayer(num_layers), name="trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +47,30 @@ class Explanation:
     sources: str | None
 
 
-def explain(result: GenerationResult, num_layers: int, cost: CostModel) -> Explanation:
-    """Explain a run that kept its trace; `watching_all_layers` makes the settings exact for a greedy one."""
+def explain(
+    result: GenerationResult, num_layers: int, cost: CostModel, plain: GenerationResult | None = None
+) -> Explanation:
+    """Explain a run that kept its trace; `watching_all_layers` makes the settings exact for a greedy one.
+
+    plain: the same text, decoded by `plain_and_watched`, for a run that copied: rounds that copy are not watched.
+    """
     stats = result.stats
     assert result.trace is not None, "generate with trace=True"
     names = ("prefill", "draft", "verify", "accept", "learn", "other")
     phases = {name: getattr(stats, f"{name}_seconds") / stats.seconds for name in names}
     tokens = sum(len(record.tokens) for record in result.trace)
     full = sum(record.num_drafted + 1 for record in result.trace)
-    plain = cost.autoregressive()
+    step = cost.autoregressive()
     rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
     decoding = stats.seconds - stats.time_to_first_token
-    trace: AgreementTrace = agreement_trace(result, num_layers)
+    trace: AgreementTrace = agreement_trace(result if plain is None else plain, num_layers)
     return Explanation(
         phases=phases,
         etpl=stats.etpl,
         layers_speedup=None if stats.etpl is None else stats.etpl * num_layers,
-        cost_speedup=ratio(tokens * plain, rounds_cost),
-        real_speedup=ratio(tokens * plain, decoding) if tokens else None,
-        full_acceptance_speedup=ratio(full * plain, rounds_cost),
+        cost_speedup=ratio(tokens * step, rounds_cost),
+        real_speedup=ratio(tokens * step, decoding) if tokens else None,
+        full_acceptance_speedup=ratio(full * step, rounds_cost),
         settings=tuple(fixed_settings(trace, cost)),
         by_layers=tuple(fixed_settings(trace, LayerCost(num_layers))),
         exact=trace.is_complete,

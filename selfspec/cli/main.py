@@ -19,7 +19,7 @@ from layerskip_models.training.loop import train_command
 from layerskip_models.training.options import command_for_config
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
 from selfspec.analysis.comparison import Comparison, compare, warm_up
-from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
+from selfspec.analysis.explain import explain, explanation_lines, plain_and_watched, watching_all_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.calibrate import measured_cost
 from selfspec.cli.analysis_commands import inspect_command, trace_command, verify_command
@@ -270,7 +270,7 @@ def generate(
             result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace, show_prompt=compare_modes)
             if svg is not None:
                 save_drafts(svg, f"selfspec generate --policy {result.policy} --show-drafts", text, session.shown)
-            explanation = session.explain() if explain_run and not session.interrupt.requested else None
+            explanation = session.explain(greedy) if explain_run and not session.interrupt.requested else None
             comparison = session.compare(repeats, greedy) if compare_modes else None
     stop_reason = "interrupted" if session.interrupt.requested else result.stop_reason
     if as_json:
@@ -363,7 +363,7 @@ class _Session:
             write_trace(trace, result.trace or ())
         return result
 
-    def explain(self) -> list[str]:
+    def explain(self, greedy: bool) -> list[str]:
         """Run once more with every layer watched, and explain that run."""
         num_layers = self._model.num_layers
         with self._notes.status("Watching every layer ..."):
@@ -372,8 +372,11 @@ class _Session:
                 self._options["policy"], self._options["exit_layer"], self._options["num_speculations"]
             )
             watched = watching_all_layers(policy, num_layers)
-            changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "policy": watched, "trace": True}
-            return explanation_lines(explain(self._generate(**changes), num_layers, cost), cost)
+            changes: dict[str, Any] = {"exit_layer": None, "num_speculations": None, "trace": True}
+            result, plain = self._generate(**changes, policy=watched), None
+            if greedy and result.stats.num_copied:
+                plain = self._generate(**changes, policy=plain_and_watched(num_layers), copy_from=None)
+            return explanation_lines(explain(result, num_layers, cost, plain), cost)
 
     def compare(self, repeats: int, greedy: bool) -> Comparison | None:
         """Time both modes in turn; None if Ctrl-C came before the first pair was complete."""
