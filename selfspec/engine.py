@@ -275,6 +275,8 @@ class _Seat:
                 self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept)
             self._place.share(self.text.prompt_read)
             needs = self.text.needs
+            if bound.runners.kind == "captured" and needs.copies == "welcome":
+                self.text.copies = None  # or company, in which a text runs eagerly, would change what it drafts
             if needs.context_layers or needs.features or needs.copies == "needed":
                 self.captured = None  # captures do none of this
             self._captures = 0, 0.0
