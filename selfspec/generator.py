@@ -324,7 +324,7 @@ class SelfSpecGenerator:
             stopping_criteria=stopping_criteria,
         )
         if copy_from is not None:
-            store = store_for(copy_from, chosen, self.tokenizer, bound.model.vocab_size)
+            store = store_for(copy_from, chosen, bound.runners.kind, self.tokenizer, bound.model.vocab_size)
             request = replace(request, copy_from=store)
         return Checked(
             bound=bound,

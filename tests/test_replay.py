@@ -81,7 +81,7 @@ def test_cost_of_rounds_by_hand():
     assert rounds.cost(cost) == 33 + 12
 
 
-@pytest.mark.parametrize("name", ["auto:cost=layers,learn_every=1", "del", "ar"])
+@pytest.mark.parametrize("name", ["auto:cost=layers,learn_every=1,copy=off", "del", "ar"])
 def test_any_greedy_run_that_learns_everywhere_is_a_full_trace(name):
     _, generator = pool_model(11, torch.float64)
     layers = tuple(range(1, generator.model.num_layers))

@@ -70,7 +70,9 @@ class Conversation:
     @property
     def copy_from(self) -> CopyStore | None:
         """What the next answer's drafts may be copied from; None if its policy copies nothing."""
-        if self._copy_from is None or not copies_drafts(self._generator.resolve_policy(self.policy)):
+        if self._copy_from is None or not copies_drafts(
+            self._generator.resolve_policy(self.policy), self._generator.runner
+        ):
             return None
         return self._copy_from
 

@@ -11,7 +11,7 @@ import typer
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.copying.copy_index import CopyStore
-from selfspec.copying.copy_sources import copies_drafts
+from selfspec.copying.copy_sources import copies_drafts, how_to_copy
 
 CopyFromOption = Annotated[
     list[Path] | None,
@@ -36,8 +36,8 @@ def store_of_files(
     """
     if not texts:
         return None
-    if policy is not None and not copies_drafts(policy):
-        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: put copy+ before it, or use auto")
+    if policy is not None and not copies_drafts(policy, generator.runner):
+        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: {how_to_copy(policy)}")
     return generator.copy_store(texts)
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from policies import Policy
 from selfspec.copying.copy_index import CopyStore
+from selfspec.passes import RunnerName
 
 CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 
@@ -46,13 +47,25 @@ def _ids(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     return text
 
 
-def copies_drafts(policy: Policy) -> bool:
-    """Whether a store changes anything with this policy."""
-    return policy.needs.copies != "none"
+def copies_drafts(policy: Policy, runner: RunnerName) -> bool:
+    """Whether a store changes anything with this policy. Captured rounds do not copy: a policy that only may copy does not."""
+    copies = policy.needs.copies
+    return copies == "needed" or (copies == "welcome" and runner == "eager")
+
+
+def how_to_copy(policy: Policy) -> str:
+    """The remedy for a policy that does not copy here."""
+    if policy.needs.copies == "none":
+        return "put copy+ before it, or use auto"
+    return 'captured rounds do not copy, so use runner="eager", or a policy that begins with copy'
 
 
 def store_for(
-    copy_from: CopyFrom | None, policy: Policy, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+    copy_from: CopyFrom | None,
+    policy: Policy,
+    runner: RunnerName,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
 ) -> CopyStore | None:
     """The store of one call, None for none.
 
@@ -60,8 +73,8 @@ def store_for(
     """
     if copy_from is None:
         return None
-    if not copies_drafts(policy):
-        raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: put copy+ before it, or use auto")
+    if not copies_drafts(policy, runner):
+        raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: {how_to_copy(policy)}")
     if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)
     if copy_from.largest_token >= vocab_size:
