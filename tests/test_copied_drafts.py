@@ -228,7 +228,7 @@ def test_texts_to_copy_from_are_texts_ids_or_a_store() -> None:
     with pytest.raises(TypeError, match="copy_from"):
         generator.generate(prompt, copy_from="one text", policy="copy:8")
     captured = SelfSpecGenerator(model, tiny_tokenizer(), runner="captured")
-    with pytest.raises(ValueError, match='copy_from changes nothing.*runner="eager"'):
+    with pytest.raises(ValueError, match=r'copy_from changes nothing.*runner="eager"'):
         captured.generate(prompt, copy_from=[ids], policy="auto:cost=layers")
     with pytest.raises(ValueError, match="copy_from changes nothing"):
         generator.generate(prompt, copy_from=[ids], policy="ls:1-3")

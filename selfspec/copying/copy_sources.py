@@ -48,7 +48,10 @@ def _ids(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
 
 
 def copies_drafts(policy: Policy, runner: RunnerName) -> bool:
-    """Whether a store changes anything with this policy. Captured rounds do not copy: a policy that only may copy does not."""
+    """Whether a store changes anything with this policy.
+
+    Captured rounds do not copy, so a policy that only may copy does not copy there.
+    """
     copies = policy.needs.copies
     return copies == "needed" or (copies == "welcome" and runner == "eager")
 
