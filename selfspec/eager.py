@@ -188,7 +188,7 @@ class EagerPasses:
         steps, common = self._steps_for(sum(sizes)), _common_exit(drafts)
         if steps is not None and common:
             looks = self._token_step(drafts, common, "draft", steps, keep=True)
-            return [(part, None) for part in _parts(looks, sizes)]
+            return [(part, None) for part in ([looks] if len(drafts) == 1 else _parts(looks, sizes))]
         strands, start = [_Strand(draft, draft.num_rows) for draft in drafts], 0
         for stop in sorted({draft.exit_layer for draft in drafts}):
             strands, start = self._leave(self._run(strands, start, stop, steps), stop), stop
