@@ -18,7 +18,7 @@ from layerskip_models.kernels.library import kernels
 from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Layout
-from policies import Policy, RoundRecord
+from policies import Policy, RoundRecord, parse_policy
 from selfspec.eager import EagerPasses
 from selfspec.round import decode
 from selfspec.text import Text
@@ -145,6 +145,35 @@ def test_no_layer_runs_twice(
     wanted = {None: "cap", StopBelow: "before_draw", StopAtTokens: "after_draw"}
     assert causes[wanted[type(stopping) if stopping else None]] > 0
     assert causes["none"] > 0
+
+
+@pytest.mark.parametrize("layout", ["plain", pytest.param("native", marks=needs_kernels)])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", ["copy:5", "copy:4+ls:2-2", "copy:3+dv:1"])
+def test_no_layer_runs_twice_where_tokens_are_copied(
+    name: str, do_sample: bool, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an exit cut has passed the first layers for nothing; everything else passes each layer once."""
+    model = from_transformers(tiny_llama(num_layers=NUM_LAYERS, late_scale=0.6, seed=3), layout=layout)
+    counting = CountingModel(model, monkeypatch)
+    kinds: Counter[str] = Counter()
+    for seed, prompt in enumerate([[3, 9, 1] * 5, [0, 1] * 4, [12] * 8, [5, 6, 7, 8] * 4]):
+        request = request_for(model, prompt, seed=seed, max_new_tokens=40, do_sample=do_sample)
+        text = Text(model, KVCache(model, len(prompt) + 40), request, parse_policy(name, num_layers=NUM_LAYERS))
+        with torch.inference_mode():
+            for committed in decode(text, EagerPasses(model)):
+                record = committed.record
+                ran, _ = counting.take()
+                if record is None:
+                    continue
+                first, layers = record.num_committed_before - 1, record.exit_layer or 0
+                cut = range(first + record.num_copied + 1, first + record.num_tried + 1)
+                expected = expected_rows(record) + Counter((layer, row) for layer in range(layers) for row in cut)
+                assert ran == expected
+                kinds["copied"] += record.num_copied
+                kinds["cut"] += len(cut)
+    assert kinds["copied"] > 0
+    assert (kinds["cut"] > 0) == (name != "copy:5")
 
 
 def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from bench.commands.preparation import (
     show,
 )
 from bench.commands.run_command import choose_prompts
-from bench.copying.gain import Gain, PeerTimes, borrowed_cost, own_gain, peer_gain
+from bench.copying.gain import Gain, PeerTimes, borrowed_cost, own_gain, peer_gain, steady_cost
 from bench.datasets import encode_prompts
 from bench.engines.peers import transformers_generate, transformers_prompt_lookup
 from bench.provenance import provenance
@@ -34,7 +34,7 @@ from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH, from_transformers
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import calibrate, use_cost
+from selfspec.calibrate import use_cost
 from selfspec.cli.arguments import one_line_errors
 
 POLICIES = ("auto:copy=off", "auto", "copy:10")
@@ -73,7 +73,7 @@ def copying_gain(
         for name in names:
             parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         shape = open_model(costs_of, dtype, "cpu")
-    cost = borrowed_cost(calibrate(shape), num_layers)
+    cost = borrowed_cost(steady_cost(shape), num_layers)
     del shape
     times = PeerTimes(load_network(costs_of, dtype, "cpu")) if peers else None
     use_cost(generator.model, cost)

@@ -15,13 +15,13 @@ from bench.commands.bench_options import (
     PromptTokensOption,
 )
 from bench.commands.preparation import encoded, open_model, open_tokenizer, progress
-from bench.copying.gain import borrowed_cost
+from bench.copying.gain import borrowed_cost, steady_cost
 from bench.report.table import Table, print_tables
 from bench.traces.second_choices import leaf_gain, leaf_rounds
 from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import calibrate, use_cost
+from selfspec.calibrate import use_cost
 from selfspec.cli.arguments import one_line_errors
 
 BOUNDS = (1.01, 0.9, 0.7, 0.5, 0.3)
@@ -54,7 +54,7 @@ def leaves(
                 raise ValueError(
                     f"{name!r} looks at no confidence, by which leaves would be placed: try auto or spide:E"
                 )
-        cost = borrowed_cost(calibrate(open_model(costs_of, dtype, "cpu")), num_layers)
+        cost = borrowed_cost(steady_cost(open_model(costs_of, dtype, "cpu")), num_layers)
         use_cost(generator.model, cost)
     rows = []
     with progress(len(names) * len(samples)) as advance:

@@ -20,8 +20,10 @@ from bench.datasets import EncodedPrompt
 from bench.engines.own import GREEDY
 from bench.engines.peers import TransformersEngine
 from bench.record import Line
+from layerskip_models import LayerSkipModel
 from policies import MeasuredCost, cost_of_round
 from selfspec import SelfSpecGenerator
+from selfspec.calibrate import calibrate
 
 _ROWS = (1, 2, 4, 8, 11, 16, 24, 33)
 _CONTEXT = 128
@@ -50,6 +52,21 @@ class Gain:
         fields: dict[str, Any] = asdict(self)
         del fields["text"]
         return {"kind": "gain", **fields}
+
+
+def steady_cost(model: LayerSkipModel, times: int = 5) -> MeasuredCost:
+    """The median of several calibrations: one takes each number of rows of a large shape twice only."""
+    costs = [calibrate(model) for _ in range(times)]
+
+    def middle(name: str) -> tuple[float, ...]:
+        return tuple(median(values) for values in zip(*(getattr(cost, name) for cost in costs)))
+
+    return replace(
+        costs[0],
+        layer_seconds=middle("layer_seconds"),
+        head_seconds=middle("head_seconds"),
+        draft_seconds=median(cost.draft_seconds for cost in costs),
+    )
 
 
 def borrowed_cost(cost: MeasuredCost, num_layers: int) -> MeasuredCost:
