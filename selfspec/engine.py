@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from layerskip_models.kernels.threads import settle as settle_threads
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
+from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import Messages
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
@@ -272,11 +273,11 @@ class _Seat:
             self.captured = self._place.captured
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_company(texts)
-                self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept)
+                # Not even in company, in which a text runs eagerly: what it drafts must not depend on that.
+                copies = copies_drafts(policy, bound.runners.kind)
+                self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept, copies)
             self._place.share(self.text.prompt_read)
             needs = self.text.needs
-            if bound.runners.kind == "captured" and needs.copies == "welcome":
-                self.text.copies = None  # or company, in which a text runs eagerly, would change what it drafts
             if needs.context_layers or needs.features or needs.copies == "needed":
                 self.captured = None  # captures do none of this
             self._captures = 0, 0.0

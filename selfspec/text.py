@@ -41,6 +41,7 @@ class Text:
 
     cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
     that the prompt begins with. kept_states: that text's hidden states. policy: of this text alone while it lasts.
+    copies: False if nothing is to be copied, whatever the policy may do.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Text:
         request: Request,
         policy: Policy,
         kept_states: KeptStates | None = None,
+        copies: bool = True,
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
@@ -75,7 +77,7 @@ class Text:
         self.num_reused = self._reuse(kept_states)
         self.copies: CopyIndex | None = None
         self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
-        if self.needs.copies != "none":
+        if copies and self.needs.copies != "none":
             self.copies = CopyIndex(request.copy_from)
             self.copies.read(request.prompt)
         self.pending = -1  # the last committed token, not yet run through any layer

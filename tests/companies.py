@@ -89,11 +89,11 @@ class Course:
     context: Tensor | None = None  # hidden states that were kept for the policy, [layers, length - 1, hidden]
     steps: list[int] = field(default_factory=list)  # those that brought something
 
-    def take(self, step: int, progress: Progress, text: Text) -> None:
+    def take(self, step: int, progress: Progress, text: Text, rows: bool = True) -> None:
         self.steps.append(step)
         self.tokens += progress.tokens
         self.result, self.error = progress.result, progress.error
-        if progress.result is None:
+        if progress.result is None or not rows:
             return
         end = text.length - 1
         assert text.cache.length == end
@@ -104,9 +104,16 @@ class Course:
 
 
 def run_together(
-    generator: SelfSpecGenerator, wishes: Sequence[Wish], watch: Callable[[Engine, list[Progress]], None] | None = None
+    generator: SelfSpecGenerator,
+    wishes: Sequence[Wish],
+    watch: Callable[[Engine, list[Progress]], None] | None = None,
+    *,
+    rows: bool = True,
 ) -> list[Course]:
-    """Every text to its end, or until it is cancelled."""
+    """Every text to its end, or until it is cancelled.
+
+    rows: whether a text's cache is read at its end. Not where another engine of the same generator may have it by then.
+    """
     courses = [Course() for _ in wishes]
     texts: dict[int, tuple[int, Text]] = {}  # by ticket: its number, itself
     step, to_come = 0, dict(enumerate(wishes))
@@ -123,7 +130,7 @@ def run_together(
             found = engine.step()
             for progress in found:
                 index, text = texts[progress.ticket]
-                courses[index].take(step, progress, text)
+                courses[index].take(step, progress, text, rows)
             if watch is not None:
                 watch(engine, found)
             step += 1

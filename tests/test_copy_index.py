@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.copying import SHORTEST
 from selfspec.copying import copy_index
-from selfspec.copying.copy_index import LONGEST, SHORTEST, CopyIndex, CopyStore
+from selfspec.copying.copy_index import LONGEST, CopyIndex, CopyStore
 
 # Few different tokens, so that suffixes occur again, and pieces that are repeated, so that long ones do.
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=8).flatmap(

@@ -189,7 +189,8 @@ def test_two_engines_in_two_threads_at_once(layout: Layout) -> None:
         try:
             for _ in range(3):
                 mine = [replace(text, joins=0 if order > 0 else text.joins) for text in texts[::order]]
-                for course, own in zip(run_together(generator, mine), expected[::order]):
+                for course, own in zip(run_together(generator, mine, rows=False), expected[::order]):
+                    own = replace(own, rows=None, context=None)
                     assert_same(course, own, rounds=own.result.policy != "auto:cost=layers", exact=layout == "native")
         except BaseException as error:
             errors.append(error)

@@ -8,7 +8,7 @@ import typer
 
 from bench.commands.preparation import open_tokenizer
 from bench.datasets import load_prompts
-from bench.machine.index_cost import COMMITTED, microseconds_per_token, texts
+from bench.machine.index_cost import microseconds_per_token, texts
 from bench.report.table import Table, print_tables
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH
@@ -25,7 +25,7 @@ def copy_index(
         words = [token for prompt in load_prompts() for token in tokenizer(prompt.prompt)["input_ids"]]
     rows = []
     for length in chosen:
-        for kind, text in texts(length, words * (1 + (length + COMMITTED) // len(words))).items():
+        for kind, text in texts(length, words).items():
             read, committed = microseconds_per_token(text)
             rows.append((str(length), kind, f"{read:.2f}", f"{committed:.1f}"))
     columns = ("tokens of the prompt", "kind", "µs per token of the prompt", "µs per committed token")

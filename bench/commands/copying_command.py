@@ -15,10 +15,11 @@ from bench.commands.preparation import load_network, open_tokenizer, progress
 from bench.copying.accuracy import CopyAccuracy, add_answer, total
 from bench.copying.make_texts import held_out_prompts, read_passages, training_documents
 from bench.datasets import group_by_task, load_prompts
-from bench.report.table import UNKNOWN, Table, print_tables
+from bench.report.table import Table, number, print_tables
 from layerskip_models import DEMO_PATH
 from layerskip_models.training.documents import END_OF_TEXT
 from selfspec.cli.arguments import checked_output_folder, one_line_errors
+from selfspec.stats import ratio
 
 
 def copying_texts(
@@ -105,4 +106,4 @@ def _by_exit_layer(sums: Mapping[str, CopyAccuracy]) -> Table:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.3f}" if whole else UNKNOWN
+    return number(ratio(part, whole), "{:.3f}")

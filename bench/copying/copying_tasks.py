@@ -97,8 +97,7 @@ def go_on(material: Material) -> CopyingText:
     keys = list(rows[0])
     form = random.choice(("table", "list", "json", "log"))
     if form == "table":
-        lines = [f"| {' | '.join(row.values())} |" for row in rows]
-        head = f"| {' | '.join(keys)} |\n|{' --- |' * len(keys)}\n"
+        head, lines = _table(rows)
     elif form == "json":
         lines, head = [json.dumps(row) for row in rows], ""
     elif form == "list":
@@ -116,16 +115,22 @@ def reformat(material: Material) -> CopyingText:
     random = material.random
     rows = _records(material, random.randint(4, 8))
     keys = list(rows[0])
+    head, lines = _table(rows)
     formats: dict[str, str] = {
         "CSV": f"{','.join(keys)}\n" + "".join(",".join(row.values()) + "\n" for row in rows),
         "JSON lines": "".join(json.dumps(row) + "\n" for row in rows),
-        "a table": f"| {' | '.join(keys)} |\n|{' --- |' * len(keys)}\n"
-        + "".join(f"| {' | '.join(row.values())} |\n" for row in rows),
+        "a table": head + "".join(f"{line}\n" for line in lines),
         "a list": "".join("- " + ", ".join(f"{key}: {value}" for key, value in row.items()) + "\n" for row in rows),
     }
     before, after = random.sample(list(formats), 2)
     prompt = f"The records as {before}:\n\n{formats[before]}\nThe same records as {after}:\n\n"
     return CopyingText(task="reformat", prompt=prompt, answer=formats[after])
+
+
+def _table(rows: list[dict[str, str]]) -> tuple[str, list[str]]:
+    """The head of a Markdown table of records, with its newlines, and a line for each record, without."""
+    keys = list(rows[0])
+    return f"| {' | '.join(keys)} |\n|{' --- |' * len(keys)}\n", [f"| {' | '.join(row.values())} |" for row in rows]
 
 
 def _records(material: Material, count: int) -> list[dict[str, str]]:

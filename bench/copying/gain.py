@@ -12,6 +12,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
@@ -123,13 +124,7 @@ class PeerTimes:
 
     def of(self, rows: int) -> float:
         """Of a pass over so many rows: on the line between the next ones that were timed."""
-        timed = sorted(self.seconds)
-        above = min((known for known in timed if known >= rows), default=timed[-1])
-        below = max((known for known in timed if known <= rows), default=timed[0])
-        if above == below:
-            return self.seconds[above]
-        share = (rows - below) / (above - below)
-        return (1 - share) * self.seconds[below] + share * self.seconds[above]
+        return float(np.interp(rows, [*self.seconds], [*self.seconds.values()]))
 
 
 def peer_gain(

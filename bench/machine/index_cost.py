@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from random import Random
 from statistics import median
 from time import perf_counter
@@ -21,9 +22,8 @@ def texts(length: int, words: Sequence[int], seed: int = 0) -> dict[str, list[in
     random = Random(seed)
     total = length + COMMITTED
     part = [random.randrange(32000) for _ in range(500)]
-    start = random.randrange(max(len(words) - total, 1))
     return {
-        "ordinary text": [*words, *words][start : start + total],
+        "ordinary text": [*islice(cycle(words), total)],
         "repetition": (part * (total // len(part) + 1))[:total],
         "random tokens": [random.randrange(32000) for _ in range(total)],
     }

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from bench.copying.gain import by_engine
 from bench.record import Line
-from bench.report.table import UNKNOWN, Table, subject
+from bench.report.table import Table, number, subject
+from selfspec.stats import ratio
 
 
 def copying_headline(lines: Sequence[Line]) -> str:
@@ -30,7 +31,7 @@ def copying_tables(lines: Sequence[Line]) -> list[Table]:
         ("seconds", "Gain over plain decoding, measured on this model"),
     ):
         rows = tuple(
-            (names[engine], *(_shown(_over_plain(lines, engine, task, name)) for task in (*tasks, None)))
+            (names[engine], *(number(_over_plain(lines, engine, task, name), "{:.2f}") for task in (*tasks, None)))
             for engine in names
         )
         tables.append(Table(name=f"gain_{name}", title=title, columns=columns, rows=rows))
@@ -49,8 +50,7 @@ def _speed(found: Sequence[Line], name: str) -> float | None:
     """Tokens per second over all prompts together."""
     if not found or any(line[name] is None for line in found):
         return None
-    seconds = sum(float(line[name]) for line in found)
-    return sum(line["tokens"] for line in found) / seconds if seconds else None
+    return ratio(sum(line["tokens"] for line in found), sum(line[name] for line in found))
 
 
 def _over_plain(lines: Sequence[Line], engine: str, task: str | None, name: str) -> float | None:
@@ -58,11 +58,7 @@ def _over_plain(lines: Sequence[Line], engine: str, task: str | None, name: str)
     found = by_engine(lines, task)
     plain = "transformers:generate" if engine.startswith("transformers") else "ar"
     speed, base = _speed(found.get(engine, []), name), _speed(found.get(plain, []), name)
-    return None if speed is None or not base else speed / base
-
-
-def _shown(gain: float | None) -> str:
-    return UNKNOWN if gain is None else f"{gain:.2f}"
+    return None if speed is None or base is None else ratio(speed, base)
 
 
 def _sources(found: Sequence[Line]) -> tuple[str, ...]:

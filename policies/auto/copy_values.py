@@ -138,7 +138,7 @@ class CutTable:
 
     def state(self) -> dict[str, Any]:
         """For JSON."""
-        return {str(layer): seen for layer, seen in self._seen.items()}
+        return {str(layer): [[*counts] for counts in seen] for layer, seen in self._seen.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up what `state` gave."""

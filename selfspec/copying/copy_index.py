@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-SHORTEST, LONGEST = 2, 8
-"""Tokens of the suffixes that are looked up. A longer match is one of the longest, followed from token to token."""
+from policies.copying import SHORTEST
+
+LONGEST = 8
+"""Tokens of the longest suffix that is looked up. A longer match is one of these, followed from token to token."""
 GENERATION = 1 << 18
 """Suffixes after which the oldest ones begin to be forgotten: those of some 37,000 tokens, about 30 MB."""
 BETWEEN = -1
