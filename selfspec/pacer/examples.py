@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.training.documents import DataSource, is_held_out, read_documents
@@ -28,7 +29,6 @@ from layerskip_models.training.saving import write_text
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.batched_drafts import accepted_counts, draft_side_by_side
 from selfspec.pacer.labels import DraftTrace
-from selfspec.pacer.network import fingerprint, same_weights
 
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 

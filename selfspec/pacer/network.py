@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ from transformers import GenerationConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.conversion import convert_layer
+from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kernels.check import native_works
-from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
-from layerskip_models.prefill import prefill
 
 FOLDER = "pacer"
 """Where a checkpoint's own pre-verifier lies: in a folder of this name beside the weights."""
@@ -40,8 +39,6 @@ FEATURES = ("log_confidence", "log_margin", "entropy")
 """What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
-_PROBE_TOKENS = 8
-_LEAST_COSINE = 0.99  # half precision stays above .999; other weights of the same shape are far below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,26 +248,6 @@ def draft_features(logits: Tensor) -> Tensor:
     # A probability of 0 contributes nothing; its logarithm times it would be NaN.
     entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(dim=-1)
     return torch.stack([best[:, 0], best[:, 0] - best[:, 1], entropy], dim=-1)
-
-
-def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
-    """16 numbers that tell a model's weights from others of its shape, whatever their dtype, device and layout.
-
-    Logits of some tokens after a fixed short text, less their mean: all weights have a part in them.
-    """
-    tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % model.vocab_size
-    with torch.inference_mode():
-        hidden = prefill(model, tokens, KVCache(model, _PROBE_TOKENS))
-        logits = model.logits(hidden[-1:])[0]
-    chosen = logits[torch.arange(1, 17, device=model.device) * 104729 % model.vocab_size]
-    return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
-
-
-def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
-    if len(one) != len(other):
-        return False
-    return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0)) >= _LEAST_COSINE
 
 
 def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> None:
