@@ -97,9 +97,7 @@ def conversation_ids(
     return _ids(messages, tokenizer, template, add_generation_prompt=ask, continue_final_message=False)
 
 
-def _ids(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, **options: bool
-) -> list[int]:
+def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, **options: bool) -> list[int]:
     try:
         found = tokenizer.apply_chat_template(
             [dict(message) for message in messages],

@@ -230,9 +230,7 @@ def _losses(
                 gradient=gradients[index][chunk],
             )
             ce[index, chunk] = loss.ce
-            sums[index] += torch.stack(
-                [loss.ce.sum(), loss.kl.sum(), loss.agrees.sum(), sums.new_tensor(len(labels))]
-            )
+            sums[index] += torch.stack([loss.ce.sum(), loss.kl.sum(), loss.agrees.sum(), sums.new_tensor(len(labels))])
     for gradient, losses in zip(gradients, ce):
         gradient *= _position_weights(losses, runs, settings).unsqueeze(-1)
     return [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs)]

@@ -69,7 +69,9 @@ class FrozenHead:
         rows = torch.randn(4, self.size, generator=generator).to(model.device)
         theirs = model.logits(rows.to(model.dtype)).float()
         if not (theirs - self.logits(rows)).abs().max() <= _TOLERANCE * theirs.abs().max():
-            raise ValueError("exit adapters need a model that ends in an RMSNorm and a linear head, and this one does not")
+            raise ValueError(
+                "exit adapters need a model that ends in an RMSNorm and a linear head, and this one does not"
+            )
 
     @property
     def chunk_rows(self) -> int:

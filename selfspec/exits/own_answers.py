@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from hashlib import sha256
-from itertools import batched
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class OwnAnswers:
         """
         recorded = self._read()
         number = 0
-        for group in batched(prompts, _AT_ONCE):
+        while group := tuple(islice(prompts, _AT_ONCE)):
             answers: list[list[int]] = []
             for prompt in group:
                 if number + len(answers) < len(recorded):
@@ -59,9 +59,7 @@ class OwnAnswers:
                 if answer:
                     yield TrainingText([*prompt, *answer], [(len(prompt), len(prompt) + len(answer))], own=True)
 
-    def _answer(
-        self, prompts: tuple[list[int], ...], first: int, advance: Callable[[int], None]
-    ) -> list[list[int]]:
+    def _answer(self, prompts: tuple[list[int], ...], first: int, advance: Callable[[int], None]) -> list[list[int]]:
         if not prompts:
             return []
         model = self._generator.model

@@ -47,15 +47,16 @@ class Example:
 
 
 def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
-    """Of a .jsonl[.gz] file, a .txt[.gz] or .py file, or a folder of the latter. ValueError for anything else, and if empty."""
+    """Of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts. ValueError for anything else, and if it is empty."""
     if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as stream:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
             examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
     else:
         examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
     if not examples:
-        raise ValueError(f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)")
+        raise ValueError(
+            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
+        )
     return examples
 
 
@@ -172,7 +173,9 @@ class TextReader:
                 tokens = self._chat_ids(messages[: turn + 1], ask=False)
                 first = _common(asked, tokens)
                 end = len(tokens)
-                for place in range(end - 1, first, -1):  # what the template puts behind the answer's end, a line break say
+                for place in range(
+                    end - 1, first, -1
+                ):  # what the template puts behind the answer's end, a line break say
                     if tokens[place] == self.tokenizer.eos_token_id:
                         end = place + 1
                         break
