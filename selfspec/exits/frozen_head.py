@@ -18,7 +18,7 @@ from layerskip_models import LayerSkipModel
 
 _LARGE = 1e4  # beside it a norm's eps is nothing, and float16 holds it
 _READ_ROWS = 256
-_CPU_LOGITS, _GPU_LOGITS = 1 << 18, 1 << 26  # numbers of one chunk's logits: about a core's cache, or 256 MB
+_CPU_LOGITS, _GPU_LOGITS = 1 << 20, 1 << 26  # numbers of one chunk's logits: 4 MB, or 256 MB
 _TOLERANCE = 0.02  # of the largest logit: bfloat16 rounds by less
 
 
