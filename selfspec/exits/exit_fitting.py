@@ -37,7 +37,7 @@ class FitSettings:
 
     steps: int
     batch: int = 4
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-3
     warmup_steps: int = 20
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0

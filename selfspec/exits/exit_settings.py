@@ -43,7 +43,7 @@ class ExitTraining:
         "Exit to train an adapter for; repeatable (default: up to four, evenly, in the first quarter of the layers).",
     )
     rank: int = option(
-        0, "Width of the adapter; 0 for an eighth of the hidden size, and a tenth of a layer's size at most."
+        0, "Width of the adapter; 0 for a quarter of the hidden size, with a tenth of a layer's weights at most."
     )
     steering_layers: tuple[int, ...] = option(
         (), "Depth whose state steers, for form steered; repeatable (default: 3, L/2 and L-2)."
@@ -73,10 +73,10 @@ class ExitTraining:
     keep_for: tuple[str, ...] = option((), "Other form whose runs shall be able to use this run's states; repeatable.")
 
     epochs: float = option(3.0, "Passes over the data.")
-    batch_tokens: int = option(4096, "Rows per optimiser step, over all processes.")
+    batch_tokens: int = option(2048, "Rows per optimiser step, over all processes.")
     positions: int = option(0, "Scored rows that a step uses of each sequence, a random stretch; 0 for all.")
     learning_rate: float = option(
-        2e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine."
+        5e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine."
     )
     warmup_steps: int = option(20, "Steps in which the learning rate rises.")
     weight_decay: float = option(0.0, "Decoupled weight decay.")
@@ -176,9 +176,9 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def default_rank(model: LayerSkipModel) -> int:
-    """An eighth of the hidden size, or as much as a tenth of a layer's weights allows."""
+    """A quarter of the hidden size, or as much as a tenth of a layer's weights allows."""
     layer = model.layer_bytes // model.weights_dtype.itemsize
-    return max(min(model.hidden_size // 8, layer // (10 * 3 * model.hidden_size)), 1)
+    return max(min(model.hidden_size // 4, layer // (10 * 3 * model.hidden_size)), 1)
 
 
 def _one_of(name: str, choices: tuple[str, ...], value: str) -> None:

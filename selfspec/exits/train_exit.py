@@ -254,7 +254,14 @@ def _ask(reader: TextReader, examples: list[Example], most: int, draw: np.random
 def _progress(console: Console, total: int) -> Iterator[Callable[[str, int], None]]:
     """A bar with the time left; yields show(what is done, how far)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
         task = bar.add_task("starting", total=total or None)
         yield lambda label, done: bar.update(task, completed=done, description=label)
 
@@ -345,7 +352,7 @@ class _Run:
                 shutil.copytree(target, path, dirs_exist_ok=True)
 
             checkpoints.write_folder(config.checkpoint_folder() / FOLDER, copy)
-        self.console.print("\n".join(lines))
+        self.console.print("\n".join(lines), soft_wrap=True)
 
     def _save(self, step: int, seconds: float, optimizer: torch.optim.Optimizer) -> None:
         folder = self.output_dir / "checkpoints"
