@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 
@@ -54,6 +55,7 @@ def load_model(
     layout: Layout | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    exits: ExitsChoice = "auto",
 ) -> LayerSkipModel:
     """Load a Llama-family checkpoint by hub name or local folder.
 
@@ -61,6 +63,8 @@ def load_model(
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
         weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
     layout: of the weights; None for the default on this device (`linear.default_layout`).
+    exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
+        another folder's; None has bare exits. They change what is drafted and nothing else.
     Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
@@ -70,7 +74,7 @@ def load_model(
     model = load_transformers(
         name_or_path, dtype=dtype, device=device, revision=revision, local_files_only=local_files_only
     )
-    return from_transformers(model, layout=layout, release=True)
+    return with_exits(from_transformers(model, layout=layout, release=True), exits)
 
 
 def load_transformers(

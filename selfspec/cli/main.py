@@ -27,6 +27,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     ModelOption,
     check_sampling,
     checked_output_file,
@@ -120,6 +121,7 @@ def generate(
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel=_SPECULATION)] = None,
     exit_layer: Annotated[
         int | None, typer.Option(help="Number of layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
@@ -251,14 +253,14 @@ def generate(
             copy_texts = read_copy_files(copy_from)
             given = {name: value for name, value in options.items() if value is not None}
             asked = read_prompts(prompts, given, copy_texts)
-            generator = load_generator(model, dtype, device, notes)
+            generator = load_generator(model, dtype, device, notes, exits=exits)
             check_sampling(generator, options)
             store = store_for_lines(generator, asked, copy_texts)
             _generate_file(generator, asked, output, batch_size, notes, store)
             return
         text, copy_texts = read_prompt(prompt, file), read_copy_files(copy_from)
         # Runs of one prompt are timed beside each other: each reads it.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=0)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=0, exits=exits)
         greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             chosen = generator.resolve_policy(policy, exit_layer, num_speculations)
