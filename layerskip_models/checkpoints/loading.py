@@ -72,9 +72,8 @@ def load_model(
     config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
     if dtype == "int8" or (dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device)):
         dtype, layout = torch.float32, "int8"
-    model = load_transformers(
-        name_or_path, dtype=dtype, device=device, revision=revision, local_files_only=local_files_only
-    )
+    origin = {"revision": revision, "local_files_only": local_files_only}
+    model = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin)
     return from_transformers(model, layout=layout, release=True)
 
 
@@ -99,10 +98,16 @@ def load_transformers(
     Of one that is quantised: the float weights that its files stand for.
     """
     name = resolve_checkpoint(name_or_path)
+    origin = {"revision": revision, "local_files_only": local_files_only}
+    return _load(name, load_config(name, revision=revision, local_files_only=local_files_only), dtype, device, origin)
+
+
+def _load(
+    name: str, config: LlamaConfig, dtype: str | torch.dtype, device: str | torch.device, origin: dict[str, Any]
+) -> LlamaForCausalLM:
+    """name: as resolved. config: of `load_config`. origin: revision and local_files_only, for transformers."""
     target = resolve_device(device)
-    config = load_config(name, revision=revision, local_files_only=local_files_only)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
-    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     with clear_errors(name):
         if quantisation_of(config) is not None:
             model = load_quantised(name, config, dtype=chosen, device=target, **origin)
