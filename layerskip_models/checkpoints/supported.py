@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from layerskip_models.checkpoints.quantised import check_quantisation, quantisation_of
+
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 LAYERSKIP_CHECKPOINTS = (
@@ -44,8 +46,7 @@ def check_config(config: object, name: str) -> LlamaConfig:
         raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(SUPPORTED_ROPE)}")
     if config.num_hidden_layers < 2:
         raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name} is quantised; supported are float32, bfloat16 and float16 weights")
+    check_quantisation(config, name)
     return config
 
 
@@ -59,6 +60,10 @@ def check_transformers(model: object) -> LlamaConfig:
             f"supported checkpoints are Llama 2, Llama 3 and CodeLlama, such as {', '.join(LAYERSKIP_CHECKPOINTS)}"
         )
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
+    if quantisation_of(config) is not None:
+        raise ValueError(
+            "a model that transformers holds quantised cannot be converted: give load_model() the checkpoint's name or folder"
+        )
     _check_weights(model)
     _check_layers(model)
     return config
