@@ -1,4 +1,5 @@
-"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub` and `lm-eval`.
+"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `train-exit`, `export-hub`
+and `lm-eval`.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -53,6 +54,8 @@ from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
 from selfspec.copying.copy_index import CopyStore
+from selfspec.exits.exit_settings import ExitTraining
+from selfspec.exits.train_exit import train_exit
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -408,6 +411,14 @@ app.command("train-pacer")(
         PreVerifierTraining,
         "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
         "selfspec generate --policy pacer:{}",
+    )
+)
+app.command("train-exit")(
+    command_for_config(
+        train_exit,
+        ExitTraining,
+        "Train exit adapters for a frozen checkpoint: its drafts get better, its output stays what it is.",
+        "{} (docs/train-exit.md)",
     )
 )
 app.command("export-hub")(export_hub_command)
