@@ -16,6 +16,7 @@ from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
 from bench.report.copying_tables import copying_headline, copying_tables
+from bench.report.exit_tables import exit_tables, exits_headline
 from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
@@ -60,6 +61,9 @@ HEADINGS = {
     "gain_estimated_seconds": "At a larger shape's costs",
     "gain_seconds": "Measured",
     "copy_sources": "Where tokens come from",
+    "exits_gain": "Tokens per layer",
+    "exits_agreement": "Agreement",
+    "exits_speed": "Speed",
     "machine": "Where the numbers come from",
 }
 """The parts of a record by name, with their headings, in the order of a page."""
@@ -75,6 +79,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "batch": batch_tables,
     "serving": serving_tables,
     "copying-gain": copying_tables,
+    "exit-adapters": exit_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
@@ -83,6 +88,7 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "batch": batch_headline,
     "serving": serving_headline,
     "copying-gain": copying_headline,
+    "exit-adapters": exits_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 
