@@ -157,6 +157,12 @@ class LayerSkipModel:
         return linears // self.num_layers + 2 * self.hidden_size * self.dtype.itemsize
 
     @property
+    def layer_weights(self) -> int:
+        """Numbers in one layer's matrices, however they are stored."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # query and output, key and value
+        return self.hidden_size * (heads * self.head_dim + 3 * int(self.config.intermediate_size))
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of norm and head as they are stored."""
         return self._head.num_bytes + self.hidden_size * self.dtype.itemsize

@@ -51,8 +51,8 @@ def exit_adapters(
 ) -> None:
     """Agreement, tokens per layer and speed with adapters behind the exits, beside the bare exits.
 
-    All arms are trained on the same states with equal steps, and judged on greedy text that the model writes for prompts of the
-    benchmark. Tokens per layer are replayed for each exit at its best draft length, and counted in runs of auto for the forms
+    All arms are trained on the same states with equal steps, and judged on greedy text that the model writes for prompts of
+    the benchmark. Tokens per layer are replayed for each exit at its best draft length, and counted in runs of auto for the forms
     that the engine drafts with; adapters are charged by the weights that a draft step reads. Speeds are measured with the
     first low-rank run, plain decoding, bare and adapted exits taking turns.
     """
@@ -64,8 +64,8 @@ def exit_adapters(
             choose_prompts(prompt or [], [], num_samples), open_tokenizer(checkpoint), prompt_tokens
         )
         options: dict[str, Any] = {
-            "model": str(model) if model else None, "data": tuple(data), "max_tokens": max_tokens, "epochs": epochs, "rank": rank,
-            "exit_layers": tuple(exit_layer or ()), "dtype": dtype, **({"exclude": tuple(exclude)} if exclude else {}),
+            "model": str(model) if model else None, "data": tuple(data), "max_tokens": max_tokens, "epochs": epochs,
+            "rank": rank, "exit_layers": tuple(exit_layer or ()), "dtype": dtype, **({"exclude": tuple(exclude)} if exclude else {}),
         }  # fmt: skip
         with progress(len(chosen)) as advance:
             trained = train_arms(chosen, work, options, forms, advance)

@@ -122,7 +122,7 @@ def adapter_layers(adapters: ExitAdapters, model: LayerSkipModel) -> float:
     """
     exit_layer = adapters.config.exit_layers[0]
     numbers = sum(parameter.numel() for parameter in adapters.at(exit_layer).parameters())
-    return numbers / (model.layer_bytes / model.weights_dtype.itemsize)
+    return numbers / model.layer_weights
 
 
 DRAFTED: tuple[Form, ...] = ("low_rank",)
