@@ -52,9 +52,9 @@ def exit_adapters(
     """Agreement, tokens per layer and speed with adapters behind the exits, beside the bare exits.
 
     All arms are trained on the same states with equal steps, and judged on greedy text that the model writes for prompts of
-    the benchmark. Tokens per layer are replayed for each exit at its best draft length, and counted in runs of auto for the forms
-    that the engine drafts with; adapters are charged by the weights that a draft step reads. Speeds are measured with the
-    first low-rank run, plain decoding, bare and adapted exits taking turns.
+    the benchmark. Tokens per layer are replayed for each exit at its best draft length, and counted in runs of auto for the
+    forms that the engine drafts with; adapters are charged by the weights that a draft step reads. Speeds are measured with
+    the first low-rank run, plain decoding, bare and adapted exits taking turns.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
@@ -65,7 +65,8 @@ def exit_adapters(
         )
         options: dict[str, Any] = {
             "model": str(model) if model else None, "data": tuple(data), "max_tokens": max_tokens, "epochs": epochs,
-            "rank": rank, "exit_layers": tuple(exit_layer or ()), "dtype": dtype, **({"exclude": tuple(exclude)} if exclude else {}),
+            "rank": rank, "exit_layers": tuple(exit_layer or ()), "dtype": dtype,
+            **({"exclude": tuple(exclude)} if exclude else {}),
         }  # fmt: skip
         with progress(len(chosen)) as advance:
             trained = train_arms(chosen, work, options, forms, advance)
