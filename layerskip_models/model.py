@@ -7,11 +7,13 @@ and its rows belong to one text or to several, each with a KV cache of its own.
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,23 @@ class DecoderLayer:
     interleaved: bool
 
 
+class Adapter(Protocol):
+    """What rows of an early exit pass before the head drafts from them (`layerskip_models.exits.lean`).
+
+    num_bytes: of its weights. rank: width in the middle. address: of what our kernels read of it, None without kernels.
+    """
+
+    num_bytes: int
+    rank: int
+
+    @property
+    def address(self) -> int | None: ...
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden], in and out."""
+        ...
+
+
 def interleave_heads(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder the rows of a query or key projection so that rotary pairs (i, i + d/2) become (2i, 2i + 1).
 
@@ -65,7 +84,8 @@ class LayerSkipModel:
     Attributes: config (LlamaConfig), generation_config (the checkpoint's defaults for `generate`), num_layers,
     hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
     weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU), device, num_heads,
-    num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
+    num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting), adapters (by exit layer,
+    what drafts pass behind that exit; see `with_adapters`).
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class LayerSkipModel:
         self.config = config
         self.generation_config = generation_config
         self.name = name
+        self.adapters: Mapping[int, Adapter] = {}
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size
         self.vocab_size = embedding.shape[0]
@@ -223,7 +244,19 @@ class LayerSkipModel:
             head=head,
             draft_head=draft_head,
             rotary=lambda: self._rotary,
+            adapters=self.adapters,
         )
+
+    def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:
+        """The same model, weights shared, with these adapters behind its exits and no others."""
+        other = copy.copy(self)
+        other.adapters = dict(adapters)
+        return other
+
+    def at_exit(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        """What drafts are chosen from: the exit's own states, [rows, hidden], or what its adapter makes of them."""
+        adapter = self.adapters.get(exit_layer)
+        return hidden if adapter is None else adapter(hidden)
 
     def walk(
         self,
@@ -276,7 +309,9 @@ class LayerSkipModel:
         return self._logits(self._head, hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """What early exits propose: the same, but through weights of 8 bits where the head is large and our kernels run.
+        """What early exits propose for rows of `at_exit`.
+
+        Through weights of 8 bits where the head is large and our kernels run.
 
         A draft may be chosen in any way, as long as the distribution it was drawn from is the one that it is verified with;
         and at a large vocabulary reading the head is most of what a draft costs. What verifies is `logits`.

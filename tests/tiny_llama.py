@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import torch
+from random_adapters import adapted
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -65,7 +66,8 @@ def pool_model(
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
-    embeddings, with and without biases, one key-value head and several. A layout is given, not timed: the rounding, and
+    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. A layout is
+    given, not timed: the rounding, and
     with it the count of near-ties, is then the same in every run.
     """
     random = Random(index)
@@ -92,7 +94,9 @@ def pool_model(
         layout = "half"
         for parameter in llama.parameters():
             parameter.data = parameter.data.bfloat16().to(dtype)
-    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer(), runner=runner)
+    model = from_transformers(llama, layout=layout)
+    model = adapted(model, [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0], seed=index)
+    return llama, SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

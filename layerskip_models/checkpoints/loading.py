@@ -13,6 +13,7 @@ from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
 from layerskip_models.checkpoints.quantised import has_few_bits, load_quantised, quantisation_of
 from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
@@ -57,6 +58,7 @@ def load_model(
     layout: Layout | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    exits: ExitsChoice = "auto",
 ) -> LayerSkipModel:
     """Load a Llama-family checkpoint by hub name, local folder or GGUF file.
 
@@ -65,6 +67,8 @@ def load_model(
         weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how). For a
         checkpoint that is quantised already (`checkpoints.quantised`) "auto" on a CPU is "int8".
     layout: of the weights; None for the default on this device (`linear.default_layout`).
+    exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
+        another folder's; None has bare exits. They change what is drafted and nothing else.
     Only safetensors and GGUF files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
@@ -74,7 +78,7 @@ def load_model(
         dtype, layout = torch.float32, "int8"
     origin = {"revision": revision, "local_files_only": local_files_only}
     model = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin)
-    return from_transformers(model, layout=layout, release=True)
+    return with_exits(from_transformers(model, layout=layout, release=True), exits)
 
 
 def _int8_runs(device: str | torch.device) -> bool:

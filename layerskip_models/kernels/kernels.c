@@ -353,6 +353,48 @@ static void walk_layers(Member *member, const Pass *a, float *room) {
   }
 }
 
+/* ---- Exit adapters -------------------------------------------------------------------------------------------------- */
+
+/* What an early exit's rows pass before the head: y = x + D (silu(gate) * up), of normalised rows. An MLP, but narrow. */
+typedef struct {
+  Matrix gate_up, down;
+  const float *norm; /* [hidden] */
+} Adapter;
+
+static int64_t room_of_adapter(int64_t team, const Adapter *a, int64_t rows) {
+  return most(room_of(team, &a->gate_up, rows), room_of(team, &a->down, rows));
+}
+
+/* x, y: [rows, hidden]. gated: [rows, rank]. */
+static void adapt_rows(Member *member, const Adapter *a, float eps, const float *x, int64_t rows, float *gated, float *y,
+                       float *room) {
+  multiply(member, &a->gate_up, &(Input){x, a->norm, eps, rows}, 1, NULL, gated, room);
+  multiply(member, &a->down, &(Input){gated, NULL, 0, rows}, 0, x, y, room);
+}
+
+typedef struct {
+  Adapter adapter;
+  float eps;
+  const float *x;
+  int64_t rows;
+  float *gated, *y;
+} Adapting;
+
+static int adapting(const void *arguments, Member *member) {
+  const Adapting *a = arguments;
+  float *room = pool_memory(member, room_of_adapter(pool_team(member), &a->adapter, a->rows) * sizeof(float));
+  if (!room) return -1;
+  adapt_rows(member, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y, room);
+  return 0;
+}
+
+/* An adapter alone. gated: scratch for [rows, rank]. Returns as `pool_run`. */
+PUBLIC int64_t EXPORT(adapt)(const Adapter *adapter, float eps, const float *x, int64_t rows, float *gated, float *y,
+                             int threads) {
+  Adapting a = {*adapter, eps, x, rows, gated, y};
+  return pool_run(adapting, &a, sizeof a, threads, bytes_read(&adapter->gate_up) + bytes_read(&adapter->down));
+}
+
 static int64_t layer_bytes(const Layer *l) {
   return bytes_read(&l->qkv) + bytes_read(&l->output) + bytes_read(&l->gate_up) + bytes_read(&l->down);
 }
@@ -463,21 +505,30 @@ typedef struct {
   void *summaries;
   int64_t *tokens;
   float *numbers;
+  const Adapter *adapter; /* that the rows pass before the head, or NULL */
+  float *adapted;         /* [rows, rank + hidden], with an adapter */
 } Step;
 
 typedef struct {
   Pass pass;
   Picking picking;
+  const Adapter *adapter; /* in memory as long as the model */
+  const float *exit;      /* what it adapts */
+  float *gated;
   int looks;
 } Stepping;
 
 static int stepping(const void *arguments, Member *member) {
   const Stepping *a = arguments;
   int64_t team = pool_team(member), need = room_of_pass(team, &a->pass);
-  if (a->looks) need = most(need, room_of_picking(team, &a->picking));
+  const Picking *look = &a->picking;
+  if (a->looks) need = most(need, room_of_picking(team, look));
+  if (a->adapter) need = most(need, room_of_adapter(team, a->adapter, look->input.rows));
   float *room = pool_memory(member, need * sizeof(float));
   if (!room) return -1;
   walk_layers(member, &a->pass, room);
+  if (a->adapter && !pool_left(member))
+    adapt_rows(member, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x, room);
   if (a->looks && !pool_left(member)) summarise_all(member, &a->picking, room);
   return 0;
 }
@@ -504,6 +555,11 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
     a.picking = (Picking){*s->head, {result, s->norm, s->eps, s->rows}, s->summaries, s->spread};
     a.looks = 1;
     bytes += bytes_read(s->head);
+    if (s->adapter) {
+      a.adapter = s->adapter, a.exit = result, a.gated = s->adapted;
+      a.picking.input.x = s->adapted + s->rows * s->adapter->down.in;
+      bytes += bytes_read(&s->adapter->gate_up) + bytes_read(&s->adapter->down);
+    }
   }
   int64_t job = pool_run(stepping, &a, sizeof a, threads, bytes);
   if (job < 0) return job;

@@ -27,6 +27,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     ModelOption,
     check_sampling,
     checked_output_file,
@@ -53,6 +54,8 @@ from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
 from selfspec.copying.copy_index import CopyStore
+from selfspec.exits.exit_settings import ExitTraining
+from selfspec.exits.train_exit import train_exit
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -121,6 +124,7 @@ def generate(
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel=_SPECULATION)] = None,
     exit_layer: Annotated[
         int | None, typer.Option(help="Number of layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
@@ -252,14 +256,14 @@ def generate(
             copy_texts = read_copy_files(copy_from)
             given = {name: value for name, value in options.items() if value is not None}
             asked = read_prompts(prompts, given, copy_texts)
-            generator = load_generator(model, dtype, device, notes)
+            generator = load_generator(model, dtype, device, notes, exits=exits)
             check_sampling(generator, options)
             store = store_for_lines(generator, asked, copy_texts)
             _generate_file(generator, asked, output, batch_size, notes, store)
             return
         text, copy_texts = read_prompt(prompt, file), read_copy_files(copy_from)
         # Runs of one prompt are timed beside each other: each reads it.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=0)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=0, exits=exits)
         greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             chosen = generator.resolve_policy(policy, exit_layer, num_speculations)
@@ -407,6 +411,14 @@ app.command("train-pacer")(
         PreVerifierTraining,
         "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
         "selfspec generate --policy pacer:{}",
+    )
+)
+app.command("train-exit")(
+    command_for_config(
+        train_exit,
+        ExitTraining,
+        "Train exit adapters for a frozen checkpoint: its drafts get better, its output stays what it is.",
+        "{} (docs/train-exit.md)",
     )
 )
 app.command("export-hub")(export_hub_command)
