@@ -63,6 +63,9 @@ def gguf_config(path: Path) -> PretrainedConfig:
     reader = _reader(path)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    kind = _value(reader, "general.architecture")
+    if (head_dim := _value(reader, f"{kind}.attention.key_length")) and hasattr(config, "head_dim"):
+        config.head_dim = head_dim  # transformers' reader leaves the default of a Qwen3
     _check_tensors(reader, config, path)
     config.rope_parameters = {**config.rope_parameters, **_rope(reader, config, path)}
     config.bos_token_id = _value(reader, "tokenizer.ggml.bos_token_id")
@@ -80,8 +83,8 @@ def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device
     model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         path.parent, gguf_file=path.name, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
     )
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{path} lacks weights of the model, first {missing[0]}: {_CONVERT}")
+    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
+        raise ValueError(f"{path} lacks weights of the model, or they have another shape, first {wrong[0]}: {_CONVERT}")
     # It is an ordinary model now: transformers' marks would keep it from being saved, and selfspec from running it.
     del model.config.quantization_config
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):

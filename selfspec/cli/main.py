@@ -1,5 +1,4 @@
-"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `train-exit`, `export-hub`
-and `lm-eval`.
+"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, and those that train and export.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -48,6 +47,7 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
+from selfspec.cli.draft_command import export_draft_command
 from selfspec.cli.hub_command import export_hub_command
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.lm_eval_command import lm_eval_command
@@ -422,6 +422,7 @@ app.command("train-exit")(
     )
 )
 app.command("export-hub")(export_hub_command)
+app.command("export-draft")(export_draft_command)
 app.command(
     "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(lm_eval_command)
