@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from bench.commands.bench_options import NewTokensOption, OutputOption
 from bench.commands.preparation import load_network, model_name, progress, recording, show
-from bench.exit_losses.outcome import held_out, outcome
+from bench.exit_losses.outcome import finished_outcome, held_out, outcome
 from bench.exit_losses.study import Study, arms_and_seeds, parse_arm, write_own_text
 from bench.provenance import provenance, weights_digest
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
-from layerskip_models.training.loop import train
 from selfspec.cli.arguments import one_line_errors
 
 ARMS = ("uniform", "cumulative:0.5", "full:0.3", "full:0.5", "full:0.7")
@@ -34,7 +33,7 @@ def exit_losses(
         typer.Option(help=f"uniform, cumulative:ALPHA or full:ALPHA; repeatable. Default: {', '.join(ARMS)}."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each run.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each run.")] = 10,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per step.")] = 2048,
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 256,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
@@ -49,8 +48,8 @@ def exit_losses(
 ) -> None:
     """Continue a checkpoint with each loss for its exits, and replay what the exits would then draft.
 
-    Runs of one seed see the same text in the same order. A command that broke off goes on where it stopped when it is
-    repeated.
+    Runs of one seed see the same text in the same order. Repeat the command to go on where it broke off, or with more
+    seeds or arms to add to what is finished.
     """
     with one_line_errors():
         checkpoint = init or str(DEMO_PATH)
@@ -105,9 +104,9 @@ def exit_losses(
         record.write({"kind": "exits", "arm": BEFORE, "seed": None, **outcome(network, text, exits, max_new_tokens)})
         advance(BEFORE)
         for (chosen, seed), config in zip(runs, configs, strict=True):
-            trained = LlamaForCausalLM.from_pretrained(train(config), attn_implementation="sdpa")
-            record.write(
-                {"kind": "exits", "arm": chosen.name, "seed": seed, **outcome(trained, text, exits, max_new_tokens)}
+            line = finished_outcome(
+                config, {"exits": exits, "prompts": prompts, "max_new_tokens": max_new_tokens}, text
             )
+            record.write({"kind": "exits", "arm": chosen.name, "seed": seed, **line})
             advance(f"{chosen.name}, seed {seed}")
     show(record.lines)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,10 @@ from bench.exit_losses.study import OWN_TEXT_PROMPT, Study
 from bench.record import Line
 from layerskip_models.training.documents import parse_data_source, split_sources
 from layerskip_models.training.evaluation import greedy_continuations, is_looping
+from layerskip_models.training.loop import train
 from layerskip_models.training.recipe import exit_hidden_states
+from layerskip_models.training.saving import write_text
+from layerskip_models.training.training_config import TrainingConfig
 
 _ROWS = 8
 """Sequences whose logits exist at once."""
@@ -69,6 +74,24 @@ def outcome(model: LlamaForCausalLM, text: HeldOut, exits: int, num_tokens: int)
             for rows in right.int().tolist()
         ],
     }
+
+
+def finished_outcome(config: TrainingConfig, measured: Mapping[str, int], text: HeldOut) -> Line:
+    """Train a run and measure its outcome; or find both in its folder, if they are of the same options.
+
+    measured: exits, prompts and max_new_tokens of the measurement.
+    """
+    path = Path(config.output_dir) / "outcome.json"
+    options = json.loads(json.dumps({"training": asdict(config), "measured": dict(measured)}))
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["options"] == options:
+            line: Line = found["outcome"]
+            return line
+    model = LlamaForCausalLM.from_pretrained(train(config), attn_implementation="sdpa")
+    result = outcome(model, text, measured["exits"], measured["max_new_tokens"])
+    write_text(path, json.dumps({"options": options, "outcome": result}))
+    return result
 
 
 @torch.no_grad()
