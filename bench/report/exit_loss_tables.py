@@ -21,7 +21,7 @@ def exit_loss_headline(lines: Sequence[Line]) -> str:
     tokens = about["steps"] * about["batch_tokens"]
     return (
         f"{model[0].upper()}{model[1:]}, continued for {about['steps']} steps ({tokens:,} tokens) with each of "
-        f"{counted(len(about['arms']), 'loss')} for exits 1 to {about['exits']} and "
+        f"{len(about['arms'])} losses for exits 1 to {about['exits']} and "
         f"{counted(about['repeats'], 'seed')}. Medians over the seeds, in brackets the lowest and highest. "
         f"The {len(_of_kind(lines)[0]['loops'])} greedy texts of {about['max_new_tokens']} tokens are each model's own."
     )
