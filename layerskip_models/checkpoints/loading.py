@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.families import family_of
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 
@@ -55,7 +56,7 @@ def load_model(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> LayerSkipModel:
-    """Load a Llama-family checkpoint by hub name or local folder.
+    """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name or local folder.
 
     dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype. On a CPU "bfloat16" and
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
@@ -80,14 +81,14 @@ def load_transformers(
     device: str | torch.device = "auto",
     revision: str | None = None,
     local_files_only: bool = False,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`."""
     name = resolve_checkpoint(name_or_path)
     target = resolve_device(device)
     config = load_config(name, revision=revision, local_files_only=local_files_only)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     with clear_errors(name):
-        model = LlamaForCausalLM.from_pretrained(
+        model = family_of(config).model.from_pretrained(
             name,
             config=config,
             dtype=chosen,
@@ -101,7 +102,7 @@ def load_transformers(
     return model
 
 
-def _check_finite(model: LlamaForCausalLM, name: str) -> None:
+def _check_finite(model: PreTrainedModel, name: str) -> None:
     """ValueError if a weight is NaN or infinite: nothing could be decoded with it."""
     for parameter_name, parameter in model.named_parameters():
         # A sum shows a NaN at the cost of reading; only where it is not finite every element is looked at.
@@ -114,7 +115,7 @@ def _check_finite(model: LlamaForCausalLM, name: str) -> None:
 
 def load_config(
     name_or_path: str | Path, *, revision: str | None = None, local_files_only: bool = False
-) -> LlamaConfig:
+) -> PreTrainedConfig:
     """The checked configuration of a checkpoint; errors as in `load_model`."""
     name = resolve_checkpoint(name_or_path)
     with clear_errors(name):
@@ -124,7 +125,7 @@ def load_config(
             )
         except ValueError as error:  # transformers' answer to a config.json of something else
             raise ValueError(
-                f"{name} holds no model that transformers knows: give a Llama checkpoint, "
+                f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
                 f"a folder with config.json and *.safetensors ({error})"
             ) from error
     return check_config(config, name)
