@@ -41,7 +41,10 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
         adapters = ExitAdapters(AdapterConfig(**values))
         adapters.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
     except (TypeError, KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
-        raise ValueError(f"{folder} holds no exit adapters that can be read: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{folder} holds no exit adapters that can be read: train them again with selfspec train-exit, or say exits=None "
+            f"(--exits none); {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
     wrong = [name for name, value in adapters.named_parameters() if not bool(value.isfinite().all())]
     if wrong:
         raise ValueError(f"{folder} holds NaN or infinite weights, first in {wrong[0]}: its training diverged")
@@ -52,7 +55,7 @@ def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) 
     """ValueError unless the adapters were trained for this model."""
     layers = ", ".join(map(str, config.exit_layers))
     wanted = f"{where} holds adapters for exit layers {layers} of {config.base_model or 'another model'}"
-    remedy = "train them for this model with selfspec train-exit, or say --no-exits"
+    remedy = "train them for this model with selfspec train-exit, or say exits=None (--exits none)"
     if config.hidden_size != model.hidden_size or config.exit_layers[-1] >= model.num_layers:
         raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
     if not same_weights(fingerprint(model), config.fingerprint):

@@ -11,6 +11,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     load_generator,
     notes_console,
     one_line_errors,
@@ -26,6 +27,7 @@ def serve_command(
     model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
     policy: Annotated[
         str | None, typer.Option(help=POLICY_HELP + " Requests may name another.", rich_help_panel=_SPECULATION)
     ] = None,
@@ -106,7 +108,7 @@ def serve_command(
             chat_template=template.source,
             chat_stops=template.stops,
         )
-        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits)
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
         own = generator.resolve_policy(policy)
