@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
 from torch import Tensor
 from typer.testing import CliRunner
 
+from bench.trials.fuzz_models import draw_config, random_model
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import FORMS, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
+from layerskip_models.families import FAMILIES
 from selfspec.cli.main import app
 from selfspec.exits import exit_fitting, kept_states
 from selfspec.exits.exit_fitting import FitSettings, fit, measure
@@ -132,6 +136,18 @@ def test_states_are_the_models_and_each_text_is_as_alone(kept: Any) -> None:
         assert found.positions.tolist() == list(range(first, len(text.tokens) - 1))
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_has_states_and_a_head(kind: str) -> None:
+    """In float64, two texts in a pass, to transformers' logits."""
+    theirs = random_model(draw_config(Random(kind), kind, 24), late_scale=0.5, sharpness=1.5, seed=0).double()
+    model = from_transformers(theirs, layout="plain")
+    made = texts(2)
+    kept = plan_for([described("layer", hidden_size=model.hidden_size, exit_layers=(1,))], model, torch.float32)
+    for text, found in zip(made, capture(model, made, kept)):
+        expected = full_logits(theirs, text.tokens)[:-1]
+        torch.testing.assert_close(FrozenHead(model).logits(found.states[:, -1]), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_must_be_kept_for_a_form() -> None:
     model = tiny_model()
     low_rank, steered, layer = (described(form) for form in FORMS)
@@ -214,8 +230,9 @@ def test_fitting_raises_the_agreement(form: Any) -> None:
         assert found.adapted.agreement > found.bare.agreement + 0.1
         assert found.adapted.overlap > found.bare.overlap and found.adapted.kl < found.bare.kl
         assert found.adapted.run > found.bare.run
-        scale = sequences[0].states[:, DEPTHS.index(layer)].square().mean().sqrt()
-        torch.testing.assert_close(adapters.at(layer).scale, scale)
+        root = float(sequences[0].states[:, DEPTHS.index(layer)].square().mean().sqrt())
+        scale = float(adapters.at(layer).scale)
+        assert 0.7 < root / scale < 1.42 and math.log2(scale).is_integer()
 
 
 def test_runs_of_accepted_drafts_by_hand() -> None:
