@@ -84,8 +84,8 @@ def fit(
     """Train adapters in place. Returns the number of steps done.
 
     sequences: with scored rows each. depths: of their states, ascending: the exits, the steering layers, the last layer.
-    seconds: stop by then if not before, in one process; the learning rate then falls with the time. Without it the result is a function of
-    the other arguments, and a run that goes on at `first_step` with the same `optimizer` is the uninterrupted one.
+    seconds: stop by then if not before, in one process; the learning rate then falls with the time. Without it the result is
+    a function of the other arguments, and a run that goes on at `first_step` with the same `optimizer` is the same run.
     accelerator: each process takes its part of every batch. Raises ValueError if there is nothing to fit to.
     """
     if not sequences:
