@@ -484,6 +484,7 @@ def test_adapters_beside_a_checkpoint_from_its_own_answers(checkpoint: Path, tmp
         (["--disk-gb", "0.000001"], "raise disk_gb"),
         (["--steering-layers", "2"], "choose --form steered"),
         (["--form", "steered", "--steering-layers", "9"], "steering_layers must be in [1, 4]"),
+        (["--beside", "--form", "layer"], "beside needs form low_rank"),
         (["--states-of", "nowhere"], "holds no complete states"),
         (["--data", "nowhere.txt"], "data path does not exist"),
     ],
