@@ -19,7 +19,7 @@ from bench.commands.bench_options import (
 from bench.commands.preparation import configuration, open_model, open_tokenizer, progress, recording, show
 from bench.commands.run_command import choose_prompts
 from bench.datasets import encode_prompts
-from bench.exits.study import Measured, arms, train_arms
+from bench.exits.arms import Measured, arms, train_arms
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
