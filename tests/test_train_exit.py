@@ -172,7 +172,7 @@ def test_texts_in_one_sequence_are_as_each_alone(form: Any) -> None:
 
     def outputs(sequence: ExitSequence, distance: int) -> Tensor:
         rows = sequence.scored.nonzero().flatten()
-        chosen = exit_fitting._Rows(adapters, sequence, DEPTHS, rows)
+        chosen = exit_fitting.ExitRows(adapters, sequence, DEPTHS, rows)
         with torch.no_grad():
             return chosen.adapted(2, chosen.steering(torch.full_like(rows, distance)))
 
@@ -205,7 +205,7 @@ def test_the_states_that_steer_are_those_of_the_row_that_many_positions_before()
     adapters = random_adapters("steered")
     sequence = parts[0]
     rows = torch.arange(len(sequence))
-    steering = exit_fitting._Rows(adapters, sequence, DEPTHS, rows).steering(torch.full_like(rows, 3))
+    steering = exit_fitting.ExitRows(adapters, sequence, DEPTHS, rows).steering(torch.full_like(rows, 3))
     assert adapters.steering is not None and steering is not None
     torch.testing.assert_close(steering[3:], adapters.steering(sequence.states[:-3, 1:3]))
     assert not steering[:3].any()
