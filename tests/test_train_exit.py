@@ -418,10 +418,7 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
 
     again = ExitTraining(**{**steered, "output_dir": str(tmp_path / "again"), "states_of": str(tmp_path / "whole")})
     assert same(whole, train_exit(again)) and not (tmp_path / "again" / "states").exists()
-    other = replace(again, output_dir=str(tmp_path / "other"), form="layer")
-    train_exit(other)
-    with pytest.raises(ValueError, match="no states after layers 3"):
-        train_exit(replace(again, output_dir=str(tmp_path / "more"), exit_layers=(3,), steering_layers=(2,)))
+    train_exit(replace(again, output_dir=str(tmp_path / "other"), form="layer", epochs=0.2))
     with pytest.raises(ValueError, match="another learning_rate"):
         train_exit(replace(config, learning_rate=1e-4))
 
@@ -437,6 +434,8 @@ def test_states_of_another_model_or_with_too_few_rows_are_refused(checkpoint: Pa
     train_exit(made)
     with pytest.raises(ValueError, match="--keep-for layer"):
         train_exit(replace(made, output_dir=str(tmp_path / "one"), states_of=made.output_dir, form="layer"))
+    with pytest.raises(ValueError, match="no states after layers 3"):
+        train_exit(replace(made, output_dir=str(tmp_path / "more"), states_of=made.output_dir, exit_layers=(3,)))
     other = tmp_path / "model"
     tiny_llama(num_layers=4, seed=6).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
