@@ -38,7 +38,7 @@ def written_out(losses: list[float], valid: list[bool], arm: str, alpha: float, 
     return [count * value / sum(sums) for value in sums] if count else sums
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows(), st.sampled_from(WEIGHTED), st.floats(0, 1), st.integers(1, 6))
 def test_weights_are_the_sums_of_the_equations(data, arm, alpha, block):
     losses, valid = data
@@ -61,7 +61,7 @@ def test_three_rows_by_hand():
     torch.testing.assert_close(full, torch.tensor([[9 / 10, 6 / 5, 9 / 10]], dtype=torch.float64))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows(), st.floats(0, 1), st.integers(1, 6))
 def test_full_weights_are_the_gradient_of_the_expected_accepted_length(data, alpha, block):
     """Equation 6: by log q~, of the sum over all starts of equation 4."""
@@ -82,7 +82,7 @@ def test_full_weights_are_the_gradient_of_the_expected_accepted_length(data, alp
     torch.testing.assert_close(weights, gradient * scale, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows(), st.sampled_from(ARMS), st.floats(0, 1), st.integers(1, 6))
 def test_weights_are_detached_have_mean_one_and_are_zero_on_invalid_rows(data, arm, alpha, block):
     losses, valid = data
@@ -93,7 +93,7 @@ def test_weights_are_detached_have_mean_one_and_are_zero_on_invalid_rows(data, a
     torch.testing.assert_close(weights.sum(1), valid.sum(1).double())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 12), st.sampled_from(WEIGHTED), st.integers(1, 6), st.booleans())
 def test_certain_tokens_and_alpha_of_one_leave_only_the_number_of_drafts(length, arm, block, certain):
     """With q~ = 1 a row's cumulative weight counts the drafts that contain it; far from the ends all weights are equal."""
@@ -108,7 +108,7 @@ def test_certain_tokens_and_alpha_of_one_leave_only_the_number_of_drafts(length,
     torch.testing.assert_close(inner, inner[:1].expand_as(inner))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows(), st.sampled_from(WEIGHTED), st.floats(0, 1), st.integers(1, 6))
 def test_weights_inside_a_draft_never_rise(data, arm, alpha, block):
     losses, valid = data
@@ -117,7 +117,7 @@ def test_weights_inside_a_draft_never_rise(data, arm, alpha, block):
     assert (of_drafts.diff(dim=-1) <= 0).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rows(), st.sampled_from(ARMS), st.floats(0, 1), st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))
 def test_padding_and_neighbours_change_nothing(data, arm, alpha, block, before, behind):
     losses, valid = data

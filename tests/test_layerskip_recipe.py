@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -7,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
 from layerskip_models.training.muon import Muon, orthogonalise
 from layerskip_models.training.recipe import (
+    IGNORED,
     draw_keep_mask,
     dropout_depth_scale,
     dropout_time_scale,
@@ -170,6 +173,64 @@ def test_loss_and_gradients_equal_all_logits_at_once(exits, chunk_rows, scale, d
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    arm=st.sampled_from(ARMS),
+    chunk_rows=st.sampled_from([1, 7, 10, 64]),
+    own_text=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_weighted_rows_equal_the_sum_written_out(arm, chunk_rows, own_text, seed):
+    """Exits below the last by accepted length, the last one plain, whatever the chunks."""
+    model, naive = tiny_model(), tiny_model()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 32, (3, 6), generator=generator)
+    inputs, labels = ids[:, :-1], ids[:, 1:].clone()
+    drafted = inputs != 5
+    unwanted = torch.zeros_like(labels, dtype=torch.bool)
+    if own_text:
+        labels[:, :2] = IGNORED
+        unwanted[:, 3] = torch.rand(3, generator=generator) < 0.5
+    shares = {0: 0.25, 2: 0.25, 3: 0.5}
+    weigh = partial(accepted_length_weights, arm=arm, alpha=0.3, block=3)
+
+    losses = early_exit_backward(
+        model,
+        exit_hidden_states(model, inputs, shares),
+        labels,
+        shares,
+        chunk_rows=chunk_rows,
+        unwanted=unwanted if own_text else None,
+        row_weights=weigh,
+        drafted=drafted,
+    )
+
+    total = torch.zeros((), dtype=torch.float64)
+    for layer, state in exit_hidden_states(naive, inputs, shares).items():
+        logits = naive.lm_head(naive.model.norm(state)).float()
+        rows = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=IGNORED)
+        rows = torch.where(unwanted, -torch.log1p(1e-6 - torch.exp(-rows)), rows)
+        in_drafts = drafted & ~unwanted & (labels != IGNORED)
+        weights = torch.where(in_drafts, weigh(rows, in_drafts), 1.0) if layer < 3 else 1.0
+        count = (labels != IGNORED).sum()
+        torch.testing.assert_close(losses[layer], rows.sum() / count, rtol=1e-5, atol=1e-6)
+        total = total + shares[layer] * (weights * rows).sum() / count
+    total.backward()
+    for mine, other in zip(model.parameters(), naive.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_equal_row_weights_change_no_bit():
+    plain, weighted = tiny_model(), tiny_model()
+    ids = torch.randint(0, 32, (4, 6))
+    shares = {1: 0.5, 3: 0.5}
+    for model, row_weights in ((plain, None), (weighted, lambda losses, valid: torch.ones_like(losses))):
+        states = exit_hidden_states(model, ids[:, :-1], shares)
+        early_exit_backward(model, states, ids[:, 1:], shares, chunk_rows=10, row_weights=row_weights)
+    for mine, other in zip(plain.parameters(), weighted.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
+
+
 def test_logits_exist_for_one_exit_and_chunk_at_a_time():
     model = tiny_model()
     rows = []
@@ -178,6 +239,20 @@ def test_logits_exist_for_one_exit_and_chunk_at_a_time():
     shares = {1: 0.5, 3: 0.5}
     early_exit_backward(model, exit_hidden_states(model, ids[:, :-1], shares), ids[:, 1:], shares, chunk_rows=8)
     assert rows == [8, 8, 4, 8, 8, 4]
+
+
+def test_a_chunk_of_weighted_rows_holds_whole_sequences():
+    model = tiny_model()
+    rows = []
+    model.lm_head.register_forward_hook(lambda _module, inputs, _output: rows.append(len(inputs[0])))
+    ids = torch.randint(0, 32, (4, 6))
+    shares = {1: 0.5, 3: 0.5}
+    weigh = partial(accepted_length_weights, arm="full", alpha=0.5, block=3)
+    for chunk_rows, expected in ((12, [10, 10, 12, 8]), (3, [5, 5, 5, 5, 3, 3, 3, 3, 3, 3, 2])):
+        states = exit_hidden_states(model, ids[:, :-1], shares)
+        early_exit_backward(model, states, ids[:, 1:], shares, chunk_rows=chunk_rows, row_weights=weigh)
+        assert rows == expected
+        rows.clear()
 
 
 def test_orthogonalise_evens_the_singular_values():

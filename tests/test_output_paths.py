@@ -23,6 +23,7 @@ WRITERS = [
     (bench.commands.bench_app.app, ["serving", "-o"]),
     (bench.commands.bench_app.app, ["copying-texts"]),
     (bench.commands.bench_app.app, ["copying-gain", "copying", "-o"]),
+    (bench.commands.bench_app.app, ["exit-losses", "--data", "text.txt", "-o"]),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from layerskip_models import load_model
 from layerskip_models.training.evaluation import evaluate, is_looping
 from layerskip_models.training.loop import command_for_config, train, train_command
 from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
+from layerskip_models.training.start import claim_output_dir
 from layerskip_models.training.training_config import TrainingConfig, config_fields
 
 TINY = {
@@ -38,6 +40,8 @@ TINY = {
     "log_every": 1,
     "save_every": 3,
     "holdout_fraction": 0.2,
+    "exit_loss": "full",
+    "exit_loss_block": 4,
     "own_text_steps": 3,
     "own_text_rows": 2,
     "own_text_tokens": 20,
@@ -226,6 +230,10 @@ def test_other_architectures_are_refused(text, tmp_path):
         ({"batch_tokens": 63}, "batch_tokens must be a multiple of the sequence length 16, got 63"),
         ({"layer_dropout": 1.0}, r"layer_dropout must be in \[0, 1\), got 1.0"),
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"exit_loss": "decayed"}, "exit_loss must be one of uniform, cumulative, full, got 'decayed'"),
+        ({"exit_loss_alpha": 1.5}, r"exit_loss_alpha must be in \[0, 1\], got 1.5"),
+        ({"exit_loss_block": 0}, "exit_loss_block must be at least 1, got 0"),
+        ({"exit_loss": "full", "curriculum": "none"}, "curriculum none trains no exit"),
         ({"num_layers": 1}, "num_layers must be at least 2, got 1"),
         ({"num_heads": 3, "num_kv_heads": 2}, r"num_kv_heads must divide num_heads \(3\), got 2"),
         ({"head_dim": 7}, "head_dim must be even"),
@@ -249,6 +257,23 @@ def test_output_dir_of_another_run(text, finished, tmp_path):
     (tmp_path / "file.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds no training run"):
         train(tiny(text, tmp_path))
+
+
+def test_a_run_from_before_an_option_existed_had_its_default(text, tmp_path):
+    config = tiny(text, tmp_path / "out", exit_loss="uniform", exit_loss_block=8)
+    claim_output_dir(config, tmp_path / "out")
+    recorded = tmp_path / "out" / "config.json"
+    older = {name: value for name, value in json.loads(recorded.read_text()).items() if "exit_loss" not in name}
+    recorded.write_text(json.dumps(older))
+    (tmp_path / "out" / "checkpoints").mkdir()
+    claim_output_dir(config, tmp_path / "out")
+    with pytest.raises(ValueError, match="another exit_loss:"):
+        claim_output_dir(replace(config, exit_loss="full"), tmp_path / "out")
+
+
+def test_uniform_weights_are_no_weights(text, tmp_path):
+    assert TrainingConfig(data=(text,), output_dir=str(tmp_path)).row_weights() is None
+    assert tiny(text, tmp_path).row_weights() is not None
 
 
 def test_too_little_text(tmp_path):

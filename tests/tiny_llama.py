@@ -11,7 +11,7 @@ from random_adapters import adapted
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench.trials.fuzz_models import ROPES, random_llama, word_tokenizer
+from bench.trials.fuzz_models import ROPES, random_model, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
@@ -40,7 +40,7 @@ def tiny_llama(
     seed: int = 0,
     **config: Any,
 ) -> LlamaForCausalLM:
-    """A random model (see `random_llama`) without any special token.
+    """A random model (see `random_model`) without any special token.
 
     rope: a name in ROPES, or a configuration's rope_parameters.
     """
@@ -56,7 +56,7 @@ def tiny_llama(
         rope_parameters=dict(ROPES[rope] if isinstance(rope, str) else rope),
         **{**options, **config},
     )
-    return random_llama(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
+    return random_model(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
 
 
 @cache

@@ -48,7 +48,7 @@ def configuration(
     """What a record says about any run. A local checkpoint is named by its folder alone. sampling: None if greedy."""
     is_folder = Path(checkpoint).is_dir()
     return {
-        "model": _described(checkpoint),
+        "model": model_name(checkpoint),
         "weights_digest": weights_digest(Path(checkpoint)) if is_folder else None,
         "prompts": [prompt.id for prompt in prompts],
         "prompts_digest": digest(prompts),
@@ -60,7 +60,8 @@ def configuration(
     }
 
 
-def _described(checkpoint: str) -> str:
+def model_name(checkpoint: str) -> str:
+    """What a record calls a checkpoint: a local one by its folder alone."""
     if is_synthetic(checkpoint):
         return f"synthetic weights ({checkpoint.removeprefix(PREFIX)})"
     if checkpoint == str(DEMO_PATH):

@@ -16,6 +16,8 @@ from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
 from bench.report.copying_tables import copying_headline, copying_tables
+from bench.report.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.report.exit_tables import exit_tables, exits_headline
 from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
@@ -60,6 +62,15 @@ HEADINGS = {
     "gain_estimated_seconds": "At a larger shape's costs",
     "gain_seconds": "Measured",
     "copy_sources": "Where tokens come from",
+    "exits_gain": "Tokens per layer",
+    "exits_agreement": "Agreement",
+    "exits_speed": "Speed",
+    "exit_losses": "Tokens per layer, losses, loops",
+    "exit_losses_paired": "Against uniform weights",
+    "exit_losses_oracle": "With oracle lengths",
+    "exit_losses_free": "Without loops",
+    "exit_losses_agreement": "Agreement of the exits",
+    "exit_losses_loss": "Loss of the exits",
     "machine": "Where the numbers come from",
 }
 """The parts of a record by name, with their headings, in the order of a page."""
@@ -75,6 +86,8 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "batch": batch_tables,
     "serving": serving_tables,
     "copying-gain": copying_tables,
+    "exit-adapters": exit_tables,
+    "exit-losses": exit_loss_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
@@ -83,6 +96,8 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "batch": batch_headline,
     "serving": serving_headline,
     "copying-gain": copying_headline,
+    "exit-adapters": exits_headline,
+    "exit-losses": exit_loss_headline,
 }
 """Of the commands whose records are not of engines over prompts."""
 
@@ -138,8 +153,9 @@ def machine_table(lines: Sequence[Line]) -> Table:
     """Command, machine, versions."""
     where, configuration = lines[0]["provenance"], lines[0]["configuration"]
     device = "" if where["device"] == "cpu" else f"{where['device']}; "
-    what = "seed" if configuration.get("do_sample") else "repeat"
-    repeats = counted(configuration["repeats"], what)
+    trains = lines[0]["command"] == "exit-losses"
+    what = "seed" if trains or configuration.get("do_sample") else "repeat"
+    repeats = counted(configuration["repeats"], what) + ("" if trains else ", engines alternated")
     spread = "" if lines[0]["command"] in _HEADLINES else f"; in brackets the lowest and highest {what}"
     llama_cpp = f", llama-cpp-python {where['llama_cpp']}" if where.get("llama_cpp") else ""
     rows = {
@@ -147,9 +163,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
         f"{counted(where['threads'], 'thread')}, {where['ram_gib']} GiB",
         "dtype": where["dtype"],
-        "numbers": "one run each"
-        if configuration["repeats"] == 1
-        else f"Medians of {repeats}, engines alternated{spread}",
+        "numbers": "one run each" if configuration["repeats"] == 1 else f"Medians of {repeats}{spread}",
         "date": where["time"],
         "commit": str(where["commit"]),
         "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{llama_cpp}",

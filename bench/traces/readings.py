@@ -46,13 +46,13 @@ class Traces:
             return None
         num_layers = lines[0]["configuration"]["num_layers"]
         return cls(
-            by_prompt={line["prompt"]: _trace(line["agrees"], num_layers) for line in grid},
+            by_prompt={line["prompt"]: trace_of_bits(line["agrees"], num_layers) for line in grid},
             tasks={line["prompt"]: line["task"] for line in grid},
             cost=MeasuredCost.from_dict({name: value for name, value in costs.items() if name != "kind"}),
         )
 
 
-def _trace(agrees: Mapping[str, str], num_layers: int) -> AgreementTrace:
+def trace_of_bits(agrees: Mapping[str, str], num_layers: int) -> AgreementTrace:
     """From the grid line's "0110..." of each layer; which tokens they were does not matter to a replay."""
     rows = {int(layer): tuple(map(float, row)) for layer, row in agrees.items()}
     size = len(next(iter(rows.values())))

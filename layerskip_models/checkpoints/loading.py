@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import from_transformers
@@ -14,6 +14,7 @@ from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file,
 from layerskip_models.checkpoints.quantised import has_few_bits, load_quantised, quantisation_of
 from layerskip_models.checkpoints.supported import DTYPES, check_config
 from layerskip_models.exits.lean import ExitsChoice, with_exits
+from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
@@ -60,7 +61,7 @@ def load_model(
     local_files_only: bool = False,
     exits: ExitsChoice = "auto",
 ) -> LayerSkipModel:
-    """Load a Llama-family checkpoint by hub name, local folder or GGUF file.
+    """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name, local folder or GGUF file.
 
     dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype. On a CPU "bfloat16" and
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
@@ -96,7 +97,7 @@ def load_transformers(
     device: str | torch.device = "auto",
     revision: str | None = None,
     local_files_only: bool = False,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`.
 
     Of one that is quantised: the float weights that its files stand for.
@@ -107,8 +108,8 @@ def load_transformers(
 
 
 def _load(
-    name: str, config: LlamaConfig, dtype: str | torch.dtype, device: str | torch.device, origin: dict[str, Any]
-) -> LlamaForCausalLM:
+    name: str, config: PreTrainedConfig, dtype: str | torch.dtype, device: str | torch.device, origin: dict[str, Any]
+) -> PreTrainedModel:
     """name: as resolved. config: of `load_config`. origin: revision and local_files_only, for transformers."""
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
@@ -116,7 +117,7 @@ def _load(
         if quantisation_of(config) is not None:
             model = load_quantised(name, config, dtype=chosen, device=target, **origin)
         else:
-            model = LlamaForCausalLM.from_pretrained(
+            model = family_of(config).model.from_pretrained(
                 name,
                 config=config,
                 dtype=chosen,
@@ -129,7 +130,7 @@ def _load(
     return model
 
 
-def _check_finite(model: LlamaForCausalLM, name: str) -> None:
+def _check_finite(model: PreTrainedModel, name: str) -> None:
     """ValueError if a weight is NaN or infinite: nothing could be decoded with it."""
     for parameter_name, parameter in model.named_parameters():
         # A sum shows a NaN at the cost of reading; only where it is not finite every element is looked at.
@@ -142,7 +143,7 @@ def _check_finite(model: LlamaForCausalLM, name: str) -> None:
 
 def load_config(
     name_or_path: str | Path, *, revision: str | None = None, local_files_only: bool = False
-) -> LlamaConfig:
+) -> PreTrainedConfig:
     """The checked configuration of a checkpoint; errors as in `load_model`."""
     name = resolve_checkpoint(name_or_path)
     file = gguf_file(name)
@@ -155,7 +156,7 @@ def load_config(
             )
         except ValueError as error:  # transformers' answer to a config.json of something else
             raise ValueError(
-                f"{name} holds no model that transformers knows: give a Llama checkpoint, "
+                f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
                 f"a folder with config.json and *.safetensors ({error})"
             ) from error
     return check_config(config, name)

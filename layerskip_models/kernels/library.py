@@ -58,6 +58,13 @@ class Layer(Structure):
         ("down", Matrix),
         ("input_norm", c_void_p),
         ("post_attention_norm", c_void_p),
+        ("output_norm", c_void_p),
+        ("down_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int64),
+        ("joint", c_int32),
+        ("rotated", c_int32),
     )
 
 

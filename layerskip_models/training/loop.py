@@ -169,7 +169,14 @@ class _Run:
                 kept = None if keep is None else keep[:, rows]
                 states = exit_hidden_states(self.model, ids[:, :-1], shares, kept, self.run_layer)
                 losses = early_exit_backward(
-                    self.model, states, ids[:, 1:], shares, scale=share, chunk_rows=config.loss_chunk_rows
+                    self.model,
+                    states,
+                    ids[:, 1:],
+                    shares,
+                    scale=share,
+                    chunk_rows=config.loss_chunk_rows,
+                    row_weights=config.row_weights(),
+                    drafted=ids[:, :-1] != self.tokenizer.eos_token_id,  # behind it another document starts
                 )
             for layer, loss in losses.items():
                 totals[layer] += loss * share
@@ -206,6 +213,8 @@ class _Run:
                     scale=config.own_text_weight * len(text.loops[rows]) / config.own_text_rows,
                     chunk_rows=config.loss_chunk_rows,
                     unwanted=text.loops[rows],
+                    row_weights=config.row_weights(),
+                    drafted=text.input_ids[rows] != self.tokenizer.eos_token_id,
                 )
 
     def _keep_mask(self, step: int, batch_size: int, num_layers: int) -> Tensor | None:

@@ -181,17 +181,27 @@ def early_exit_backward(
     scale: float = 1.0,
     chunk_rows: int = 2048,
     unwanted: Tensor | None = None,
+    row_weights: Callable[[Tensor, Tensor], Tensor] | None = None,
+    drafted: Tensor | None = None,
 ) -> dict[int, Tensor]:
     """Accumulate the gradient of scale * sum_l weights[l] * loss(l) into the parameters; return each exit's mean loss.
 
     loss(l) is the mean cross-entropy of lm_head(norm(states[l])) against labels, int64 [batch, length], one tensor or one
     per layer; rows labelled IGNORED are left out. Where unwanted, bool [batch, length], is True the row's loss is
     -log(1 - p(label)) instead: the label is a token that the model should not say.
+    row_weights: of exits below the last layer. Called with a chunk's losses [sequences, length] and a bool tensor of that
+        shape, it returns the rows' weights, whose mean should be 1; the bool tensor says which rows a draft may contain.
+        A labelled row that no draft contains keeps a weight of 1. The losses returned are without these weights.
+    drafted: bool [batch, length], for row_weights: False where no draft goes on, such as rows between two documents. Rows
+        that are IGNORED or unwanted are left out in any case.
     states: layer -> [batch, length, hidden], still attached to the decoder's graph, which is consumed.
     Logits exist for one exit and chunk_rows rows at a time: each chunk is taken back to its hidden state at once, and
-    the decoder's own backward pass then runs a single time from the gradients gathered at the exits.
+    the decoder's own backward pass then runs a single time from the gradients gathered at the exits. With row_weights
+    a chunk holds whole sequences: at least one, however small chunk_rows is.
     """
     flat_unwanted = None if unwanted is None else rearrange(unwanted, "batch length -> (batch length)")
+    flat_drafted = None if drafted is None else rearrange(drafted, "batch length -> (batch length)")
+    last = len(model.model.layers) - 1
     losses: dict[int, Tensor] = {}
     roots, gradients = [], []
     for layer, weight in weights.items():
@@ -202,17 +212,26 @@ def early_exit_backward(
         num_rows = (flat_labels != IGNORED).sum().clamp(min=1)
         total = torch.zeros((), device=state.device)
         pieces = []
-        for start in range(0, len(flat), chunk_rows):
-            chunk = slice(start, start + chunk_rows)
+        length = state.shape[1]
+        weigh = None if layer == last else row_weights
+        rows_at_once = chunk_rows if weigh is None else max(chunk_rows // length, 1) * length
+        for start in range(0, len(flat), rows_at_once):
+            chunk = slice(start, start + rows_at_once)
             rows = flat[chunk].requires_grad_()
             logits = model.lm_head(model.model.norm(rows)).float()  # [chunk, vocab]
             losses_of_rows = F.cross_entropy(logits, flat_labels[chunk], reduction="none", ignore_index=IGNORED)
             if flat_unwanted is not None:
                 avoided = -torch.log1p(1e-6 - torch.exp(-losses_of_rows))
                 losses_of_rows = torch.where(flat_unwanted[chunk], avoided, losses_of_rows)
+            total += losses_of_rows.detach().sum() / num_rows
+            if weigh is not None:
+                in_drafts = flat_labels[chunk] != IGNORED
+                for outside in (flat_unwanted, None if flat_drafted is None else ~flat_drafted):
+                    in_drafts = in_drafts if outside is None else in_drafts & ~outside[chunk]
+                by_sequence = weigh(losses_of_rows.detach().view(-1, length), in_drafts.view(-1, length))
+                losses_of_rows = losses_of_rows * torch.where(in_drafts, by_sequence.flatten(), 1.0)
             loss = losses_of_rows.sum() / num_rows
             (loss * (weight * scale)).backward()
-            total += loss.detach()
             assert rows.grad is not None
             pieces.append(rows.grad)
         losses[layer] = total

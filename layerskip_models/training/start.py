@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -47,12 +47,14 @@ def claim_output_dir(
     config: a dataclass with a field output_dir. may_differ: its fields that do not decide what comes out.
     preparation, results: names in output_dir. A run with other options that failed before it had any of `results` is
         replaced: its `preparation` is deleted, since other options would make another one.
+    An option that is younger than the recorded run had its default there.
     Raises ValueError when the folder holds a run with other options, or something else.
     """
     recorded_path = output_dir / "config.json"
     mine = asdict(config)
     if recorded_path.exists():
-        recorded = json.loads(recorded_path.read_text(encoding="utf-8"))
+        defaults = {item.name: item.default for item in fields(config) if item.default is not MISSING}
+        recorded = json.loads(json.dumps(defaults)) | json.loads(recorded_path.read_text(encoding="utf-8"))
         mine = json.loads(json.dumps(mine))
         changed = sorted(
             name

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from layerskip_models.training.accepted_length import ARMS, accepted_length_weights
 from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 from layerskip_models.training.recipe import CURRICULA, DROPOUT_TIMES, EXIT_WEIGHTS, exit_loss_weights
 
@@ -67,6 +72,11 @@ class TrainingConfig:
     exit_weights: str = option("uniform", "uniform, published, or L numbers separated by commas.")
     e_scale: float = option(0.2, "Scale of the lower exits in the published weights.")
     last_exit_weight: float = option(3.0, "The last layer's weight when uniform (each other exit has 1).")
+    exit_loss: str = option(
+        "uniform", "Weights of the tokens in the exits' losses: uniform, or cumulative or full, by accepted length."
+    )
+    exit_loss_alpha: float = option(0.5, "Smoothing of the weights by accepted length: 0 none, 1 equal weights.")
+    exit_loss_block: int = option(8, "Tokens of the draft whose accepted length counts in these weights.")
     curriculum: str = option("rotational", "rotational, gradual, all, or none (plain training).")
     rotation: int = option(4, "R of the rotational curriculum: every R-th layer, rotating.")
     own_text_steps: int = option(0, "Last steps that also train on the model's own greedy text, against its loops.")
@@ -95,6 +105,7 @@ class TrainingConfig:
             require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         for name in ("layer_dropout", "holdout_fraction"):
             require(0 <= getattr(self, name) < 1, name, "in [0, 1)", getattr(self, name))
+        require(0 <= self.exit_loss_alpha <= 1, "exit_loss_alpha", "in [0, 1]", self.exit_loss_alpha)
         require(0 < self.decay_fraction <= 1, "decay_fraction", "in (0, 1]", self.decay_fraction)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -105,6 +116,11 @@ class TrainingConfig:
             f"at most max_steps ({self.max_steps})",
             self.long_steps,
         )
+        if self.exit_loss != "uniform" and self.curriculum == "none":
+            raise ValueError(
+                f"exit_loss {self.exit_loss} weights the losses of exits, and curriculum none trains no exit:"
+                " choose another curriculum, or exit_loss uniform"
+            )
         require(self.num_layers >= 2, "num_layers", "at least 2", self.num_layers)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
@@ -133,6 +149,14 @@ class TrainingConfig:
                 kind = [float(number) for number in self.exit_weights.split(",")]
         return exit_loss_weights(num_layers, kind, e_scale=self.e_scale, last_exit_weight=self.last_exit_weight)
 
+    def row_weights(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Weights of an exit's rows from their losses, for `early_exit_backward`; None when they are uniform."""
+        if self.exit_loss == "uniform":
+            return None
+        return partial(
+            accepted_length_weights, arm=self.exit_loss, alpha=self.exit_loss_alpha, block=self.exit_loss_block
+        )
+
     def sequence_length_at(self, step: int) -> int:
         return self.long_sequence_length if step >= self.max_steps - self.long_steps else self.sequence_length
 
@@ -153,13 +177,14 @@ class TrainingConfig:
 _POSITIVE_INTEGERS = (
     "vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "context_length",
     "max_steps", "batch_tokens", "micro_batch_tokens", "sequence_length", "long_sequence_length", "loss_chunk_rows",
-    "rotation", "own_text_rows", "own_text_tokens", "eval_every", "eval_tokens", "log_every", "save_every",
+    "exit_loss_block", "rotation", "own_text_rows", "own_text_tokens", "eval_every", "eval_tokens", "log_every", "save_every",
 )  # fmt: skip
 _CHOICES = {
     "optimizer": OPTIMIZERS,
     "lr_schedule": LR_SCHEDULES,
     "precision": PRECISIONS,
     "dropout_time": DROPOUT_TIMES,
+    "exit_loss": ARMS,
     "curriculum": CURRICULA,
     "export_dtype": ("bfloat16", "float16", "float32"),
 }

@@ -133,10 +133,12 @@ def set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths
         adapters.at(layer).scale.fill_(float((squares[depths.index(layer)] / numbers).sqrt()))
 
 
-class _Rows:
-    """Rows of a sequence, and what its exits say of them. rows: int64 [n], ascending."""
+class ExitRows:
+    """Rows of a sequence, and what its exits say of them. rows: int64 [n], ascending. adapters: None for bare exits only."""
 
-    def __init__(self, adapters: ExitAdapters, sequence: ExitSequence, depths: Sequence[int], rows: Tensor) -> None:
+    def __init__(
+        self, adapters: ExitAdapters | None, sequence: ExitSequence, depths: Sequence[int], rows: Tensor
+    ) -> None:
         self._adapters, self._sequence, self._depths, self.rows = adapters, sequence, depths, rows
         self.labels, self.own = sequence.labels[rows], sequence.own[rows]
 
@@ -146,9 +148,9 @@ class _Rows:
 
     def steering(self, distance: Tensor) -> Tensor | None:
         """Of the rows `distance` (int64 [n]) before these, [n, steering_size]: zero states where there is no such row."""
-        steering = self._adapters.steering
-        if steering is None:
+        if self._adapters is None or self._adapters.steering is None:
             return None
+        steering = self._adapters.steering
         found = self._sequence.behind(self.rows, distance)
         columns = [self._depths.index(layer) for layer in self._adapters.config.steering_layers]
         states = self._sequence.states[found.clamp_min(0)][:, columns].float()
@@ -156,6 +158,7 @@ class _Rows:
 
     def adapted(self, layer: int, steering: Tensor | None) -> Tensor:
         """What stands in the place of the exit's states, float32 [n, hidden]."""
+        assert self._adapters is not None
         adapter = self._adapters.at(layer)
         if self._adapters.config.form != "layer":
             return adapter(self.bare(layer).float(), steering=steering)
@@ -185,7 +188,7 @@ def _gradient(
         rows = _stretch(sequence.scored.nonzero().flatten(), settings.positions, draw)
         distance = torch.from_numpy(draw.integers(1, FARTHEST + 1, len(rows))).to(device)
         with accelerator.autocast():
-            chosen_rows = _Rows(adapters, sequence, depths, rows)
+            chosen_rows = ExitRows(adapters, sequence, depths, rows)
             steering = chosen_rows.steering(distance)
             outputs = [chosen_rows.adapted(layer, steering) for layer in layers]
         gradients = _losses(chosen_rows, outputs, depths[-1], sequence.runs(rows), head, settings, sums)
@@ -203,7 +206,7 @@ def _gradient(
 
 
 def _losses(
-    rows: _Rows,
+    rows: ExitRows,
     outputs: Sequence[Tensor],
     last_layer: int,
     runs: Tensor,
@@ -295,7 +298,7 @@ def measure(
     places = range(WINDOW) if adapters.steering is not None else range(1)
     tallies = {(layer, kind): _Tally() for layer in layers for kind in ("bare", "adapted")}
     for sequence in (one.to(device) for one in sequences):
-        rows = _Rows(adapters, sequence, depths, sequence.scored.nonzero().flatten())
+        rows = ExitRows(adapters, sequence, depths, sequence.scored.nonzero().flatten())
         runs = sequence.runs(rows.rows)
         last = rows.bare(depths[-1])
         versions: list[tuple[tuple[int, str], Tensor]] = []

@@ -177,8 +177,7 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
 
 def default_rank(model: LayerSkipModel) -> int:
     """A quarter of the hidden size, or as much as a tenth of a layer's weights allows."""
-    layer = model.layer_bytes // model.weights_dtype.itemsize
-    return max(min(model.hidden_size // 4, layer // (10 * 3 * model.hidden_size)), 1)
+    return max(min(model.hidden_size // 4, model.layer_weights // (10 * 3 * model.hidden_size)), 1)
 
 
 def _one_of(name: str, choices: tuple[str, ...], value: str) -> None:

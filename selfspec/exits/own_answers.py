@@ -66,9 +66,9 @@ class OwnAnswers:
         options: dict[str, Any] = {"do_sample": False}
         if self._temperature > 0:
             seeds = [self._seed + first + index for index in range(len(prompts))]
-            # A policy that plans with measured times would draw otherwise in every process.
+            # A policy that learns would draw otherwise when the run is taken up again.
             options = {"do_sample": True, "temperature": self._temperature, "top_k": 0, "top_p": 1.0, "seed": seeds}
-            options["policy"] = "auto:cost=layers"
+            options["policy"] = "ar"
         results = self._generator.generate_batch(
             list(prompts),
             batch_size=self._batch_size,
