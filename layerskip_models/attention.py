@@ -6,7 +6,8 @@ whole layers are one call, attention included (`kernels.native_layers`); capture
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ class OperatorAttention:
     """By PyTorch's operators, text by text: a row attends to its own text up to itself.
 
     rows: of each text, in the order of the pass's rows. Raises ValueError where they do not fit into a cache.
+    sliding_windows: of layers [start, stop), how many positions a row attends to, its own among them; None for all.
     rotary: the model's table. unfused: whether a few rows take three kernels of their own. groups_rows: whether no fused
     kernel takes both a mask and grouped heads, as on CUDA.
     """
@@ -48,6 +50,7 @@ class OperatorAttention:
         *,
         rotary: Tensor,
         heads: int,
+        sliding_windows: Sequence[int | None],
         unfused: bool,
         groups_rows: bool,
     ) -> None:
@@ -58,7 +61,7 @@ class OperatorAttention:
         self._texts = [
             _TextAttention(
                 list(cache.windows(start, stop, number)), position, number, heads,
-                unfused=unfused, groups_rows=groups_rows,
+                sliding_windows=sliding_windows, unfused=unfused, groups_rows=groups_rows,
             )
             for (cache, number), position in zip(rows, positions)
         ]  # fmt: skip
@@ -71,6 +74,28 @@ class OperatorAttention:
         return torch.cat([text.attend(index, *rows) for text, *rows in parts])
 
 
+class _Sight(NamedTuple):
+    """What the rows of a text see in a layer.
+
+    first: the position that keys begin with. mask: added to scores, as `attend` wants it; None where nothing is hidden but
+    what a causal kernel hides. grouped: whether query heads of a group are rows of one product.
+    """
+
+    first: int
+    mask: Tensor | None
+    grouped: bool
+
+
+def unseen(positions: Tensor, places: Tensor, window: int | None) -> Tensor:
+    """Which places rows do not attend to: bool [rows, places].
+
+    positions, places: int64 [rows] and [places], both in the text. window: as `OperatorAttention`'s sliding windows.
+    """
+    own = positions.unsqueeze(1)
+    behind = places > own
+    return behind if window is None else behind | (places <= own - window)
+
+
 class _TextAttention:
     """Of one text's rows, all layers of a pass."""
 
@@ -81,50 +106,69 @@ class _TextAttention:
         rows: int,
         heads: int,
         *,
+        sliding_windows: Sequence[int | None],
         unfused: bool,
         groups_rows: bool,
     ) -> None:
         self._windows = windows
         values = windows[0][3]
-        kv_heads, end, dim = values.shape
+        kv_heads, _, dim = values.shape
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         self._few = unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
-        self._grouped = rows == 1
-        self._mask: Tensor | None = None
+        self._heads, self._group_rows = heads, groups_rows and heads != kv_heads
         dtype, device = values.dtype, values.device
-        if rows > 1 and self._few:
-            self._mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1).unsqueeze(1)
-        elif rows > 1 and position > 0:
-            self._mask = torch.full((rows, end), -torch.inf, dtype=dtype, device=device).triu_(position + 1)
-            if groups_rows and heads != kv_heads:
-                self._grouped, self._mask = True, self._mask.repeat_interleave(heads // kv_heads, dim=0)
+        sights = {window: self._sight(position, rows, window, values) for window in set(sliding_windows)}
+        self._sights = [sights[window] for window in sliding_windows]
         # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
         self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
+
+    def _sight(self, position: int, rows: int, window: int | None, values: Tensor) -> _Sight:
+        """What rows from `position` on see in layers of this window. values: of one layer, up to and with these rows."""
+        (_, end, _), dtype, device = values.shape, values.dtype, values.device
+        first = 0 if window is None else max(0, position - window + 1)
+        mask: Tensor | None = None
+        if rows > 1 and window is not None and end > window:
+            mask = torch.zeros(rows, end - first, dtype=dtype, device=device)
+            places = torch.arange(first, end, device=device)
+            mask.masked_fill_(unseen(places[position - first :], places, window), -torch.inf)
+        elif rows > 1 and self._few:
+            mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1)
+        elif rows > 1 and position > 0:
+            mask = torch.full((rows, end), -torch.inf, dtype=dtype, device=device).triu_(position + 1)
+        if mask is not None and self._few:
+            mask = mask.unsqueeze(1)
+        elif mask is not None and self._group_rows:
+            group = self._heads // values.shape[0]
+            return _Sight(first, mask.repeat_interleave(group, dim=0), grouped=True)
+        return _Sight(first, mask, grouped=rows == 1)
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `Attention`; index: of the layer within the pass."""
         new_keys, new_values, keys, values = self._windows[index]
         new_keys.copy_(key)
         new_values.copy_(value)
+        first, mask, grouped = self._sights[index]
+        if first:
+            keys, values = keys[..., first:], values[:, first:]
         if self._few:
-            return self._attend_few(query, keys, values)
-        if self._grouped:
-            return attend_grouped(query, keys, values, self._mask)
+            return self._attend_few(query, keys, values, mask)
+        if grouped:
+            return attend_grouped(query, keys, values, mask)
         keys = keys.mT
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             keys.unsqueeze(0),
             values.unsqueeze(0),
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=query.shape[1] != keys.shape[0],
         )
         return attended.squeeze(0).transpose(0, 1).flatten(1)
 
-    def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_few(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """A few rows in three kernels: on a CPU, `scaled_dot_product_attention` spends more on its own views.
 
-        query: is overwritten. The mask, [rows, 1, rows], is added to the last `rows` positions.
+        query: is overwritten. mask: [rows, 1, n], is added to the last n positions.
         """
         rows, heads, dim = query.shape
         kv_heads, end = keys.shape[0], keys.shape[2]
@@ -134,8 +178,8 @@ class _TextAttention:
         else:
             queries = query.view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, rows * group, dim)
         scores = torch.bmm(queries.mul_(self._scale), keys)  # [kv_heads, rows * group, end]
-        if self._mask is not None:
-            scores.view(kv_heads, rows, group, end)[..., end - rows :].add_(self._mask)
+        if mask is not None:
+            scores.view(kv_heads, rows, group, end)[..., end - mask.shape[2] :].add_(mask)
         attended = torch.bmm(scores.softmax(dim=-1), values)  # [kv_heads, rows * group, head_dim]
         if rows == 1 or kv_heads == 1:
             return attended.view(rows, heads * dim)

@@ -1,4 +1,4 @@
-"""One lean Llama decoder over loaded weights: embed, run a range of layers, norm + head on chosen rows.
+"""One lean decoder over loaded weights: embed, run a range of layers, norm + head on chosen rows.
 
 The only forward pass that decoding uses. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times
 as much at batch 1; the tests hold it to transformers' logits. There is no batch dimension: a hidden state is [rows, hidden],
@@ -7,19 +7,22 @@ and its rows belong to one text or to several, each with a KV cache of its own.
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from layerskip_models.attention import Attention, OperatorAttention
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
+from layerskip_models.families import family_of
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.native_steps import NativeSteps
@@ -36,41 +39,72 @@ _growing = threading.Lock()  # of any model's rotary table
 class DecoderLayer:
     """The weights of one decoder layer, fused: query, key, value in one matrix; gate and up in one.
 
+    What a family of models does without is None. input_norm and post_attention_norm come before attention and before the
+    MLP, output_norm and down_norm behind them: of what they add. query_norm and key_norm: of every head by itself, or of all
+    heads of a row together, as wide as they are.
+    sliding_window: how many positions a row attends to, its own among them; None for all before it.
+    rotated: whether queries and keys get the rotary embedding.
     interleaved: whether query and key rows are, within each head (see `interleave_heads`), so that a rotary pair is adjacent
     and rotary takes complex numbers. All layers of a model alike.
     """
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | None
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
     output: Linear  # heads * head_dim -> hidden
-    post_attention_norm: RMSNorm
+    post_attention_norm: RMSNorm | None
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
     interleaved: bool
+    output_norm: RMSNorm | None = None
+    down_norm: RMSNorm | None = None
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
+    sliding_window: int | None = None
+    rotated: bool = True
 
 
-def interleave_heads(weight: Tensor, num_heads: int) -> Tensor:
-    """Reorder the rows of a query or key projection so that rotary pairs (i, i + d/2) become (2i, 2i + 1).
+class Adapter(Protocol):
+    """What rows of an early exit pass before the head drafts from them (`layerskip_models.exits.lean`).
 
-    weight: [num_heads * d, ...]. Queries and keys are permuted alike, so their products do not change, and rotating a
-    head becomes one multiplication of complex numbers.
+    num_bytes: of its weights. rank: width in the middle. address: of what our kernels read of it, None without kernels.
     """
-    heads = weight.unflatten(0, (num_heads, 2, -1))
-    return heads.transpose(1, 2).reshape(weight.shape).contiguous()
+
+    num_bytes: int
+    rank: int
+
+    @property
+    def address(self) -> int | None: ...
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden], in and out."""
+        ...
+
+
+def interleave_heads(weight: Tensor, num_heads: int, rotated: int | None = None) -> Tensor:
+    """Reorder the rows of a query or key projection so that rotary pairs (i, i + r/2) become (2i, 2i + 1).
+
+    weight: [num_heads * d, ...]. rotated: r, the first numbers of a head, that rotate; None for all d. Queries and keys are
+    permuted alike, so their products do not change, and rotating a head becomes one multiplication of complex numbers.
+    """
+    heads = weight.unflatten(0, (num_heads, -1))
+    turning, still = heads[:, :rotated], heads[:, heads.shape[1] if rotated is None else rotated :]
+    pairs = turning.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([pairs, still], dim=1).reshape(weight.shape).contiguous()
 
 
 class LayerSkipModel:
-    """A Llama whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
+    """A model whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
-    Attributes: config (LlamaConfig), generation_config (the checkpoint's defaults for `generate`), num_layers,
+    Attributes: config (transformers' own), generation_config (the checkpoint's defaults for `generate`), num_layers,
     hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
     weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU), device, num_heads,
-    num_kv_heads, head_dim, name (hub name or path, for finding the checkpoint's default setting).
+    num_kv_heads, head_dim, sliding_windows (of each layer, as `DecoderLayer` says), name (hub name or path, for finding the
+    checkpoint's default setting), adapters (by exit layer, what drafts pass behind that exit; see `with_adapters`).
     """
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: PreTrainedConfig,
         *,
         dtype: torch.dtype,
         weights_dtype: torch.dtype | None = None,
@@ -87,10 +121,11 @@ class LayerSkipModel:
         self.config = config
         self.generation_config = generation_config
         self.name = name
+        self.adapters: Mapping[int, Adapter] = {}
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size
         self.vocab_size = embedding.shape[0]
-        self.max_positions = config.max_position_embeddings
+        self.max_positions = family_of(config).max_positions(config)
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -102,13 +137,14 @@ class LayerSkipModel:
         self._final_norm = final_norm
         self._head = head
         self._draft_head = head if draft_head is None else draft_head
-        self._inv_freq = inv_freq  # float32 [head_dim / 2]
+        self._inv_freq = inv_freq  # float32 [head_dim / 2]; shorter where only the first part of a head rotates
         self._rotary_scaling = rotary_scaling
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
         self._half = self.dtype not in (torch.float32, torch.float64)
         self._unfused = self.device.type == "cpu" and not self._half
         self._groups_rows = self.device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
         self._interleaved = layers[0].interleaved
+        self.sliding_windows = tuple(layer.sliding_window for layer in layers)
         self._native: NativeLayers | None = None
         if NativeLayers.possible(layers):
             self._native = NativeLayers(
@@ -134,6 +170,12 @@ class LayerSkipModel:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
         return linears // self.num_layers + 2 * self.hidden_size * self.dtype.itemsize
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in one layer's matrices, however they are stored."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # query and output, key and value
+        return self.hidden_size * (heads * self.head_dim + 3 * int(self.config.intermediate_size))
 
     @property
     def head_bytes(self) -> int:
@@ -162,7 +204,8 @@ class LayerSkipModel:
             cos = (angles.cos() * self._rotary_scaling).to(wide)
             sin = (angles.sin() * self._rotary_scaling).to(wide)
             if self._interleaved:
-                self._rotary = torch.complex(cos, sin).unsqueeze(1)
+                still = self.head_dim // 2 - cos.shape[1]  # pairs that do not rotate
+                self._rotary = torch.complex(F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))).unsqueeze(1)
             else:
                 self._rotary = torch.stack((cos, cos, -sin, sin), dim=1).unflatten(1, (2, 2)).unsqueeze(1)
 
@@ -197,7 +240,7 @@ class LayerSkipModel:
         if start == stop:
             return hidden
         attention = OperatorAttention(
-            rows, start, stop, rotary=self._rotary, heads=self.num_heads,
+            rows, start, stop, rotary=self._rotary, heads=self.num_heads, sliding_windows=self.sliding_windows[start:stop],
             unfused=self._unfused, groups_rows=self._groups_rows,
         )  # fmt: skip
         hidden = self.walk(hidden, start, stop, attention, capture)
@@ -223,7 +266,19 @@ class LayerSkipModel:
             head=head,
             draft_head=draft_head,
             rotary=lambda: self._rotary,
+            adapters=self.adapters,
         )
+
+    def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:
+        """The same model, weights shared, with these adapters behind its exits and no others."""
+        other = copy.copy(self)
+        other.adapters = dict(adapters)
+        return other
+
+    def at_exit(self, hidden: Tensor, exit_layer: int) -> Tensor:
+        """What drafts are chosen from: the exit's own states, [rows, hidden], or what its adapter makes of them."""
+        adapter = self.adapters.get(exit_layer)
+        return hidden if adapter is None else adapter(hidden)
 
     def walk(
         self,
@@ -245,22 +300,30 @@ class LayerSkipModel:
     def _project(self, layer: DecoderLayer, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
         """Norm, then rotated query, key and value: [rows, heads or kv_heads, head_dim] each. rotary: of these rows."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = layer.qkv(layer.input_norm(hidden)).view(-1, heads + 2 * kv_heads, self.head_dim)
-        self._rotate(qkv, heads + kv_heads, rotary)
+        normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
+        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, self.head_dim)
+        if layer.query_norm is not None:
+            _normalise_heads(layer.query_norm, qkv[:, :heads])
+        if layer.key_norm is not None:
+            _normalise_heads(layer.key_norm, qkv[:, heads : heads + kv_heads])
+        if layer.rotated:
+            self._rotate(qkv, heads + kv_heads, rotary)
         return qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
 
     def _finish(self, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from its input and what attention gave, [rows, heads * head_dim]."""
-        hidden = layer.output.add_to(hidden, attended)
-        gate, up = layer.gate_up(layer.post_attention_norm(hidden)).view(hidden.shape[0], 2, -1).unbind(1)
-        return layer.down.add_to(hidden, F.silu(gate).mul_(up))
+        hidden = _add(hidden, attended, layer.output, layer.output_norm)
+        normed = hidden if layer.post_attention_norm is None else layer.post_attention_norm(hidden)
+        gate, up = layer.gate_up(normed).view(hidden.shape[0], 2, -1).unbind(1)
+        return _add(hidden, F.silu(gate).mul_(up), layer.down, layer.down_norm)
 
     @property
     def rotary(self) -> Tensor:
         """The rotary table; `prepare` may put a longer one in its place.
 
-        With interleaved heads complex, [positions, 1, head_dim / 2]. Else real, [positions, 1, 2, 2, head_dim / 2]: for both
-        halves of a head the factors of its own numbers (cos, cos), then those of the other half's (-sin, sin).
+        With interleaved heads complex, [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1. Else real,
+        [positions, 1, 2, 2, r / 2], of the r first numbers of a head, which rotate: for both halves of them the factors of
+        its own numbers (cos, cos), then those of the other half's (-sin, sin).
         """
         return self._rotary
 
@@ -276,7 +339,9 @@ class LayerSkipModel:
         return self._logits(self._head, hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """What early exits propose: the same, but through weights of 8 bits where the head is large and our kernels run.
+        """What early exits propose for rows of `at_exit`.
+
+        Through weights of 8 bits where the head is large and our kernels run.
 
         A draft may be chosen in any way, as long as the distribution it was drawn from is the one that it is verified with;
         and at a large vocabulary reading the head is most of what a draft costs. What verifies is `logits`.
@@ -304,7 +369,7 @@ class LayerSkipModel:
     def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:
         """Rotary embedding, in place, of the first `num_rotated` heads of [rows, heads, head_dim]."""
         if not rotary.is_complex():
-            halves = qkv[:, :num_rotated].unflatten(-1, (2, -1))
+            halves = qkv[:, :num_rotated, : 2 * rotary.shape[-1]].unflatten(-1, (2, -1))
             itself, other = rotary.unbind(2)
             # In half precision from float32 products.
             torch.addcmul(halves.flip(-2) * other, halves, itself, out=halves)
@@ -314,3 +379,13 @@ class LayerSkipModel:
             heads.copy_(torch.view_as_real(pairs.mul_(rotary)).flatten(-2))
         else:
             qkv.view(rotary.dtype)[:, :num_rotated].mul_(rotary)
+
+
+def _add(residual: Tensor, x: Tensor, linear: Linear, norm: RMSNorm | None) -> Tensor:
+    """residual + linear(x), or residual + norm(linear(x)), in a new tensor. residual: [rows, out], x: [rows, in]."""
+    return linear.add_to(residual, x) if norm is None else norm(linear(x)).add_(residual)
+
+
+def _normalise_heads(norm: RMSNorm, heads: Tensor) -> None:
+    """In place, each head by itself or all of a row together, as wide as the norm is. heads: [rows, heads, head_dim]."""
+    heads.copy_(norm(heads.reshape(heads.shape[0], -1, norm.size)).view(heads.shape))

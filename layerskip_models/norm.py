@@ -20,7 +20,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float, live: bool = False) -> None:
         size = weight.shape[-1]
-        self._size = size
+        self.size = size
         self.eps = eps
         self._through_float32 = live or weight.dtype != torch.float32
         self._weight: Tensor | None = weight if self._through_float32 else weight * size**0.5
@@ -43,9 +43,9 @@ class RMSNorm:
         return factors
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, hidden]. Returns the same shape and dtype."""
+        """x: [.., hidden]. Returns a new tensor of the same shape and dtype."""
         if self._through_float32:
-            normed = F.rms_norm(x.float(), (self._size,), None, self.eps).to(x.dtype)
+            normed = F.rms_norm(x.float(), (self.size,), None, self.eps).to(x.dtype)
         else:
             length = torch.linalg.vector_norm(x, 2.0, -1, True).hypot_(self._root)
             normed = torch.div(x, length)

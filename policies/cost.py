@@ -88,6 +88,7 @@ class MeasuredCost:
         than were timed goes on along the line of the last two.
     draft_seconds: what a draft step costs beside its layers and head (token choice, bookkeeping); below 0 if the head that
         drafts are chosen with is faster by more than that.
+    adapter_seconds: by exit layer, what an adapter behind that exit adds to each look; exits that are not named have none.
     round_seconds: what a speculative round costs beside its draft steps and verification, compared with a plain one.
     description: of model, device and threads, for the record.
     fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.drift`): for runs that must decide alike.
@@ -98,6 +99,7 @@ class MeasuredCost:
     layer_seconds: tuple[float, ...]
     head_seconds: tuple[float, ...]
     draft_seconds: float = 0.0
+    adapter_seconds: tuple[tuple[int, float], ...] = ()
     round_seconds: float = 0.0
     description: str = ""
     fixed: bool = False
@@ -113,8 +115,12 @@ class MeasuredCost:
         return self.num_layers * self.layer_seconds[0] + self.head_seconds[0]
 
     def look(self, exit_layer: int) -> float:
-        """One row's head, and what a draft step adds to it."""
-        return self.head_seconds[0] + self.draft_seconds
+        """One row's adapter and head, and what a draft step adds to them."""
+        return self.head_seconds[0] + self.draft_seconds + self.adapter(exit_layer)
+
+    def adapter(self, exit_layer: int) -> float:
+        """Of this exit's adapter, over one row or a few; 0 without one."""
+        return next((seconds for layer, seconds in self.adapter_seconds if layer == exit_layer), 0.0)
 
     def drafting(self, exit_layer: int, num_drafts: int) -> float:
         return num_drafts * (exit_layer * self.layer_seconds[0] + self.look(exit_layer))
@@ -135,7 +141,7 @@ class MeasuredCost:
             self.head_seconds, kept_rows
         )
         if exit_layer:
-            look = _at(self.head_seconds, tried_rows) + self.draft_seconds
+            look = _at(self.head_seconds, tried_rows) + self.draft_seconds + self.adapter(exit_layer)
             seconds += exit_layer * _at(self.layer_seconds, tried_rows) + max(look, 0.0) + self.round_seconds
         return seconds
 
@@ -151,7 +157,8 @@ class MeasuredCost:
     def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCost:
         """The cost that `as_dict` described."""
         lists = {name: tuple(values[name]) for name in ("layer_seconds", "head_seconds")}
-        return cls(**{**values, **lists})
+        adapters = tuple((int(layer), float(seconds)) for layer, seconds in values.get("adapter_seconds", ()))
+        return cls(**{**values, **lists, "adapter_seconds": adapters})
 
 
 DRAFTING_ON = 0.25
@@ -179,15 +186,15 @@ class CompanyCost:
 
     def look(self, exit_layer: int) -> float:
         """The first one of a draft, which all share."""
-        return self._look(self.texts)
+        return self._look(exit_layer, self.texts)
 
     def drafting(self, exit_layer: int, num_drafts: int) -> float:
         """All share the first step, few the others."""
         if num_drafts == 0:
             return 0.0
         fewer = 1 + (self.texts - 1) * DRAFTING_ON
-        later = exit_layer * _at(self.alone.layer_seconds, fewer) / fewer + self._look(fewer)
-        return self._pass(exit_layer, self.texts) + self._look(self.texts) + (num_drafts - 1) * later
+        later = exit_layer * _at(self.alone.layer_seconds, fewer) / fewer + self._look(exit_layer, fewer)
+        return self._pass(exit_layer, self.texts) + self._look(exit_layer, self.texts) + (num_drafts - 1) * later
 
     def round(self, exit_layer: int, num_drafts: int) -> float:
         """The drafts' steps, a pass of the last rows that all share, and a verification of all rows together."""
@@ -200,9 +207,9 @@ class CompanyCost:
         """All copy alike."""
         return self.alone._copying(exit_layer, self.texts * (tried + 1), self.texts * (kept + 1)) / self.texts
 
-    def _look(self, texts: float) -> float:
+    def _look(self, exit_layer: int, texts: float) -> float:
         head = _at(self.alone.head_seconds, texts)
-        return max(head + self.alone.draft_seconds, 0.1 * head) / texts
+        return (max(head + self.alone.draft_seconds, 0.1 * head) + self.alone.adapter(exit_layer)) / texts
 
     def in_company(self, texts: int) -> CostModel:
         return self.alone.in_company(texts)

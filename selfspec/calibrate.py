@@ -67,7 +67,8 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         make = _captured_calls if runner == "captured" else _eager_calls
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
-        *passes, draft = _timed(make(model, cache, rows_timed[::-1]), model.device)
+        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model.device)
+        adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
     layers, heads = passes[-2::-2], passes[::-2]
     if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
         layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
@@ -82,15 +83,42 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         layer_seconds=layer_seconds,
         head_seconds=head_seconds,
         draft_seconds=max(step, -0.9 * head_seconds[0]),
+        adapter_seconds=adapter_seconds,
         description=f"{model.device.type} {dtype}, {num_threads()} threads, {runner}",
     )
+
+
+def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
+    """What each exit's adapter adds to a draft step: a draft with it less the same draft without."""
+    exits = sorted(model.adapters)
+    calls = [
+        _draft_call(one, cache, runner, exit_layer) for exit_layer in exits for one in (model, model.with_adapters({}))
+    ]
+    seconds = _timed(calls, model.device)
+    added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
+    return tuple(zip(exits, added))
+
+
+def _draft_call(model: LayerSkipModel, cache: KVCache, runner: RunnerName, exit_layer: int) -> Callable[[], object]:
+    """A draft of `_DRAFTS` steps at this exit."""
+    turn = _turn(model, cache, exit_layer)
+    if runner == "captured":
+        captured = CapturedRunner(model, cache, cleared=True)
+        captured.reserve(_DRAFTS + 1)
+        return partial(captured.draft, [turn])
+    passes = EagerPasses(model)
+
+    def draft() -> None:
+        cache.declare(turn.length - 1)
+        passes.draft([turn])
+
+    return draft
 
 
 def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
     """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
     context = cache.max_length
-    passes, steps = EagerPasses(model), model.steps()
-    turn = _turn(model, cache)
+    steps = model.steps()
 
     def layers(rows: int) -> Callable[[], object]:
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
@@ -108,12 +136,9 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
         return lambda: model.choices(hidden).tokens.tolist()
 
-    def draft() -> None:
-        cache.declare(turn.length - 1)
-        passes.draft([turn])
-
     # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
-    return [*(call(rows) for rows in rows_timed for call in (layers, head)), draft]
+    passes = [call(rows) for rows in rows_timed for call in (layers, head)]
+    return [*passes, _draft_call(model, cache, "eager", 1)]
 
 
 def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
@@ -121,16 +146,16 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
     runner = CapturedRunner(model, cache, cleared=True)  # it is full
     runner.reserve(max(rows_timed))
     context = cache.max_length
-    turn = _turn(model, cache)
+    turn = _turn(model, cache, 1)
     calls: list[Callable[[], object]] = []
     for rows in rows_timed:
         calls += [partial(runner.layers, rows, context - rows), partial(runner.head, rows)]
     return [*calls, partial(runner.draft, [turn])]
 
 
-def _turn(model: LayerSkipModel, cache: KVCache) -> Turn:
-    """A round of `_DRAFTS` drafts at the first layer, looked at one by one, at the end of a text."""
-    policy = Policy(FixedExit(1, _DRAFTS, num_layers=model.num_layers), NeverStop())
+def _turn(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> Turn:
+    """A round of `_DRAFTS` drafts at one exit, looked at one by one, at the end of a text."""
+    policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
     context = cache.max_length
     return Turn(
         cache=cache,
@@ -138,7 +163,7 @@ def _turn(model: LayerSkipModel, cache: KVCache) -> Turn:
         length=context - _DRAFTS - 1,
         pending=0,
         remaining=_DRAFTS + 1,
-        exit_layer=1,
+        exit_layer=exit_layer,
         max_speculations=_DRAFTS,
         sampler=Sampler(LogitsProcessorList(), None),
         policy=policy,

@@ -195,15 +195,23 @@ class EagerPasses:
         found: dict[Draft, tuple[Sequence[Look], Tensor | None]] = {}
         choosing = [draft for draft in drafts if draft.turn.greedy]
         if choosing:
-            looks = _looks_of(self._model.draft_choices(_at_exit(choosing), _most_detail(drafts)))
+            looks = _looks_of(self._model.draft_choices(self._at_exit(choosing), _most_detail(drafts)))
             found |= zip(choosing, ((part, None) for part in _parts(looks, [draft.num_next for draft in choosing])))
         processed = [draft for draft in drafts if not draft.turn.greedy]
         if processed:
-            logits = self._model.draft_logits(_at_exit(processed))
+            logits = self._model.draft_logits(self._at_exit(processed))
             for draft, rows in zip(processed, logits.split([draft.num_next for draft in processed])):
                 nothing = draft.detail == "token" and draft.num_next == 1
                 found[draft] = (NOTHING,) if nothing else _looks_of(choices_of(rows, draft.detail)), rows
         return [found[draft] for draft in drafts]
+
+    def _at_exit(self, drafts: Sequence[Draft]) -> Tensor:
+        """What the head sees of the rows that were run last, [rows, hidden]."""
+        found = [
+            self._model.at_exit(draft.exit_hidden[draft.num_rows : draft.num_rows + draft.num_next], draft.exit_layer)
+            for draft in drafts
+        ]
+        return torch.cat(found)
 
     def _leave(self, strands: Sequence[_Strand], layer: int) -> list[_Strand]:
         """Rows whose text exits here stay with its draft. The strands that go on."""
@@ -373,11 +381,6 @@ def _watch(strands: Sequence[_Strand], start: int, stop: int) -> Callable[[int, 
             states.capture(row, layers_done, hidden[begin:end])
 
     return watch
-
-
-def _at_exit(drafts: Sequence[Draft]) -> Tensor:
-    """The exit states of the rows that were run last, [rows, hidden]."""
-    return torch.cat([draft.exit_hidden[draft.num_rows : draft.num_rows + draft.num_next] for draft in drafts])
 
 
 def _parts(looks: Sequence[Look], sizes: Sequence[int]) -> list[Sequence[Look]]:

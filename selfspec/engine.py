@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from layerskip_models.kernels.threads import settle as settle_threads
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
-from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import Messages
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
@@ -273,9 +272,7 @@ class _Seat:
             self.captured = self._place.captured
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_company(texts)
-                # Not even in company, in which a text runs eagerly: what it drafts must not depend on that.
-                copies = copies_drafts(policy, bound.runners.kind)
-                self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept, copies)
+                self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept, bound.runners.kind)
             self._place.share(self.text.prompt_read)
             needs = self.text.needs
             if needs.context_layers or needs.features or needs.copies == "needed":

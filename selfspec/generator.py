@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
+from layerskip_models.exits.lean import ExitsChoice
 from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
@@ -76,6 +77,8 @@ class SelfSpecGenerator:
         is on our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, oldest given up first;
         the last one always stays. They are used everywhere; on PyTorch's operators that may change the last digits, as any
         other batch size does. 0: every prompt is read from its beginning.
+    exits: adapters behind the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or that lie beside
+        a transformers model's checkpoint; a path: that folder's; None: bare exits.
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, another runner, or a size that is
     none.
@@ -89,8 +92,9 @@ class SelfSpecGenerator:
         *,
         runner: RunnerChoice = "auto",
         prefix_cache: int | str | None = None,
+        exits: ExitsChoice = "auto",
     ) -> None:
-        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache))
+        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache), exits)
         self.tokenizer = tokenizer
         self._lock = threading.Lock()  # of `_policies`
         self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
@@ -110,10 +114,11 @@ class SelfSpecGenerator:
         revision: str | None = None,
         local_files_only: bool = False,
         prefix_cache: int | str | None = None,
+        exits: ExitsChoice = "auto",
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`."""
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-        model = load_model(name_or_path, dtype=dtype, device=device, **options)
+        model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, **options)
         tokenizer = load_tokenizer(name_or_path, **options)
         return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
 

@@ -80,14 +80,31 @@ def encode_messages(
             "this model's tokenizer has no chat template: give a text prompt, or set tokenizer.chat_template (docs/chat.md)"
         )
     continued = messages[-1]["role"] == "assistant"
+    return _ids(messages, tokenizer, template, add_generation_prompt=not continued, continue_final_message=continued)
+
+
+def conversation_ids(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate = OWN_TEMPLATE, *, ask: bool
+) -> list[int]:
+    """The ids of a conversation that is complete, for training; ask: followed by the beginning of the next answer.
+
+    Raises ValueError as `encode_messages`.
+    """
+    if not has_template(tokenizer, template):
+        raise ValueError(
+            "this model's tokenizer has no chat template, which messages need: choose one with --chat-template (docs/chat.md)"
+        )
+    return _ids(messages, tokenizer, template, add_generation_prompt=ask, continue_final_message=False)
+
+
+def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, **options: bool) -> list[int]:
     try:
         found = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             chat_template=template.source,
-            add_generation_prompt=not continued,
-            continue_final_message=continued,
             tokenize=True,
             return_dict=True,
+            **options,
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error

@@ -16,14 +16,15 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LlamaConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from layerskip_models.families import family_of
 from selfspec.copying.copy_index import CopyStore
 from selfspec.messages import are_messages, encode_messages
 from selfspec.stop_conditions import StopConditions
@@ -69,7 +70,7 @@ _MEANT = {
 class GenerationHost(GenerationMixin):
     """Lets transformers' own code prepare a call without a transformers model in memory."""
 
-    def __init__(self, config: LlamaConfig, generation_config: GenerationConfig, device: torch.device) -> None:
+    def __init__(self, config: PreTrainedConfig, generation_config: GenerationConfig, device: torch.device) -> None:
         self.config = config
         self.generation_config = generation_config
         self._device = device
@@ -246,7 +247,7 @@ def make_request(
         config.eos_token_id = None
     refuse_fields(config)
 
-    context, vocab_size = host.config.max_position_embeddings, host.config.vocab_size
+    context, vocab_size = family_of(host.config).max_positions(host.config), host.config.vocab_size
     ids = encode_prompt(prompt, tokenizer, vocab_size)
     num_prompt = ids.numel()
     if not has_length:

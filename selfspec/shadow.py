@@ -66,9 +66,9 @@ class DeferredShadow:
         self._hidden = None
 
     def states(self, layer: int) -> Tensor:
-        """[rows, hidden] of a layer that is still missing."""
+        """[rows, hidden] of a layer that is still missing, as the head sees them."""
         assert self._hidden is not None
-        return self._hidden[self._slots[layer]]
+        return self._model.at_exit(self._hidden[self._slots[layer]], layer)
 
 
 def settle(record: RoundRecord) -> RoundRecord:

@@ -18,8 +18,9 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, Piece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
 from selfspec.copying.copy_index import CopyIndex
+from selfspec.copying.copy_sources import copies_drafts
 from selfspec.hidden_states import HiddenStates, KeptStates
-from selfspec.passes import Outcome, Passes, Turn
+from selfspec.passes import Outcome, Passes, RunnerName, Turn
 from selfspec.request import Request
 from selfspec.sampling import Sampler, non_finite
 from selfspec.stats import StatsBuilder
@@ -41,7 +42,7 @@ class Text:
 
     cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
     that the prompt begins with. kept_states: that text's hidden states. policy: of this text alone while it lasts.
-    copies: False if nothing is to be copied, whatever the policy may do.
+    runner: of the generator. Not even in company, in which a text runs eagerly, does it copy what the runner would not.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Text:
         request: Request,
         policy: Policy,
         kept_states: KeptStates | None = None,
-        copies: bool = True,
+        runner: RunnerName = "eager",
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
@@ -77,7 +78,7 @@ class Text:
         self.num_reused = self._reuse(kept_states)
         self.copies: CopyIndex | None = None
         self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
-        if copies and self.needs.copies != "none":
+        if copies_drafts(self.needs, runner):
             self.copies = CopyIndex(request.copy_from)
             self.copies.read(request.prompt)
         self.pending = -1  # the last committed token, not yet run through any layer

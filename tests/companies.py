@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 from torch import Tensor
@@ -43,10 +44,13 @@ POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY)
 
 
 def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
-    """On our kernels in float32; on PyTorch's operators in float64, where company changes only a number's last digits."""
+    """On our kernels in float32; on PyTorch's operators in float64, where company changes only a number's last digits.
+
+    Two of its exits have adapters, and one is bare.
+    """
     dtype = torch.float32 if layout == "native" else torch.float64
     llama = tiny_llama(num_layers=num_layers, heads=4, kv_heads=2, late_scale=0.5, dtype=dtype, seed=21)
-    return from_transformers(llama, layout=layout)
+    return adapted(from_transformers(llama, layout=layout), [1, 3])
 
 
 @cache

@@ -14,6 +14,7 @@ from itertools import product
 
 import pytest
 import torch
+from random_adapters import adapted
 from scipy.stats import chi2
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy
 from tiny_llama import full_logits, request_for, tiny_llama
@@ -65,14 +66,14 @@ def llama() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def model(llama: LlamaForCausalLM) -> LayerSkipModel:
-    return from_transformers(llama, layout="plain")
+    return adapted(from_transformers(llama, layout="plain"), [1])
 
 
 @pytest.fixture(scope="module")
 def model_in_use(llama: LlamaForCausalLM) -> LayerSkipModel:
     """On our kernels where they work, as a user has it; enumeration above all runs PyTorch's operators."""
     native = native_works(torch.device("cpu"), torch.float32)
-    return from_transformers(llama, layout="native" if native else "plain")
+    return adapted(from_transformers(llama, layout="native" if native else "plain"), [1])
 
 
 def sampled_run(

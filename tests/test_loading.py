@@ -10,12 +10,14 @@ import torch
 from tiny_llama import CONTEXT, full_logits, reference_greedy, tiny_llama, tiny_tokenizer
 from torch import Tensor
 from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 from layerskip_models import (
@@ -123,21 +125,28 @@ def test_a_broken_settings_file_is_an_error(content: str, tmp_path: Path) -> Non
 
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
     others = {
-        "gpt2": GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=24, n_positions=16)),
-        "mistral": MistralForCausalLM(
-            MistralConfig(
-                vocab_size=24, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
-                num_attention_heads=2, num_key_value_heads=1, head_dim=4,
-            )
+        "gpt2": (GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=24, n_positions=16)), "LayerNorm"),
+        "mixtral": (
+            MixtralForCausalLM(
+                MixtralConfig(
+                    vocab_size=24, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+                )
+            ),
+            "experts",
+        ),
+        "codegen": (
+            CodeGenForCausalLM(CodeGenConfig(n_layer=2, n_head=4, n_embd=16, rotary_dim=4, vocab_size=24, n_positions=16)),
+            "nobody has written",
         ),
     }  # fmt: skip
-    for kind, model in others.items():
+    for kind, (model, need) in others.items():
         model.save_pretrained(tmp_path / kind)
-        with pytest.raises(ValueError, match=kind) as error:
+        with pytest.raises(ValueError, match=f"'{kind}' model, which would need .*{need}.*; supported are") as error:
             load_model(tmp_path / kind)
         assert "LlamaForCausalLM" in str(error.value)
         assert all(name in str(error.value) for name in LAYERSKIP_CHECKPOINTS)
-        with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        with pytest.raises(ValueError, match=f"which would need .*{need}.*; supported are LlamaForCausalLM"):
             SelfSpecGenerator(model)
 
 

@@ -7,10 +7,11 @@ from random import Random
 from typing import Any
 
 import torch
+from random_adapters import adapted
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from bench.trials.fuzz_models import ROPES, random_llama, word_tokenizer
+from bench.trials.fuzz_models import ROPES, random_model, word_tokenizer
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
@@ -39,7 +40,7 @@ def tiny_llama(
     seed: int = 0,
     **config: Any,
 ) -> LlamaForCausalLM:
-    """A random model (see `random_llama`) without any special token.
+    """A random model (see `random_model`) without any special token.
 
     rope: a name in ROPES, or a configuration's rope_parameters.
     """
@@ -55,7 +56,7 @@ def tiny_llama(
         rope_parameters=dict(ROPES[rope] if isinstance(rope, str) else rope),
         **{**options, **config},
     )
-    return random_llama(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
+    return random_model(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
 
 
 @cache
@@ -65,7 +66,8 @@ def pool_model(
     """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
 
     The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
-    embeddings, with and without biases, one key-value head and several. A layout is given, not timed: the rounding, and
+    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. A layout is
+    given, not timed: the rounding, and
     with it the count of near-ties, is then the same in every run.
     """
     random = Random(index)
@@ -92,7 +94,9 @@ def pool_model(
         layout = "half"
         for parameter in llama.parameters():
             parameter.data = parameter.data.bfloat16().to(dtype)
-    return llama, SelfSpecGenerator(from_transformers(llama, layout=layout), tiny_tokenizer(), runner=runner)
+    model = from_transformers(llama, layout=layout)
+    model = adapted(model, [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0], seed=index)
+    return llama, SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -28,6 +28,7 @@ from bench.commands.context_command import context
 from bench.commands.copy_index_command import copy_index
 from bench.commands.copying_command import copying_accuracy, copying_texts
 from bench.commands.copying_gain_command import copying_gain
+from bench.commands.exit_adapters_command import exit_adapters
 from bench.commands.exit_losses_command import exit_losses
 from bench.commands.leaves_command import leaves
 from bench.commands.preparation import (
@@ -88,6 +89,7 @@ app.command()(copying_gain)
 app.command()(exit_losses)
 app.command()(leaves)
 app.command()(copy_index)
+app.command()(exit_adapters)
 
 
 @app.command()

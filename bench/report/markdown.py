@@ -17,6 +17,7 @@ from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
 from bench.report.copying_tables import copying_headline, copying_tables
 from bench.report.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.report.exit_tables import exit_tables, exits_headline
 from bench.report.glance import glance
 from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
@@ -61,6 +62,9 @@ HEADINGS = {
     "gain_estimated_seconds": "At a larger shape's costs",
     "gain_seconds": "Measured",
     "copy_sources": "Where tokens come from",
+    "exits_gain": "Tokens per layer",
+    "exits_agreement": "Agreement",
+    "exits_speed": "Speed",
     "exit_losses": "Tokens per layer, losses, loops",
     "exit_losses_paired": "Against uniform weights",
     "exit_losses_oracle": "With oracle lengths",
@@ -82,6 +86,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "batch": batch_tables,
     "serving": serving_tables,
     "copying-gain": copying_tables,
+    "exit-adapters": exit_tables,
     "exit-losses": exit_loss_tables,
 }
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
@@ -91,6 +96,7 @@ _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "batch": batch_headline,
     "serving": serving_headline,
     "copying-gain": copying_headline,
+    "exit-adapters": exits_headline,
     "exit-losses": exit_loss_headline,
 }
 """Of the commands whose records are not of engines over prompts."""

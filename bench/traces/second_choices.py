@@ -64,7 +64,7 @@ def _second_choices(model: LayerSkipModel, text: Tensor, layers: set[int]) -> di
         ids = text[:-1].to(model.device)
         prefill(model, ids, KVCache(model, ids.numel()), capture=keep)
         return {
-            layer: model.draft_logits(torch.cat(rows)).topk(2, dim=-1).indices[:, 1].tolist()
+            layer: model.draft_logits(model.at_exit(torch.cat(rows), layer)).topk(2, dim=-1).indices[:, 1].tolist()
             for layer, rows in states.items()
         }
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from huggingface_hub.errors import GatedRepoError
 from safetensors import SafetensorError, safe_open
 
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -24,8 +26,10 @@ def is_path(name: str) -> bool:
 def resolve_checkpoint(name_or_path: str | Path) -> str:
     """The folder or hub name to load from.
 
-    The output folder of `selfspec train` stands for the `model/` folder inside it. `~` is expanded.
-    Raises FileNotFoundError where a path names no folder, one without a checkpoint, or an unfinished training run.
+    A GGUF file, or a folder with one, is a checkpoint, too. The output folder of `selfspec train` stands for the `model/`
+    folder inside it. `~` is expanded.
+    Raises ValueError for several GGUF files, FileNotFoundError where a path names no folder, one without a checkpoint, or an
+    unfinished training run.
     """
     name = str(name_or_path)
     folder = Path(name)
@@ -34,9 +38,13 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
             folder = folder.expanduser()
         except RuntimeError:  # no home folder is known
             raise FileNotFoundError(f"cannot expand {name}: the home folder is unknown, give the whole path") from None
+    if gguf_file(str(folder)) is not None:
+        return str(folder)
     if not folder.is_dir():
         if folder.is_file():
-            raise FileNotFoundError(f"{name} is a file: give the folder with config.json and *.safetensors")
+            raise FileNotFoundError(
+                f"{name} is a file: give the folder with config.json and *.safetensors, or a .gguf file"
+            )
         if is_path(name):
             raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
         return name

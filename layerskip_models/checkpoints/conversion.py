@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.supported import check_transformers
+from layerskip_models.families import Family, family_of
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
@@ -40,7 +42,7 @@ def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def from_transformers(
-    model: LlamaForCausalLM, *, layout: Layout | None = None, release: bool = False, share: bool = False
+    model: PreTrainedModel, *, layout: Layout | None = None, release: bool = False, share: bool = False
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
@@ -59,7 +61,7 @@ def from_transformers(
         return _convert(model, config, "plain" if share else layout, release, share)
 
 
-def why_not_shared(model: LlamaForCausalLM, layout: Layout | None = None) -> str | None:
+def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
     """Why this model's weights cannot be shared in that layout; None if they can."""
     weight = model.model.norm.weight
     kept = arithmetic_dtype(weight.dtype, weight.device) == weight.dtype
@@ -74,7 +76,7 @@ def why_not_shared(model: LlamaForCausalLM, layout: Layout | None = None) -> str
 
 
 def _convert(
-    model: LlamaForCausalLM, config: LlamaConfig, layout: Layout | None, release: bool, share: bool
+    model: PreTrainedModel, config: PreTrainedConfig, layout: Layout | None, release: bool, share: bool
 ) -> LayerSkipModel:
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -85,9 +87,12 @@ def _convert(
     def layout_of(weight: Tensor) -> Layout:
         return default_layout(weight) if layout is None else layout
 
+    inv_freq = _inv_freq(decoder.rotary_emb)
     layers = []
-    for layer in decoder.layers:
-        layers.append(convert_layer(layer, config, layout_of, dtype, share=share))
+    for index, layer in enumerate(decoder.layers):
+        layers.append(
+            convert_layer(layer, config, layout_of, dtype, index=index, rotated=2 * inv_freq.numel(), share=share)
+        )
         if release:
             _release(layer)
 
@@ -118,7 +123,7 @@ def _convert(
         final_norm=_norm(decoder.norm.weight, config, dtype, share),
         head=head,
         draft_head=draft_head,
-        inv_freq=decoder.rotary_emb.inv_freq.detach().float().clone(),
+        inv_freq=inv_freq,
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
         generation_config=copy.deepcopy(model.generation_config),
         name=config.name_or_path or None,
@@ -128,61 +133,104 @@ def _convert(
     return result
 
 
+def _inv_freq(rotary: Any) -> Tensor:
+    """Of transformers' rotary embedding, [numbers that rotate / 2]; of longrope for short texts, whatever it read last."""
+    found: Tensor = rotary.original_inv_freq if rotary.rope_type == "longrope" else rotary.inv_freq
+    return found.detach().float().clone()
+
+
 def interleaves(device: torch.device) -> bool:
     """Whether heads are interleaved there: complex numbers are slow on CUDA, and cannot be compiled."""
     return device.type == "cpu"
 
 
 def convert_layer(
-    layer: LlamaDecoderLayer,
-    config: LlamaConfig,
+    layer: Any,
+    config: PreTrainedConfig,
     layout_of: Callable[[Tensor], Layout],
     dtype: torch.dtype,
     *,
+    index: int = 0,
+    rotated: int | None = None,
     share: bool = False,
 ) -> DecoderLayer:
     """A transformers layer in the fused layout.
 
-    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. share: its parameters become
-    views of the fused ones, else they are copied.
+    layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
+    rotated: how many numbers of a head rotate, its first ones; None for all.
+    share: its parameters become views of the fused ones, else they are copied.
     """
-    interleaved = interleaves(layer.input_layernorm.weight.device) and not share
-    norms = {
-        "qkv": _norm(layer.input_layernorm.weight, config, dtype, share),
-        "gate_up": _norm(layer.post_attention_layernorm.weight, config, dtype, share),
-    }
+    family = family_of(config)
+    heads = _Heads.of(config, rotated, interleaves(layer.mlp.down_proj.weight.device) and not share)
+
+    def norm(name: str | None) -> RMSNorm | None:
+        return None if name is None else _norm(getattr(layer, name).weight, config, dtype, share)
+
+    def norm_of_heads(name: str | None) -> RMSNorm | None:
+        return (
+            None
+            if name is None
+            else _norm(heads.reordered(getattr(layer.self_attn, name).weight), config, dtype, share)
+        )
+
+    input_norm, post_attention_norm = norm(family.input_norm), norm(family.post_attention_norm)
     fused = {
         kind: (weight.to(dtype), None if bias is None else bias.to(dtype))
-        for kind, (weight, bias) in _fuse_layer(layer, config, interleaved, share).items()
+        for kind, (weight, bias) in _fuse_layer(layer, family, heads, share).items()
     }
     layouts = {kind: layout_of(weight) for kind, (weight, _) in fused.items()}
-    for kind, before in norms.items():
-        factors = None if layouts[kind] in COMPACT else before.fold()
+    for kind, before in (("qkv", input_norm), ("gate_up", post_attention_norm)):
+        factors = None if before is None or layouts[kind] in COMPACT else before.fold()
         if factors is not None:
             fused[kind][0].mul_(factors)
     projections = {kind: LAYOUTS[layouts[kind]](*parts) for kind, parts in fused.items()}
     return DecoderLayer(
-        input_norm=norms["qkv"], post_attention_norm=norms["gate_up"], interleaved=interleaved, **projections
+        **projections,
+        input_norm=input_norm,
+        post_attention_norm=post_attention_norm,
+        output_norm=norm(family.output_norm),
+        down_norm=norm(family.down_norm),
+        query_norm=norm_of_heads(family.query_norm),
+        key_norm=norm_of_heads(family.key_norm),
+        sliding_window=family.sliding_window(config, index),
+        rotated=family.rotates(config, index),
+        interleaved=heads.interleaved,
     )
 
 
-def _norm(weight: Tensor, config: LlamaConfig, dtype: torch.dtype, share: bool) -> RMSNorm:
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """How heads of queries and keys are laid out. rotated: as in `convert_layer`; interleaved: as in `DecoderLayer`."""
+
+    size: int
+    queries_and_keys: int
+    rotated: int | None
+    interleaved: bool
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, rotated: int | None, interleaved: bool) -> _Heads:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(size, config.num_attention_heads + config.num_key_value_heads, rotated, interleaved)
+
+    def reordered(self, values: Tensor) -> Tensor:
+        """Of whole heads, one behind the other: [heads * size, ...], as the kernels want them."""
+        return interleave_heads(values, values.shape[0] // self.size, self.rotated) if self.interleaved else values
+
+
+def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: bool) -> RMSNorm:
     weight = weight.detach()
     return RMSNorm(weight if share else weight.to(dtype, copy=True), config.rms_norm_eps, live=share)
 
 
-def _fuse_layer(
-    layer: LlamaDecoderLayer, config: LlamaConfig, interleaved: bool, share: bool
-) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _fuse_layer(layer: Any, family: Family, heads: _Heads, share: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Weight and bias of the four fused projections of a transformers layer; as new tensors, unless they are shared."""
     attention, mlp = layer.self_attn, layer.mlp
     parts = {
-        "qkv": [attention.q_proj, attention.k_proj, attention.v_proj],
+        "qkv": [getattr(attention, name) for name in family.qkv],
         "output": [attention.o_proj],
-        "gate_up": [mlp.gate_proj, mlp.up_proj],
+        "gate_up": [getattr(mlp, name) for name in family.gate_up],
         "down": [mlp.down_proj],
     }
-    heads = [config.num_attention_heads, config.num_key_value_heads]
 
     def fused(kind: str, field: str) -> Tensor | None:
         found = [getattr(part, field) for part in parts[kind]]
@@ -190,10 +238,11 @@ def _fuse_layer(
             return None
         if share:
             return together(found)
-        values = [parameter.detach() for parameter in found]
-        if interleaved and kind == "qkv":
-            values[:2] = [interleave_heads(value, count) for value, count in zip(values, heads)]
-        return torch.cat(values)
+        value = torch.cat([parameter.detach() for parameter in found])
+        if heads.interleaved and kind == "qkv":
+            turned = heads.queries_and_keys * heads.size
+            value[:turned] = heads.reordered(value[:turned])
+        return value
 
     weights = {kind: fused(kind, "weight") for kind in parts}
     return {kind: (weight, fused(kind, "bias")) for kind, weight in weights.items() if weight is not None}

@@ -1,16 +1,21 @@
-"""Checkpoints by name or folder: transformers reads the files (safetensors only), `conversion` lays the weights out."""
+"""Checkpoints by name or folder: transformers or `quantised` reads the files, `conversion` lays the weights out."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import from_transformers
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
+from layerskip_models.checkpoints.quantised import has_few_bits, load_quantised, quantisation_of
 from layerskip_models.checkpoints.supported import DTYPES, check_config
-from layerskip_models.linear import Layout
+from layerskip_models.exits.lean import ExitsChoice, with_exits
+from layerskip_models.families import family_of
+from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
@@ -54,23 +59,35 @@ def load_model(
     layout: Layout | None = None,
     revision: str | None = None,
     local_files_only: bool = False,
+    exits: ExitsChoice = "auto",
 ) -> LayerSkipModel:
-    """Load a Llama-family checkpoint by hub name or local folder.
+    """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name, local folder or GGUF file.
 
     dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype. On a CPU "bfloat16" and
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
-        weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how).
+        weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how). For a
+        checkpoint that is quantised already (`checkpoints.quantised`) "auto" on a CPU is "int8".
     layout: of the weights; None for the default on this device (`linear.default_layout`).
-    Only safetensors files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
+    exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
+        another folder's; None has bare exits. They change what is drafted and nothing else.
+    Only safetensors and GGUF files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
-    if dtype == "int8":
+    config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
+    if dtype == "int8" or (dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device)):
         dtype, layout = torch.float32, "int8"
-    model = load_transformers(
-        name_or_path, dtype=dtype, device=device, revision=revision, local_files_only=local_files_only
-    )
-    return from_transformers(model, layout=layout, release=True)
+    origin = {"revision": revision, "local_files_only": local_files_only}
+    model = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin)
+    return with_exits(from_transformers(model, layout=layout, release=True), exits)
+
+
+def _int8_runs(device: str | torch.device) -> bool:
+    try:
+        check_layout("int8", torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
+    except ValueError:
+        return False
+    return True
 
 
 def load_transformers(
@@ -80,28 +97,40 @@ def load_transformers(
     device: str | torch.device = "auto",
     revision: str | None = None,
     local_files_only: bool = False,
-) -> LlamaForCausalLM:
-    """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`."""
+) -> PreTrainedModel:
+    """The checkpoint as transformers' own model, in evaluation mode; arguments and errors as in `load_model`.
+
+    Of one that is quantised: the float weights that its files stand for.
+    """
     name = resolve_checkpoint(name_or_path)
+    origin = {"revision": revision, "local_files_only": local_files_only}
+    return _load(name, load_config(name, revision=revision, local_files_only=local_files_only), dtype, device, origin)
+
+
+def _load(
+    name: str, config: PreTrainedConfig, dtype: str | torch.dtype, device: str | torch.device, origin: dict[str, Any]
+) -> PreTrainedModel:
+    """name: as resolved. config: of `load_config`. origin: revision and local_files_only, for transformers."""
     target = resolve_device(device)
-    config = load_config(name, revision=revision, local_files_only=local_files_only)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     with clear_errors(name):
-        model = LlamaForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=chosen,
-            device_map={"": target},
-            revision=revision,
-            local_files_only=local_files_only,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
+        if quantisation_of(config) is not None:
+            model = load_quantised(name, config, dtype=chosen, device=target, **origin)
+        else:
+            model = family_of(config).model.from_pretrained(
+                name,
+                config=config,
+                dtype=chosen,
+                device_map={"": target},
+                use_safetensors=True,
+                trust_remote_code=False,
+                **origin,
+            )
     _check_finite(model, name)
     return model
 
 
-def _check_finite(model: LlamaForCausalLM, name: str) -> None:
+def _check_finite(model: PreTrainedModel, name: str) -> None:
     """ValueError if a weight is NaN or infinite: nothing could be decoded with it."""
     for parameter_name, parameter in model.named_parameters():
         # A sum shows a NaN at the cost of reading; only where it is not finite every element is looked at.
@@ -114,9 +143,12 @@ def _check_finite(model: LlamaForCausalLM, name: str) -> None:
 
 def load_config(
     name_or_path: str | Path, *, revision: str | None = None, local_files_only: bool = False
-) -> LlamaConfig:
+) -> PreTrainedConfig:
     """The checked configuration of a checkpoint; errors as in `load_model`."""
     name = resolve_checkpoint(name_or_path)
+    file = gguf_file(name)
+    if file is not None:
+        return check_config(gguf_config(file), name)
     with clear_errors(name):
         try:
             config = AutoConfig.from_pretrained(
@@ -124,7 +156,7 @@ def load_config(
             )
         except ValueError as error:  # transformers' answer to a config.json of something else
             raise ValueError(
-                f"{name} holds no model that transformers knows: give a Llama checkpoint, "
+                f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
                 f"a folder with config.json and *.safetensors ({error})"
             ) from error
     return check_config(config, name)
@@ -133,6 +165,9 @@ def load_config(
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a checkpoint. Raises OSError that names the remedy where there is none."""
     name = resolve_checkpoint(name_or_path)
+    file = gguf_file(name)
+    if file is not None:
+        return gguf_tokenizer(file, **options)
     with clear_errors(name):
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)

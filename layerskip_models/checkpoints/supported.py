@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+from layerskip_models.checkpoints.quantised import check_quantisation, quantisation_of
+from layerskip_models.families import FAMILIES, family_of, find_family
+from layerskip_models.families.unsupported import need_of
+
 LAYERSKIP_CHECKPOINTS = (
     "facebook/layerskip-llama2-7B",
     "facebook/layerskip-llama2-13B",
@@ -29,42 +33,47 @@ DTYPES = {
 _MERGE = "merge adapters into the weights first (PEFT: model = model.merge_and_unload())"
 
 
-def check_config(config: object, name: str) -> LlamaConfig:
+def check_config(config: Any, name: str) -> PreTrainedConfig:
     """Return the config if this engine runs such a model; ValueError that lists what is supported if not."""
-    if not isinstance(config, LlamaConfig) or config.model_type != "llama":
+    family = find_family(config)
+    if family is None:
         kind = getattr(config, "model_type", type(config).__name__)
-        raise ValueError(
-            f"{name} is a {kind!r} model; supported are {', '.join(SUPPORTED_ARCHITECTURES)} checkpoints "
-            f"(Llama 2, Llama 3, CodeLlama), such as {', '.join(LAYERSKIP_CHECKPOINTS)}"
-        )
+        raise ValueError(f"{name} is a {kind!r} model, which would need {need_of(kind)}; {_supported()}")
     if config.hidden_act != "silu":
         raise ValueError(f"{name} uses hidden_act={config.hidden_act!r}; supported is 'silu'")
     rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in SUPPORTED_ROPE:
-        raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(SUPPORTED_ROPE)}")
+    if rope not in family.ropes:
+        raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(family.ropes)}")
     if config.num_hidden_layers < 2:
         raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name} is quantised; supported are float32, bfloat16 and float16 weights")
+    check_quantisation(config, name)
     return config
 
 
-def check_transformers(model: object) -> LlamaConfig:
+def _supported() -> str:
+    names = (f"{family.model.__name__} ({family.title})" for family in FAMILIES.values())
+    return f"supported are {', '.join(names)}; trained for early exit are {', '.join(LAYERSKIP_CHECKPOINTS)}"
+
+
+def check_transformers(model: Any) -> PreTrainedConfig:
     """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
-    if not isinstance(model, LlamaForCausalLM):
+    if not any(isinstance(model, family.model) for family in FAMILIES.values()):
         if hasattr(model, "merge_and_unload"):
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {_MERGE}")
-        raise ValueError(
-            f"expected a {', '.join(SUPPORTED_ARCHITECTURES)}, got {type(model).__name__}; "
-            f"supported checkpoints are Llama 2, Llama 3 and CodeLlama, such as {', '.join(LAYERSKIP_CHECKPOINTS)}"
-        )
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        needs = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
+        raise ValueError(f"expected a model for text generation, got a {type(model).__name__}{needs}; {_supported()}")
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
+    if quantisation_of(config) is not None:
+        raise ValueError(
+            "a model that transformers holds quantised cannot be converted: give load_model() the checkpoint's name or folder"
+        )
     _check_weights(model)
     _check_layers(model)
     return config
 
 
-def _check_weights(model: LlamaForCausalLM) -> None:
+def _check_weights(model: PreTrainedModel) -> None:
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ValueError(f"the model's weights must be on one device, they are on {sorted(map(str, devices))}")
@@ -76,9 +85,10 @@ def _check_weights(model: LlamaForCausalLM) -> None:
         )
 
 
-def _check_layers(model: LlamaForCausalLM) -> None:
+def _check_layers(model: PreTrainedModel) -> None:
     """Each matrix must be all that its place computes: the weight of an adapter's wrapper is that of the bare model."""
-    places = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    family = family_of(model.config)
+    places = (*family.qkv, "o_proj", *family.gate_up, "down_proj", "lm_head")
     for name, module in model.named_modules():
         wrapped = not isinstance(module, nn.Linear) or next(module.children(), None) is not None
         if name.endswith(places) and wrapped:

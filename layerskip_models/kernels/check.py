@@ -1,8 +1,8 @@
 """Whether the kernels keep their promise on this very machine: a compiler or a processor may be wrong.
 
-A small layer with odd sizes, one matrix of every kind, goes through them row by row and all rows together, on one thread and
-on several. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what PyTorch
-computes in float64. Takes about two milliseconds.
+A few small layers with odd sizes, one matrix of every kind, go through them row by row and all rows together, on one thread
+and on several. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what
+PyTorch computes in float64. Takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -22,25 +22,32 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.norm import RMSNorm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
+LAYERS, WINDOW = 3, 6
 MANY = 4  # times ROWS: as many rows as the kernels treat in another way
 _BOUND = 1e-4  # of numbers around 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: RMSNorm
     qkv: NativeLinear
     output: NativeLinear
-    post_attention_norm: RMSNorm
     gate_up: NativeLinear
     down: NativeLinear
+    input_norm: RMSNorm | None = None
+    post_attention_norm: RMSNorm | None = None
+    output_norm: RMSNorm | None = None
+    down_norm: RMSNorm | None = None
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
+    sliding_window: int | None = None
+    rotated: bool = True
 
 
 @dataclass(frozen=True)
-class _OneLayer:
-    """What a KV cache must know of a model of this one layer."""
+class _SmallModel:
+    """What a KV cache must know of a model of these layers."""
 
-    num_layers: int = 1
+    num_layers: int = LAYERS
     num_kv_heads: int = KV_HEADS
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.float32
@@ -51,7 +58,7 @@ class _OneLayer:
 
 
 def _cache() -> KVCache:
-    cache = KVCache(_OneLayer(), ROWS)
+    cache = KVCache(_SmallModel(), ROWS)
     cache.keys.zero_()
     cache.values.zero_()
     return cache
@@ -66,65 +73,86 @@ class _Drawn:
     def __call__(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device="cpu")
 
+    def norm(self, size: int) -> RMSNorm:
+        return RMSNorm(1 + 0.1 * self(size), EPS)
+
+    def layers(self) -> list[_Layer]:
+        """Of the same matrices: with norms before attention and the MLP; behind them, of all heads together and with a
+        window; and of every head alone, not rotated."""
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        matrices = (
+            NativeLinear((self(width, HIDDEN) * HIDDEN**-0.5).bfloat16(), self(width)),
+            NativeLinear((self(HIDDEN, HEADS * HEAD_DIM) * 0.1).half()),
+            NativeLinear(self(2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5, self(2 * INTERMEDIATE)),
+            NativeInt8Linear(self(HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5),
+        )
+        before, behind, heads = self._norms(HIDDEN), self._norms(HIDDEN), self._norms(HEAD_DIM)
+        queries, keys = self.norm(HEADS * HEAD_DIM), self.norm(KV_HEADS * HEAD_DIM)
+        return [
+            _Layer(*matrices, *before),
+            _Layer(*matrices, None, None, *behind, queries, keys, sliding_window=WINDOW),
+            _Layer(*matrices, *before, None, None, *heads, rotated=False),
+        ]
+
+    def _norms(self, size: int) -> tuple[RMSNorm, RMSNorm]:
+        return self.norm(size), self.norm(size)
+
 
 def fault() -> str | None:
     """What the kernels of this process compute wrongly, or None."""
     with OneTeam(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
-        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-        layer = _Layer(
-            RMSNorm(1 + 0.1 * drawn(HIDDEN), EPS),
-            NativeLinear((drawn(width, HIDDEN) * HIDDEN**-0.5).bfloat16(), drawn(width)),
-            NativeLinear((drawn(HIDDEN, HEADS * HEAD_DIM) * 0.1).half()),
-            RMSNorm(1 + 0.1 * drawn(HIDDEN), EPS),
-            NativeLinear(drawn(2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5, drawn(2 * INTERMEDIATE)),
-            NativeInt8Linear(drawn(HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5),
-        )
-        return _fault_of_linears(layer, x) or _fault_of_layers(layer, x, drawn(ROWS, HEAD_DIM // 2))
+        layers = drawn.layers()
+        linear, norm = layers[0].qkv, layers[0].input_norm
+        assert norm is not None
+        return _fault_of_linears(linear, norm, x) or _fault_of_layers(layers, x, drawn(ROWS, HEAD_DIM // 2))
 
 
 def _teams() -> list[int]:
     return sorted({1, 2, num_threads()})
 
 
-def _fault_of_linears(layer: _Layer, x: Tensor) -> str | None:
-    weight, bias = layer.qkv.weight.double(), layer.qkv.tensors[-1].double()
-    normed = _normed(x.double(), layer.input_norm)
+def _fault_of_linears(linear: NativeLinear, norm: RMSNorm, x: Tensor) -> str | None:
+    weight, bias = linear.weight.double(), linear.tensors[-1].double()
+    normed = _normed(x.double(), norm)
     with on_threads(1):
-        alone = torch.cat([layer.qkv(row) for row in x.split(1)])
+        alone = torch.cat([linear(row) for row in x.split(1)])
         many = x.repeat(MANY, 1)
-        alone_normed = torch.cat([layer.qkv.of_normalised(layer.input_norm, row) for row in x.split(1)])
+        alone_normed = torch.cat([linear.of_normalised(norm, row) for row in x.split(1)])
     for threads in _teams():
         with on_threads(threads):
-            if not torch.equal(layer.qkv(x), alone):
+            if not torch.equal(linear(x), alone):
                 return f"linear computes a row otherwise in company, on {threads} threads"
-            if not torch.equal(layer.qkv(many), alone.repeat(MANY, 1)):
+            if not torch.equal(linear(many), alone.repeat(MANY, 1)):
                 return f"linear computes a row otherwise among many, on {threads} threads"
-            if not torch.equal(layer.qkv.of_normalised(layer.input_norm, x), alone_normed):
+            if not torch.equal(linear.of_normalised(norm, x), alone_normed):
                 return f"normalised_linear computes a row otherwise in company, on {threads} threads"
     if not _near(alone, x.double() @ weight.T + bias) or not _near(alone_normed, normed @ weight.T + bias):
         return "linear computes something else"
     return None
 
 
-def _fault_of_layers(layer: _Layer, x: Tensor, angles: Tensor) -> str | None:
-    layers = NativeLayers([layer], hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
+def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor) -> str | None:
+    layers = NativeLayers(described, hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
     rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     one = _cache()
     with on_threads(1):
-        rows = [layers.run(row, 0, 1, ((one, 1),), rotary, None) for row in x.split(1)]
+        rows = [layers.run(row, 0, LAYERS, ((one, 1),), rotary, None) for row in x.split(1)]
     alone = torch.cat(rows)
     for threads in _teams():
         many, other = _cache(), _cache()
         with on_threads(threads):
-            first = layers.run(x[:2], 0, 1, ((many, 2),), rotary, None)
-            mixed = layers.run(torch.cat([x[2:], x[:2]]), 0, 1, ((many, ROWS - 2), (other, 2)), rotary, None)
+            first = layers.run(x[:2], 0, LAYERS, ((many, 2),), rotary, None)
+            mixed = layers.run(torch.cat([x[2:], x[:2]]), 0, LAYERS, ((many, ROWS - 2), (other, 2)), rotary, None)
             together = torch.cat([first, mixed[:-2]])
         same = torch.equal(together, alone) and torch.equal(mixed[-2:], alone[:2])
         if not same or not torch.equal(many.keys, one.keys) or not torch.equal(many.values, one.values):
             return f"step computes a row otherwise in company, on {threads} threads"
-    return None if _near(alone, _reference(layer, x.double(), rotary)) else "step computes something else"
+    expected = x.double()
+    for layer in described:
+        expected = _reference(layer, expected, rotary)
+    return None if _near(alone, expected) else "step computes something else"
 
 
 def _reference(layer: _Layer, x: Tensor, rotary: Tensor) -> Tensor:
@@ -132,23 +160,32 @@ def _reference(layer: _Layer, x: Tensor, rotary: Tensor) -> Tensor:
     qkv = _normed(x, layer.input_norm) @ layer.qkv.weight.double().T + layer.qkv.tensors[-1].double()
     query, key, value = qkv.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
     query, key = (
-        torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * rotary).flatten(-2)
-        for part in (query, key)
+        _normed(part.reshape(ROWS, -1, HEAD_DIM if norm is None else norm.size), norm).view(part.shape)
+        for part, norm in ((query, layer.query_norm), (key, layer.key_norm))
     )
+    if layer.rotated:
+        query, key = (
+            torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2)).contiguous()) * rotary).flatten(-2)
+            for part in (query, key)
+        )
     key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for part in (key, value))
     scores = query.transpose(0, 1) @ key.mT * HEAD_DIM**-0.5
-    behind = torch.ones(ROWS, ROWS, dtype=torch.bool, device="cpu").triu_(1)
-    attended = scores.masked_fill_(behind, -torch.inf).softmax(-1) @ value  # [heads, rows, head_dim]
-    x = x + attended.transpose(0, 1).flatten(1) @ layer.output.weight.double().T
+    unseen = torch.ones(ROWS, ROWS, dtype=torch.bool, device="cpu").triu_(1)
+    if layer.sliding_window is not None:
+        unseen |= ~torch.ones_like(unseen).triu_(1 - layer.sliding_window)
+    attended = scores.masked_fill_(unseen, -torch.inf).softmax(-1) @ value  # [heads, rows, head_dim]
+    x = x + _normed(attended.transpose(0, 1).flatten(1) @ layer.output.weight.double().T, layer.output_norm)
     gates = _normed(x, layer.post_attention_norm) @ layer.gate_up.weight.double().T + layer.gate_up.tensors[-1].double()
     gate, up = gates.chunk(2, 1)
-    return x + (F.silu(gate) * up) @ layer.down.weight.double().T
+    return x + _normed((F.silu(gate) * up) @ layer.down.weight.double().T, layer.down_norm)
 
 
-def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        return x
     factors = norm.factors
     assert factors is not None
-    return x / (x.square().sum(-1, keepdim=True) + HIDDEN * EPS).sqrt() * factors.double()
+    return x / (x.square().sum(-1, keepdim=True) + norm.size * EPS).sqrt() * factors.double()
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:

@@ -22,8 +22,6 @@
 
 #define PIECE_BYTES (24 << 10) /* of weights, at least; a microsecond or two */
 
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* Into how many pieces the team divides so many units whose weights have so many bytes. */
 static int64_t pieces_of(int64_t team, int64_t units, int64_t bytes) {
   int64_t each = most(1, least(POOL_PIECES, bytes / PIECE_BYTES / team));
@@ -184,9 +182,14 @@ static int64_t room_of(int64_t team, const Matrix *m, int64_t rows) {
 
 /* ---- Layers --------------------------------------------------------------------------------------------------------- */
 
+/* Norms are NULL where a layer has none; their weights are times the root of what they are over. */
 typedef struct {
   Matrix qkv, output, gate_up, down;
-  const float *input_norm, *post_attention_norm; /* [hidden], weights times sqrt(hidden) */
+  const float *input_norm, *post_attention_norm; /* [hidden], of what goes into attention and the MLP */
+  const float *output_norm, *down_norm;          /* [hidden], of what these two add */
+  const float *query_norm, *key_norm; /* of every head alone, [head_dim], or of all of a row together, [heads * head_dim] */
+  int64_t window;                     /* positions that a row attends to, its own among them */
+  int32_t joint, rotated;             /* whether heads are normalised together; whether they are rotated */
 } Layer;
 
 typedef struct {
@@ -234,7 +237,7 @@ PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, flo
 
 /* Numbers of scratch that a pass wants for so many rows. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {
-  return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 2 * s->hidden);
+  return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 3 * s->hidden);
 }
 
 /* Matrices see all rows of a pass at once; attention sees each span's own cache. */
@@ -251,9 +254,26 @@ typedef struct {
 
 INLINE const Span *spans_of(const Pass *a) { return a->spans ? a->spans : &a->only; }
 
-/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs. */
-static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv) {
+/* Number `head` of a row's `heads`, x: [heads, head_dim], behind its norm, if there is one. y: for head_dim numbers. */
+INLINE const float *normed_head(const Pass *a, const float *norm, int joint, const float *x, int64_t heads, int64_t head, float *y) {
+  int64_t dim = a->shape.head_dim, at = head * dim;
+  if (!norm) return x + at;
+  /* All heads' sum anew for each of them: a row's is so little that sharing it would cost more. */
+  float factor = joint ? norm_factor(x, a->shape.eps, heads * dim) : norm_factor(x + at, a->shape.eps, dim);
+  for (int64_t i = 0; i < dim; i++) y[i] = x[at + i] * factor * norm[joint ? at + i : i];
+  return y;
+}
+
+/* The factors of a position's rotation; NULL where the layer does not rotate. */
+INLINE const float *rotary_at(const Pass *a, const Layer *l, int64_t position) {
+  return l->rotated ? a->rotary + position * a->shape.head_dim : NULL;
+}
+
+/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs.
+ * room: for head_dim numbers. */
+static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv, float *room) {
   const Shape *s = &a->shape;
+  const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
   int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows of earlier spans */
   int64_t units = a->rows * s->kv_heads, pieces = least(units, pool_team(member));
@@ -264,10 +284,11 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
       int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
       if (r < before) span = spans_of(a), before = 0; /* pieces may come in any order */
       while (r >= before + span->rows) before += span++->rows;
-      const float *key = qkv + r * width + (s->heads + head) * dim, *value = key + s->kv_heads * dim;
+      const float *keys = qkv + r * width + s->heads * dim, *value = keys + (s->kv_heads + head) * dim;
+      const float *key = normed_head(a, l->key_norm, l->joint, keys, s->kv_heads, head, room);
       int64_t position = span->position + r - before;
       int64_t place = layer * span->layer_stride + head * span->head_stride + position * dim;
-      rotate(key, a->rotary + position * dim, 1.0f, dim, span->keys + place);
+      rotate(key, rotary_at(a, l, position), 1.0f, dim, span->keys + place);
       memcpy(span->values + place, value, dim * sizeof(float));
     }
     pool_done(&phase, piece);
@@ -280,14 +301,15 @@ static int64_t query_pieces(int64_t team, int64_t queries) {
 }
 
 /* Queries are counted span by span, in a span head by head, and for a head row by row.
- * room: for QUERIES * (dim + furthest + 2 * LANES) numbers, and as many times dim as a piece has queries. */
+ * room: for QUERIES * (dim + furthest + 2 * LANES) + dim numbers, and as many times dim as a piece has queries. */
 static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended, float *room) {
   const Shape *s = &a->shape;
+  const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
   int64_t dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
   int64_t all = a->rows * s->heads, longest = a->furthest + 2 * LANES, before = 0;
   int64_t pieces = query_pieces(pool_team(member), all);
-  float *queries = room, *scores = queries + QUERIES * dim, *own = scores + QUERIES * longest;
+  float *normed = room, *queries = normed + dim, *scores = queries + QUERIES * dim, *own = scores + QUERIES * longest;
   int alone = pool_alone(member);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
@@ -301,15 +323,17 @@ static void attend_all(Member *member, const Pass *a, int64_t layer, const float
       while (unit >= (before + span->rows) * s->heads) before += span++->rows;
       int64_t in = unit - before * s->heads, head = in / PER_HEAD;
       int64_t chosen = least(least(QUERIES, stop - unit), (head + 1) * PER_HEAD - in);
-      int64_t ends[QUERIES], offset = layer * span->layer_stride + head * span->head_stride;
+      int64_t begins[QUERIES], ends[QUERIES], offset = layer * span->layer_stride + head * span->head_stride;
       float *places[QUERIES];
       for (int64_t q = 0; q < chosen; q++, unit++, in++) {
         int64_t at = head * group + in % group, position = span->position + ROW(in) - before;
-        rotate(qkv + ROW(in) * width + at * dim, a->rotary + position * dim, s->scale, dim, queries + q * dim);
+        const float *query = normed_head(a, l->query_norm, l->joint, qkv + ROW(in) * width, s->heads, at, normed);
+        rotate(query, rotary_at(a, l, position), s->scale, dim, queries + q * dim);
+        begins[q] = most(0, position + 1 - l->window);
         ends[q] = position + 1;
         places[q] = alone ? PLACE(in) : own + (unit - start) * dim;
       }
-      attend(queries, chosen, ends, span->keys + offset, span->values + offset, dim, longest, scores, places);
+      attend(queries, chosen, begins, ends, span->keys + offset, span->values + offset, dim, longest, scores, places);
     }
     if (alone || !pool_win(&phase, piece)) continue;
     if (start < before * s->heads) span = spans_of(a), before = 0;
@@ -324,10 +348,31 @@ static void attend_all(Member *member, const Pass *a, int64_t layer, const float
   }
 }
 
+/* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is done where the result belongs. */
+static void add_normalised(Member *member, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
+  int64_t size = a->shape.hidden, pieces = least(a->rows, pool_team(member));
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    if (!pool_win(&phase, piece)) continue;
+    for (int64_t r = a->rows * piece / pieces; r < a->rows * (piece + 1) / pieces; r++) {
+      float factor = norm_factor(x + r * size, a->shape.eps, size);
+      for (int64_t i = r * size; i < (r + 1) * size; i++) y[i] = residual[i] + x[i] * factor * norm[i - r * size];
+    }
+    pool_done(&phase, piece);
+  }
+}
+
+/* y = residual + norm(x W^T), without a norm in one phase, else in two. added: room for [rows, hidden]. */
+static void add(Member *member, const Pass *a, const Matrix *m, const float *x, const float *norm, const float *residual,
+                float *y, float *added, float *room) {
+  multiply(member, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y, room);
+  if (norm) add_normalised(member, a, added, norm, residual, y);
+}
+
 /* Numbers of `room` that `walk_layers` needs. */
 static int64_t room_of_pass(int64_t team, const Pass *a) {
   int64_t rows = a->rows, dim = a->shape.head_dim, all = rows * a->shape.heads;
-  int64_t need = QUERIES * (dim + a->furthest + 2 * LANES) + (all / query_pieces(team, all) + 1) * dim;
+  int64_t need = QUERIES * (dim + a->furthest + 2 * LANES) + (all / query_pieces(team, all) + 2) * dim;
   const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
   for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
   return need;
@@ -338,19 +383,61 @@ static void walk_layers(Member *member, const Pass *a, float *room) {
   int64_t rows = a->rows, dim = s->head_dim, size = s->hidden;
   float *qkv = a->scratch, *attended = qkv + rows * (s->heads + 2 * s->kv_heads) * dim;
   float *gated = attended + rows * s->heads * dim, *middle = gated + rows * a->layers->down.in;
-  float *between = middle + rows * size;
+  float *between = middle + rows * size, *added = between + rows * size;
   const float *input = a->x;
   for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
     const Layer *layer = a->layers + a->first + l;
     float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? between : a->outputs;
     multiply(member, &layer->qkv, &(Input){input, layer->input_norm, s->eps, rows}, 0, NULL, qkv, room);
-    write_caches(member, a, a->first + l, qkv);
+    write_caches(member, a, a->first + l, qkv, room);
     attend_all(member, a, a->first + l, qkv, attended, room);
-    multiply(member, &layer->output, &(Input){attended, NULL, 0, rows}, 0, input, middle, room);
+    add(member, a, &layer->output, attended, layer->output_norm, input, middle, added, room);
     multiply(member, &layer->gate_up, &(Input){middle, layer->post_attention_norm, s->eps, rows}, 1, NULL, gated, room);
-    multiply(member, &layer->down, &(Input){gated, NULL, 0, rows}, 0, middle, result, room);
+    add(member, a, &layer->down, gated, layer->down_norm, middle, result, added, room);
     input = result;
   }
+}
+
+/* ---- Exit adapters -------------------------------------------------------------------------------------------------- */
+
+/* What an early exit's rows pass before the head: y = x + D (silu(gate) * up), of normalised rows. An MLP, but narrow. */
+typedef struct {
+  Matrix gate_up, down;
+  const float *norm; /* [hidden] */
+} Adapter;
+
+static int64_t room_of_adapter(int64_t team, const Adapter *a, int64_t rows) {
+  return most(room_of(team, &a->gate_up, rows), room_of(team, &a->down, rows));
+}
+
+/* x, y: [rows, hidden]. gated: [rows, rank]. */
+static void adapt_rows(Member *member, const Adapter *a, float eps, const float *x, int64_t rows, float *gated, float *y,
+                       float *room) {
+  multiply(member, &a->gate_up, &(Input){x, a->norm, eps, rows}, 1, NULL, gated, room);
+  multiply(member, &a->down, &(Input){gated, NULL, 0, rows}, 0, x, y, room);
+}
+
+typedef struct {
+  Adapter adapter;
+  float eps;
+  const float *x;
+  int64_t rows;
+  float *gated, *y;
+} Adapting;
+
+static int adapting(const void *arguments, Member *member) {
+  const Adapting *a = arguments;
+  float *room = pool_memory(member, room_of_adapter(pool_team(member), &a->adapter, a->rows) * sizeof(float));
+  if (!room) return -1;
+  adapt_rows(member, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y, room);
+  return 0;
+}
+
+/* An adapter alone. gated: scratch for [rows, rank]. Returns as `pool_run`. */
+PUBLIC int64_t EXPORT(adapt)(const Adapter *adapter, float eps, const float *x, int64_t rows, float *gated, float *y,
+                             int threads) {
+  Adapting a = {*adapter, eps, x, rows, gated, y};
+  return pool_run(adapting, &a, sizeof a, threads, bytes_read(&adapter->gate_up) + bytes_read(&adapter->down));
 }
 
 static int64_t layer_bytes(const Layer *l) {
@@ -463,21 +550,30 @@ typedef struct {
   void *summaries;
   int64_t *tokens;
   float *numbers;
+  const Adapter *adapter; /* that the rows pass before the head, or NULL */
+  float *adapted;         /* [rows, rank + hidden], with an adapter */
 } Step;
 
 typedef struct {
   Pass pass;
   Picking picking;
+  const Adapter *adapter; /* in memory as long as the model */
+  const float *exit;      /* what it adapts */
+  float *gated;
   int looks;
 } Stepping;
 
 static int stepping(const void *arguments, Member *member) {
   const Stepping *a = arguments;
   int64_t team = pool_team(member), need = room_of_pass(team, &a->pass);
-  if (a->looks) need = most(need, room_of_picking(team, &a->picking));
+  const Picking *look = &a->picking;
+  if (a->looks) need = most(need, room_of_picking(team, look));
+  if (a->adapter) need = most(need, room_of_adapter(team, a->adapter, look->input.rows));
   float *room = pool_memory(member, need * sizeof(float));
   if (!room) return -1;
   walk_layers(member, &a->pass, room);
+  if (a->adapter && !pool_left(member))
+    adapt_rows(member, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x, room);
   if (a->looks && !pool_left(member)) summarise_all(member, &a->picking, room);
   return 0;
 }
@@ -504,6 +600,11 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
     a.picking = (Picking){*s->head, {result, s->norm, s->eps, s->rows}, s->summaries, s->spread};
     a.looks = 1;
     bytes += bytes_read(s->head);
+    if (s->adapter) {
+      a.adapter = s->adapter, a.exit = result, a.gated = s->adapted;
+      a.picking.input.x = s->adapted + s->rows * s->adapter->down.in;
+      bytes += bytes_read(&s->adapter->gate_up) + bytes_read(&s->adapter->down);
+    }
   }
   int64_t job = pool_run(stepping, &a, sizeof a, threads, bytes);
   if (job < 0) return job;

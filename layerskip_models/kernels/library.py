@@ -58,7 +58,20 @@ class Layer(Structure):
         ("down", Matrix),
         ("input_norm", c_void_p),
         ("post_attention_norm", c_void_p),
+        ("output_norm", c_void_p),
+        ("down_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int64),
+        ("joint", c_int32),
+        ("rotated", c_int32),
     )
+
+
+class Adapter(Structure):
+    """`Adapter` of kernels.c."""
+
+    _fields_ = (("gate_up", Matrix), ("down", Matrix), ("norm", c_void_p))
 
 
 class Shape(Structure):
@@ -114,6 +127,8 @@ class Step(Structure):
         ("summaries", c_void_p),
         ("tokens", c_void_p),
         ("numbers", c_void_p),
+        ("adapter", c_void_p),
+        ("adapted", c_void_p),
     )
 
 
@@ -127,6 +142,7 @@ class Kernels:
     scratch_size: Callable[..., int]
     pick: Callable[..., int]
     pick_scratch: Callable[..., int]
+    adapt: Callable[..., int]
     step: Callable[..., int]
 
 
@@ -136,6 +152,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "scratch_size": (c_int64, [POINTER(Shape), c_void_p, c_int64]),
     "pick": (c_int64, [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int, c_void_p, c_void_p, c_int]),
     "pick_scratch": (c_int64, [c_void_p, c_int64]),
+    "adapt": (c_int64, [c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "step": (c_int64, [c_void_p, c_int]),
 }  # fmt: skip
 

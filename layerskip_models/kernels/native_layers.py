@@ -23,17 +23,34 @@ class LayerWeights(Protocol):
     """One decoder layer; `DecoderLayer` says what each field is."""
 
     @property
-    def input_norm(self) -> RMSNorm: ...
+    def input_norm(self) -> RMSNorm | None: ...
     @property
     def qkv(self) -> object: ...
     @property
     def output(self) -> object: ...
     @property
-    def post_attention_norm(self) -> RMSNorm: ...
+    def post_attention_norm(self) -> RMSNorm | None: ...
     @property
     def gate_up(self) -> object: ...
     @property
     def down(self) -> object: ...
+    @property
+    def output_norm(self) -> RMSNorm | None: ...
+    @property
+    def down_norm(self) -> RMSNorm | None: ...
+    @property
+    def query_norm(self) -> RMSNorm | None: ...
+    @property
+    def key_norm(self) -> RMSNorm | None: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def rotated(self) -> bool: ...
+
+
+_OF_ROWS = ("input_norm", "post_attention_norm", "output_norm", "down_norm")
+_OF_HEADS = ("query_norm", "key_norm")
+_UNLIMITED = 2**62  # positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,13 +159,24 @@ class NativeLayers:
                     raise ValueError(f"{name} must be a NativeLinear of [out, in] = {list(size)}")
                 setattr(described, name, linear.matrix)
                 self._alive += linear.tensors
-            for norm, name in ((layer.input_norm, "input_norm"), (layer.post_attention_norm, "post_attention_norm")):
+            joint = layer.query_norm is not None and layer.query_norm.size != head_dim
+            widths = dict.fromkeys(_OF_ROWS, hidden_size) | dict.fromkeys(_OF_HEADS, head_dim)
+            if joint:
+                widths |= {"query_norm": heads * head_dim, "key_norm": kv_heads * head_dim}
+            for name, width in widths.items():
+                norm: RMSNorm | None = getattr(layer, name)
+                if norm is None:
+                    continue
                 if norm.factors is None:
                     raise ValueError(f"{name} has no factors of its own")
-                check_rows(name, norm.factors.unsqueeze(0), hidden_size)
+                check_rows(name, norm.factors.unsqueeze(0), width)
                 factors = norm.factors.contiguous()
                 setattr(described, name, factors.data_ptr())
                 self._alive.append(factors)
+            window = _UNLIMITED if layer.sliding_window is None else layer.sliding_window
+            if window < 1:
+                raise ValueError(f"a row must attend to at least one position, got a window of {window}")
+            described.window, described.joint, described.rotated = window, joint, layer.rotated
         self.shape_address = addressof(self._shape)
         self.run_step = chosen.step
         self._own = threading.local()
@@ -158,11 +186,9 @@ class NativeLayers:
     def possible(layers: Sequence[LayerWeights]) -> bool:
         """Whether every matrix of these layers is one that the kernels can read."""
         return all(
-            isinstance(linear, NativeLinear)
-            and layer.input_norm.factors is not None
-            and layer.post_attention_norm.factors is not None
+            all(isinstance(linear, NativeLinear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+            and all(norm is None or norm.factors is not None for norm in _norms(layer))
             for layer in layers
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         )
 
     def run(
@@ -250,6 +276,10 @@ class NativeLayers:
     def scratch_size(self, rows: int) -> int:
         """Numbers of scratch that a call over so many rows takes."""
         return self._library.scratch_size(self._shape, self.first, rows)
+
+
+def _norms(layer: LayerWeights) -> list[RMSNorm | None]:
+    return [getattr(layer, name) for name in (*_OF_ROWS, *_OF_HEADS)]
 
 
 def _parts(rows: CacheRows) -> Iterator[CacheRows]:

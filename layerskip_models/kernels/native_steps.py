@@ -6,8 +6,10 @@ again at every step. Results are those of the single calls, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_float, c_int64
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +26,23 @@ STEP_ROWS = 64
 """Most rows of a step: its scratch lasts as long as whoever takes the steps."""
 
 
+class Adapted(Protocol):
+    """An exit's adapter: width in the middle, and where its description lies."""
+
+    rank: int
+
+    @property
+    def address(self) -> int | None: ...
+
+
+_NONE: Mapping[int, Adapted] = MappingProxyType({})
+
+
 class NativeSteps:
     """Steps for one caller at a time, over the texts of any KV caches. float32, one CPU.
 
-    embedding: [vocab, hidden], contiguous. rotary: gives the model's table, which may have grown.
+    embedding: [vocab, hidden], contiguous. rotary: gives the model's table, which may have grown. adapters: by exit layer,
+    what rows pass before the draft head. Raises RuntimeError where one is not on our kernels.
     """
 
     def __init__(
@@ -39,12 +54,19 @@ class NativeSteps:
         head: NativeLinear,
         draft_head: NativeLinear,
         rotary: Callable[[], Tensor],
+        adapters: Mapping[int, Adapted] = _NONE,
     ) -> None:
         chosen, factors = library.kernels(), norm.factors
         if chosen is None or factors is None or embedding.dtype not in KINDS or not embedding.is_contiguous():
             raise RuntimeError("no native steps here")
         assert STEP_ROWS <= MOST_ROWS
+        if any(adapter.address is None for adapter in adapters.values()):
+            raise RuntimeError("no native steps with adapters that run on PyTorch's operators")
         self._layers, self._heads = layers, {"full": head, "draft": draft_head}
+        self._adapters = dict(adapters)
+        widest = max((adapter.rank for adapter in adapters.values()), default=0)
+        size = STEP_ROWS * (widest + embedding.shape[1]) if adapters else 0
+        self._adapted = torch.empty(size, dtype=torch.float32, device="cpu")
         self._rotary, self._embedding, self._factors = rotary, embedding, factors
         self._vocab, self._hidden = embedding.shape
         self._pointers = {name: addressof(linear.matrix) for name, linear in self._heads.items()}
@@ -59,6 +81,7 @@ class NativeSteps:
         step.kind, step.embedded = KINDS[embedding.dtype], addressof(self._embedded)
         step.norm, step.eps, step.summaries = factors.data_ptr(), norm.eps, self._summaries.data_ptr()
         step.tokens, step.numbers = addressof(self._tokens), addressof(self._numbers)
+        step.adapted = self._adapted.data_ptr()
 
     def tokens(
         self,
@@ -139,5 +162,7 @@ class NativeSteps:
             step.stride = most * self._hidden
             step.last = None if last is None else last.data_ptr()
         step.head = None if head is None else self._pointers[head]
+        adapter = self._adapters.get(stop) if head == "draft" else None
+        step.adapter = None if adapter is None else adapter.address
         step.spread = detail != "token"
         self._space.run(rows, positions, start, stop, rotary, self, outputs, record)

@@ -40,6 +40,7 @@ typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 #define UNROLL _Pragma("GCC unroll 8")
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE vf load(const float *p) { return *(const vf_memory *)p; }
 INLINE void store(float *p, vf v) { *(vf_memory *)p = v; }
 INLINE vf all(float x) { return x - (vf){0}; }

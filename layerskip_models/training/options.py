@@ -23,7 +23,8 @@ def command_for_config(
     """A typer-ready function with one option per field of the class, named like it, that calls `run` with an instance.
 
     run: returns the folder of what it made. config_class: a dataclass whose fields have their help text in
-        metadata["help"]. about: the command's own help. next_step: how the result is used; {} stands for its folder.
+        metadata["help"]; one with metadata["argument"] is given without a name. about: the
+        command's own help. next_step: how the result is used; {} stands for its folder.
     A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2; Ctrl-C, one
     line and exit status 130.
     """
@@ -36,7 +37,8 @@ def command_for_config(
         if is_tuple:
             kind = list[kind.__args__[0]]  # typer has no tuples of any length
         required = item.default is MISSING
-        annotation = Annotated[kind, typer.Option(help=item.metadata["help"])]
+        parameter = typer.Argument if item.metadata.get("argument") else typer.Option
+        annotation = Annotated[kind, parameter(help=item.metadata["help"])]
         default: Any = inspect.Parameter.empty if required else item.default
         if is_tuple and not required:
             default = list(default)

@@ -116,9 +116,10 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
     choices: list[torch.Tensor] = []
 
     def choose(first: int, layers_done: int, hidden: torch.Tensor) -> None:
-        head = model.logits if layers_done == model.num_layers else model.draft_logits
-        choices.append(head(hidden).argmax(dim=-1))
-        if layers_done == model.num_layers:
+        last = layers_done == model.num_layers
+        logits = model.logits(hidden) if last else model.draft_logits(model.at_exit(hidden, layers_done))
+        choices.append(logits.argmax(dim=-1))
+        if last:
             for layer, choice in enumerate(choices):
                 hits[layer] += int((choice == choices[-1]).sum())
             choices.clear()

@@ -15,6 +15,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     ModelOption,
     checked_output_file,
     load_generator,
@@ -50,6 +51,7 @@ def trace_command(
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
 ) -> None:
     """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
     notes = notes_console(quiet=False)
@@ -57,7 +59,7 @@ def trace_command(
         if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
             raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
         text = read_prompt(prompt, file)
-        generator = load_generator(model, dtype, device, notes)
+        generator = load_generator(model, dtype, device, notes, exits=exits)
         with notes.status("Decoding ..."):
             result = generator.generate(
                 text, policy=policy, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], trace=True
@@ -82,12 +84,13 @@ def inspect_command(
     repeats: Annotated[int, typer.Option(min=1, help="Number of pairs of runs to measure.")] = 3,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
 ) -> None:
     """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
     notes = notes_console(quiet=False)
     with one_line_errors():
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
-        generator = load_generator(model, dtype, device, notes)
+        generator = load_generator(model, dtype, device, notes, exits=exits)
         with progress(2 * len(texts) + 2, notes) as advance:
             inspection = inspect_model(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance

@@ -31,6 +31,13 @@ DtypeOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
+ExitsOption = Annotated[
+    str,
+    typer.Option(
+        help="Exit adapters to draft with: auto (those beside the checkpoint, if any), none, or a folder of train-exit's.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 POLICY_HELP = (
     'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
@@ -44,12 +51,26 @@ def notes_console(quiet: bool) -> Console:
 
 
 def load_generator(
-    model: str | None, dtype: str, device: str, notes: Console, *, prefix_cache: int | str | None = None
+    model: str | None,
+    dtype: str,
+    device: str,
+    notes: Console,
+    *,
+    prefix_cache: int | str | None = None,
+    exits: str = "auto",
 ) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache: see `SelfSpecGenerator`."""
+    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache: see `SelfSpecGenerator`.
+
+    exits: as there, "none" for bare exits.
+    """
     with _loading(model, notes) as name:
         return SelfSpecGenerator.from_pretrained(
-            name, dtype=dtype, device=device, local_files_only=model is None, prefix_cache=prefix_cache
+            name,
+            dtype=dtype,
+            device=device,
+            local_files_only=model is None,
+            prefix_cache=prefix_cache,
+            exits=None if exits == "none" else exits,
         )
 
 

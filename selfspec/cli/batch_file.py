@@ -163,7 +163,7 @@ def generate_file(
                 if (
                     store is not None
                     and "copy_from" not in options
-                    and copies_drafts(line.policy(generator), generator.runner)
+                    and copies_drafts(line.policy(generator).needs, generator.runner)
                 ):
                     options["copy_from"] = store
                 checked.append(generator.check(line.prompt, **options))

@@ -18,6 +18,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     check_sampling,
     load_generator,
     notes_console,
@@ -76,13 +77,14 @@ def chat_command(
     seed: Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=_SAMPLING)] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     notes = notes_console(False)
     with one_line_errors():
         template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
         # The last text is kept, on every device: an answer begins as soon as the new message is read.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=1)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=1, exits=exits)
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "

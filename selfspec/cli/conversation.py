@@ -71,7 +71,7 @@ class Conversation:
     def copy_from(self) -> CopyStore | None:
         """What the next answer's drafts may be copied from; None if its policy copies nothing."""
         if self._copy_from is None or not copies_drafts(
-            self._generator.resolve_policy(self.policy), self._generator.runner
+            self._generator.resolve_policy(self.policy).needs, self._generator.runner
         ):
             return None
         return self._copy_from

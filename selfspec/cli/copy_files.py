@@ -36,7 +36,7 @@ def store_of_files(
     """
     if not texts:
         return None
-    if policy is not None and not copies_drafts(policy, generator.runner):
+    if policy is not None and not copies_drafts(policy.needs, generator.runner):
         raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: {how_to_copy(policy)}")
     return generator.copy_store(texts)
 

@@ -1,4 +1,4 @@
-"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, `train`, `train-pacer`, `export-hub` and `lm-eval`.
+"""The commands `generate`, `chat`, `serve`, `trace`, `inspect`, `verify`, and those that train and export.
 
 Generated text goes to standard output, everything about it to standard error, so that a pipe gets the text alone. A wrong
 call ends with status 2 and one line that says what to do, Ctrl-C with 130, and what was generated until then stays.
@@ -27,6 +27,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     ModelOption,
     check_sampling,
     checked_output_file,
@@ -46,12 +47,15 @@ from selfspec.cli.display import (
     summary_lines,
     write_trace,
 )
+from selfspec.cli.draft_command import export_draft_command
 from selfspec.cli.hub_command import export_hub_command
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
 from selfspec.copying.copy_index import CopyStore
+from selfspec.exits.exit_settings import ExitTraining
+from selfspec.exits.train_exit import train_exit
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -120,6 +124,7 @@ def generate(
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel=_SPECULATION)] = None,
     exit_layer: Annotated[
         int | None, typer.Option(help="Number of layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
@@ -251,14 +256,14 @@ def generate(
             copy_texts = read_copy_files(copy_from)
             given = {name: value for name, value in options.items() if value is not None}
             asked = read_prompts(prompts, given, copy_texts)
-            generator = load_generator(model, dtype, device, notes)
+            generator = load_generator(model, dtype, device, notes, exits=exits)
             check_sampling(generator, options)
             store = store_for_lines(generator, asked, copy_texts)
             _generate_file(generator, asked, output, batch_size, notes, store)
             return
         text, copy_texts = read_prompt(prompt, file), read_copy_files(copy_from)
         # Runs of one prompt are timed beside each other: each reads it.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=0)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=0, exits=exits)
         greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             chosen = generator.resolve_policy(policy, exit_layer, num_speculations)
@@ -408,7 +413,16 @@ app.command("train-pacer")(
         "selfspec generate --policy pacer:{}",
     )
 )
+app.command("train-exit")(
+    command_for_config(
+        train_exit,
+        ExitTraining,
+        "Train exit adapters for a frozen checkpoint: its drafts get better, its output stays what it is.",
+        "{} (docs/train-exit.md)",
+    )
+)
 app.command("export-hub")(export_hub_command)
+app.command("export-draft")(export_draft_command)
 app.command(
     "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(lm_eval_command)

@@ -11,6 +11,7 @@ from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
     DtypeOption,
+    ExitsOption,
     load_generator,
     notes_console,
     one_line_errors,
@@ -26,6 +27,7 @@ def serve_command(
     model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
+    exits: ExitsOption = "auto",
     policy: Annotated[
         str | None, typer.Option(help=POLICY_HELP + " Requests may name another.", rich_help_panel=_SPECULATION)
     ] = None,
@@ -106,11 +108,11 @@ def serve_command(
             chat_template=template.source,
             chat_stops=template.stops,
         )
-        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits)
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
         own = generator.resolve_policy(policy)
-        if settings.copy_from and not copies_drafts(own, generator.runner):
+        if settings.copy_from and not copies_drafts(own.needs, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from policies import Policy
+from policies import Needs, Policy
 from selfspec.copying.copy_index import CopyStore
 from selfspec.passes import RunnerName
 
@@ -47,13 +47,12 @@ def _ids(text: object, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     return text
 
 
-def copies_drafts(policy: Policy, runner: RunnerName) -> bool:
-    """Whether a store changes anything with this policy.
+def copies_drafts(needs: Needs, runner: RunnerName) -> bool:
+    """Whether anything is copied for a policy that needs this, by a generator with this runner.
 
     Captured rounds do not copy, so a policy that only may copy does not copy there.
     """
-    copies = policy.needs.copies
-    return copies == "needed" or (copies == "welcome" and runner == "eager")
+    return needs.copies == "needed" or (needs.copies == "welcome" and runner == "eager")
 
 
 def how_to_copy(policy: Policy) -> str:
@@ -76,7 +75,7 @@ def store_for(
     """
     if copy_from is None:
         return None
-    if not copies_drafts(policy, runner):
+    if not copies_drafts(policy.needs, runner):
         raise ValueError(f"copy_from changes nothing with policy {policy.name!r}: {how_to_copy(policy)}")
     if not isinstance(copy_from, CopyStore):
         return make_store(copy_from, tokenizer, vocab_size)

@@ -123,12 +123,17 @@ class StaticRound:
         """Run layers [start, stop) for rows 0 .. last, of which there are at most `rows`; start is at least 1."""
         self._layers(start, stop, rows, span, states, ahead)
 
-    def look(self, *, confidence: bool, entropy: bool, choose: bool, ahead: bool = False) -> None:
-        """Norm and head on the next row: `row_logits` and `looks`; then the row after it is the next.
+    def look(self, exit_layer: int, *, confidence: bool, entropy: bool, choose: bool, ahead: bool = False) -> None:
+        """The exit's adapter, norm and head on the next row: `row_logits` and `looks`; then the row after it is the next.
 
         choose: its argmax is the draft and the next row's token; else the caller sees to that.
         """
-        self._run(("look", confidence, entropy, choose), lambda: self._look(confidence, entropy, choose), ahead)
+        adapted = exit_layer if exit_layer in self._model.adapters else None  # exits without one share a capture
+        self._run(
+            ("look", adapted, confidence, entropy, choose),
+            lambda: self._look(exit_layer, confidence, entropy, choose),
+            ahead,
+        )
 
     def judge(self, rows: int, *, choose: bool, ahead: bool = False) -> None:
         """Norm and head on rows 0 .. last, of which there are at most `rows`: `logits`.
@@ -172,8 +177,9 @@ class StaticRound:
 
         return body
 
-    def _look(self, confidence: bool, entropy: bool, choose: bool) -> None:
-        self.row_logits.copy_(self._model.logits(self.hidden.index_select(0, self.row)))
+    def _look(self, exit_layer: int, confidence: bool, entropy: bool, choose: bool) -> None:
+        seen = self._model.at_exit(self.hidden.index_select(0, self.row), exit_layer)
+        self.row_logits.copy_(self._model.logits(seen))
         logits = self.row_logits
         columns = [
             confidences(logits).double().view(1, 1) if confidence else self._nothing,

@@ -176,7 +176,8 @@ class CapturedRunner:
                         rounds.all_rows(exit_layer, num_layers, count, span, states, ahead=True)
         for choose in (True, False):
             for confidence in (True, False):
-                rounds.look(confidence=confidence, entropy=False, choose=choose, ahead=True)
+                for exit_layer in exit_layers:
+                    rounds.look(exit_layer, confidence=confidence, entropy=False, choose=choose, ahead=True)
             for count in rows:
                 rounds.judge(count, choose=choose, ahead=True)
 
@@ -411,7 +412,9 @@ class CapturedRunner:
 
     def look_at(self, turn: Turn, index: int, fast: bool) -> bool:
         """Norm and head on row `index`, and its token; False if it has none."""
-        self._round.look(confidence=turn.needs.confidence, entropy=turn.needs.entropy, choose=fast)
+        assert turn.exit_layer is not None
+        needs = turn.needs
+        self._round.look(turn.exit_layer, confidence=needs.confidence, entropy=needs.entropy, choose=fast)
         return fast or self._choose(turn, index)
 
     def advance(self, turn: Turn, index: int, exit_layer: int) -> None:

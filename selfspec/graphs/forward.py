@@ -8,13 +8,13 @@ sizes. The layers themselves are `LayerSkipModel.walk`, as everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from layerskip_models.attention import attend_grouped
+from layerskip_models.attention import attend_grouped, unseen
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 
@@ -22,18 +22,28 @@ from layerskip_models.model import LayerSkipModel
 class StaticAttention:
     """Attention for rows at positions that only the device knows (`layerskip_models.attention.Attention`).
 
-    positions: int64 [rows], all below `span`. mask: [rows * group, span].
+    positions: int64 [rows], all below `span`. windows: the sliding window of every layer.
+    masks: for each of them, [rows * group, span].
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, span: int, rotary: Tensor, mask: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        positions: Tensor,
+        span: int,
+        rotary: Tensor,
+        windows: Sequence[int | None],
+        masks: Mapping[int | None, Tensor],
+    ) -> None:
         self._cache, self._positions, self._span = cache, positions, span
-        self.rotary, self._mask = rotary, mask
+        self.rotary, self._windows, self._masks = rotary, windows, masks
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys.index_copy_(2, self._positions, rearrange(key, "rows kv dim -> kv dim rows"))
         values.index_copy_(1, self._positions, rearrange(value, "rows kv dim -> kv rows dim"))
-        return attend_grouped(query, keys[..., : self._span], values[:, : self._span], self._mask)
+        mask = self._masks[self._windows[layer]]
+        return attend_grouped(query, keys[..., : self._span], values[:, : self._span], mask)
 
 
 class StaticForward:
@@ -62,9 +72,16 @@ class StaticForward:
         span: how many positions attention looks at, at most the cache's length.
         """
         model = self.model
-        hidden_places = self._places[:span] > positions.unsqueeze(1)  # [rows, span]
+        windows = model.sliding_windows
+        masks = {window: self._mask(positions, span, window) for window in set(windows[start:stop])}
+        rotary = self._rotary.index_select(0, positions)
+        attention = StaticAttention(self._cache, positions, span, rotary, windows, masks)
+        return model.walk(hidden, start, stop, attention, capture)
+
+    def _mask(self, positions: Tensor, span: int, window: int | None) -> Tensor:
+        """What hides the positions that a row does not attend to, [rows * group, span]."""
+        model = self.model
+        hidden_places = unseen(positions, self._places[:span], window)  # [rows, span]
         mask = torch.zeros(hidden_places.shape, dtype=model.dtype, device=model.device)
         mask = mask.masked_fill_(hidden_places, -torch.inf)
-        mask = repeat(mask, "rows span -> (rows group) span", group=model.num_heads // model.num_kv_heads)
-        rotary = self._rotary.index_select(0, positions)
-        return model.walk(hidden, start, stop, StaticAttention(self._cache, positions, span, rotary, mask), capture)
+        return repeat(mask, "rows span -> (rows group) span", group=model.num_heads // model.num_kv_heads)

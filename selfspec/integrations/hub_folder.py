@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.loading import load_config
+from layerskip_models.checkpoints.quantised import quantisation_of
 from policies import MeasuredCost, parse_policy
 from selfspec import __version__
 from selfspec.defaults import DEFAULT_POLICY, SETTINGS_FILE
@@ -74,6 +75,8 @@ def export_hub(
     """
     name = resolve_checkpoint(name_or_path)
     config = load_config(name)
+    if quantisation_of(config) is not None:
+        raise ValueError(f"{name} is quantised: transformers would load it in a form that selfspec cannot decode with")
     _check_policy(policy, config.num_hidden_layers)
     target = Path(folder)
     if target.is_dir() and any(target.iterdir()):

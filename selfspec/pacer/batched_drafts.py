@@ -73,7 +73,7 @@ def draft_side_by_side(
         rotary = model.rotary[starts[going] - 1 + step]
         attention = _SideBySide(context, own, step, unseen[going], rotary)
         x = model.walk(model.embed(current), 0, exit_layer, attention)
-        logits = model.draft_logits(x)
+        logits = model.draft_logits(model.at_exit(x, exit_layer))
         current = logits.argmax(dim=-1)
         tokens[going, step], hidden_states[going, step], features[going, step] = current, x, draft_features(logits)
 

@@ -20,11 +20,12 @@ import torch
 from einops import repeat
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
+from layerskip_models.families.llama import LLAMA
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
@@ -46,7 +47,7 @@ class PreVerifierConfig:
     """What a pre-verifier was trained for and how.
 
     base_model: name of the model whose exits it judges. fingerprint: of that model's weights, see `fingerprint`.
-    exit_layers: those it was trained on. layer: the base model's LlamaConfig, as a dict.
+    exit_layers: those it was trained on. layer: of its own layer, the fields of a LlamaConfig of the base model's shape.
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
     estimates: what the network's output means: the chance that a token is accepted if all before it in its draft are
         ("conditional"), or that it and all before it are ("prefix", as in the paper).
@@ -86,9 +87,12 @@ _LAYER_FIELDS = (
 )  # fmt: skip
 
 
-def describe_layer(config: LlamaConfig) -> dict[str, Any]:
-    """What a pre-verifier for a model of this configuration needs of it."""
+def describe_layer(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a pre-verifier for a model of this configuration needs of it. Its own layer is Llama's, whatever the family."""
     described = {name: getattr(config, name) for name in _LAYER_FIELDS if getattr(config, name, None) is not None}
+    rope = described["rope_parameters"]
+    if rope["rope_type"] not in LLAMA.ropes or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        described["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     nothing = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return {**described, **nothing, "num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
 

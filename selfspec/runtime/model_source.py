@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import dataclass
 
 from transformers import GenerationConfig, LlamaForCausalLM
@@ -10,6 +11,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import why_not_shared
 from layerskip_models.checkpoints.supported import check_transformers
+from layerskip_models.exits.lean import ExitsChoice, with_exits
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.passes import RunnerChoice, resolve_runner
 from selfspec.runtime.prefix_cache import PrefixCache
@@ -35,15 +37,20 @@ class ModelSource:
     """
 
     def __init__(
-        self, model: LayerSkipModel | LlamaForCausalLM, runner: RunnerChoice, prefixes: PrefixCache | None = None
+        self,
+        model: LayerSkipModel | LlamaForCausalLM,
+        runner: RunnerChoice,
+        prefixes: PrefixCache | None = None,
+        exits: ExitsChoice = "auto",
     ) -> None:
         self._runner: RunnerChoice = runner
+        self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._watch: WeightWatch | None = None
         if isinstance(model, LayerSkipModel):
-            self.current = self._bound(model)
+            self.current = self._bound(model if exits == "auto" else with_exits(model, exits))
         else:
             self.current = self._copied(model)
 
@@ -87,14 +94,24 @@ class ModelSource:
         self._watch = None  # should this fail, the next call tries again
         check_transformers(source)
         if why_not_shared(source) is None:
-            bound = self._bound(from_transformers(source, share=True))
+            bound = self._bound(self._with_exits(from_transformers(source, share=True)))
             self._watch = WeightWatch(source)  # now that all parameters are where they will stay
             return bound
         # Made before the weights are read: an update that comes while they are being copied is noticed at the next call.
         watch = WeightWatch(source)
-        bound = self._bound(from_transformers(source))
+        bound = self._bound(self._with_exits(from_transformers(source)))
         self._watch = watch
         return bound
+
+    def _with_exits(self, model: LayerSkipModel) -> LayerSkipModel:
+        """What lies beside the checkpoint is not for weights that have changed since they were loaded."""
+        try:
+            return with_exits(model, self._exits)
+        except ValueError as error:
+            if self._exits != "auto":
+                raise
+            warnings.warn(f"exits are bare: {error}", RuntimeWarning, stacklevel=2)
+            return model
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
         pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._prefixes, self._give_up_graphs)

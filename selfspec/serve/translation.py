@@ -139,7 +139,7 @@ class Translator:
             ids,
             max_new_tokens=max_new_tokens,
             policy=policy,
-            copy_from=self._copies if copies_drafts(policy, self._generator.runner) else None,
+            copy_from=self._copies if copies_drafts(policy.needs, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=criteria,
             **sampling,

@@ -1,0 +1,1 @@
+"""What adapters behind the exits of a frozen model are worth."""

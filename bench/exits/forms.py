@@ -1,0 +1,129 @@
+"""Adapters of any form on the model's own text: where each exit agrees, and what fixed drafts would have made of that.
+
+Forms that the engine does not draft with are judged here as well: by their trained networks, on hidden states of a text that
+the model wrote itself. While drafts are accepted they are that text, so the replay is what decoding would have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.exits.adapter import ExitAdapters, Form
+from policies import RoundRecord, draft_passes
+from selfspec import SelfSpecGenerator
+from selfspec.exits.exit_fitting import ExitRows
+from selfspec.exits.exit_sequences import FARTHEST, ExitSequence
+from selfspec.exits.frozen_head import FrozenHead
+from selfspec.exits.training_texts import TrainingText
+
+LENGTHS = tuple(range(1, 9))
+"""Drafts a round of the replayed settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Where an exit says what the model says, text by text.
+
+    hits: bool [places, rows] of each text. Row i is that of the i-th new token; place j is that of the (j + 1)-th draft of a
+    round, one place for all where an exit says the same at each.
+    """
+
+    exit_layer: int
+    hits: tuple[Tensor, ...]
+
+    @property
+    def share(self) -> float:
+        """Of the rows, at the first place."""
+        return float(torch.cat([hits[0] for hits in self.hits]).float().mean())
+
+
+def own_texts(generator: SelfSpecGenerator, prompts: Iterable[Tensor], max_new_tokens: int) -> list[TrainingText]:
+    """The model's greedy continuations of these prompts, int64 [n] each; EOS does not end them."""
+    texts = []
+    for prompt in prompts:
+        result = generator.generate(
+            prompt, max_new_tokens=max_new_tokens, policy="ar", do_sample=False, eos_token_id=[]
+        )
+        tokens = result.sequences[0].tolist()
+        texts.append(TrainingText(tokens, [(prompt.numel() + 1, len(tokens))], own=True))
+    return texts
+
+
+@torch.no_grad()
+def agreements(
+    adapters: ExitAdapters | None,
+    layers: Sequence[int],
+    sequences: Sequence[ExitSequence],
+    depths: Sequence[int],
+    head: FrozenHead,
+) -> list[Agreement]:
+    """Of every exit, with these adapters or bare. depths: of the sequences' states; the last is the model's last layer."""
+    steered = adapters is not None and adapters.steering is not None
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for sequence in sequences:
+        rows = ExitRows(adapters, sequence, depths, sequence.scored.nonzero().flatten())
+        for layer in layers:
+            hits = []
+            for place in range(FARTHEST if steered else 1):
+                steering = rows.steering(torch.full_like(rows.rows, place + 1))
+                states = rows.bare(layer).float() if adapters is None else rows.adapted(layer, steering)
+                hits.append(_tokens(head, states) == rows.labels)
+            found[layer].append(torch.stack(hits))
+    return [Agreement(exit_layer=layer, hits=tuple(hits)) for layer, hits in found.items()]
+
+
+def _tokens(head: FrozenHead, states: Tensor) -> Tensor:
+    return torch.cat([head.logits(states[chunk]).argmax(dim=-1) for chunk in head.chunks(len(states))])
+
+
+def replayed_gain(agreement: Agreement, length: int, num_layers: int, adapter_layers: float) -> float:
+    """Tokens per layer over plain decoding's, of rounds of `length` drafts. adapter_layers: of an adapter, in layers."""
+    tokens = cost = 0.0
+    for hits in agreement.hits:
+        places, rows = hits.shape
+        done = 0
+        while done < rows:
+            drafts = min(length, rows - done - 1)
+            accepted = 0
+            while accepted < drafts and hits[min(accepted, places - 1), done + accepted]:
+                accepted += 1
+            tokens += accepted + 1
+            cost += drafts * (agreement.exit_layer + adapter_layers) + num_layers
+            done += accepted + 1
+    return tokens / cost * num_layers
+
+
+def best_length(agreement: Agreement, num_layers: int, adapter_layers: float) -> tuple[int, float]:
+    """The number of drafts with most tokens per layer, and `replayed_gain` of it."""
+    gains = {length: replayed_gain(agreement, length, num_layers, adapter_layers) for length in LENGTHS}
+    best = max(gains, key=lambda length: gains[length])
+    return best, gains[best]
+
+
+def gain_of_rounds(trace: Iterable[RoundRecord], num_layers: int, adapter_layers: Mapping[int, float]) -> float:
+    """Tokens per layer over plain decoding's, of rounds that were really run; each look pays its exit's adapter."""
+    tokens = cost = 0.0
+    for record in trace:
+        tokens += len(record.tokens)
+        passes, _ = draft_passes(record)
+        cost += record.loaded_layers + passes * adapter_layers.get(record.exit_layer or 0, 0.0)
+    return tokens / cost * num_layers
+
+
+def adapter_layers(adapters: ExitAdapters, model: LayerSkipModel) -> float:
+    """What a draft step reads of one exit's adapter, in layers of the model, by numbers of weights.
+
+    The shared projection of steering states is left out: it is computed once a round.
+    """
+    exit_layer = adapters.config.exit_layers[0]
+    numbers = sum(parameter.numel() for parameter in adapters.at(exit_layer).parameters())
+    return numbers / model.layer_weights
+
+
+DRAFTED: tuple[Form, ...] = ("low_rank",)
+"""Forms that the engine drafts with."""

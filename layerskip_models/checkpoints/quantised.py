@@ -1,0 +1,179 @@
+"""Checkpoints that others quantised: which ones are read, and how they become a transformers model with float weights.
+
+Read are integer weights of 4 and 8 bits by compressed-tensors ("pack-quantized", "int-quantized") and by GPTQ, and GGUF files
+(`gguf_checkpoint`). Nothing but safetensors is needed for the first two. The float weights are exactly what the file stands
+for; `load_model` then rounds them to this engine's int8 where no dtype is asked for, which is a second rounding.
+
+What would compute something else without our noticing is refused: activations that are quantised as well, a quantised KV
+cache, weights that are rotated at run time, and formats that are not read here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, load_gguf
+from layerskip_models.checkpoints.packed_weights import dequantise, modules_of
+
+READABLE = (
+    "compressed-tensors (pack-quantized, int-quantized) and GPTQ with 4- or 8-bit integer weights, and GGUF files"
+)
+_FORMATS = ("pack-quantized", "int-quantized", "dense")
+_ORIGINAL = 'load the checkpoint that it was made from; dtype="int8" rounds that one to 8 bits here'
+_REMEDIES = {
+    "bitsandbytes": "load it with transformers, call model.dequantize() and save_pretrained(), and load that folder",
+    "awq": f"convert it to compressed-tensors or GPTQ, or {_ORIGINAL}",
+}
+
+
+def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """What a configuration says of quantised weights; None if they are not quantised."""
+    found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if found is None:
+        return None
+    return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+
+
+def check_quantisation(config: PretrainedConfig, name: str) -> None:
+    """ValueError that says what to do if the weights are quantised in a way that is not read here."""
+    settings = quantisation_of(config)
+    if settings is None:
+        return
+    method = str(settings.get("quant_method", "an unknown method")).lower()
+    problem = None
+    if method == "gptq":
+        problem = _gptq_problem(settings)
+    elif method == "compressed-tensors":
+        problem = _compressed_tensors_problem(settings)
+    elif method != GGUF_METHOD:
+        problem = f"its weights are quantised by {method}"
+    if problem is not None:
+        raise ValueError(
+            f"{name} cannot be loaded: {problem}. Read are {READABLE}. What to do: {_REMEDIES.get(method, _ORIGINAL)}"
+        )
+
+
+def _gptq_problem(settings: Mapping[str, Any]) -> str | None:
+    version = settings.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        return f"its GPTQ weights are laid out for {version}"
+    bits = settings.get("bits")
+    return None if bits in (4, 8) else f"its GPTQ weights are of {bits} bits"
+
+
+def _compressed_tensors_problem(settings: Mapping[str, Any]) -> str | None:
+    groups = list((settings.get("config_groups") or {}).values())
+    formats = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if unread := sorted(formats - set(_FORMATS)):
+        return f"its format is {', '.join(unread)}"
+    if sparsity != "dense":
+        return f"its weights are stored sparse ({sparsity})"
+    if settings.get("kv_cache_scheme"):
+        return "it was made for a quantised KV cache (kv_cache_scheme)"
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        return "its weights are rotated at run time (transform_config)"
+    for group in groups:
+        weights = group.get("weights")
+        if group.get("input_activations") or group.get("output_activations"):
+            return "its activations are quantised as well (W8A8 and the like), and without that it is another model"
+        if weights and (weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in (4, 8)):
+            return f"its weights are of {weights.get('num_bits')} bits, type {weights.get('type')}"
+    return None
+
+
+def has_few_bits(config: PretrainedConfig) -> bool:
+    """Whether the weights are stored in so few bits that int8 is their natural layout: not in a GGUF file of 16 bits."""
+    settings = quantisation_of(config)
+    return settings is not None and settings.get("few_bits", True)
+
+
+def load_quantised(
+    name: str,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> PreTrainedModel:
+    """The model with the float weights that the files stand for, as transformers' own, rounded to `dtype`.
+
+    name: a folder, a .gguf file or a hub name. config: as checked by `check_quantisation`.
+    Raises ValueError for weights that are missing or do not fit together, FileNotFoundError or OSError for files that cannot
+    be read.
+    """
+    settings = quantisation_of(config)
+    assert settings is not None
+    plain = copy.deepcopy(config)
+    for field in ("quantization_config", "compression_config"):
+        if hasattr(plain, field):
+            delattr(plain, field)
+    if settings["quant_method"] == GGUF_METHOD:
+        return load_gguf(name, plain, dtype=dtype, device=device)
+    files = _weight_files(name, revision, local_files_only)
+    first_version = settings.get("checkpoint_format") != "gptq_v2"
+    weights = read_weights(files, dtype, first_version=first_version)
+    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)].from_pretrained(
+        None, config=plain, state_dict=weights, dtype=dtype, device_map={"": device}, output_loading_info=True
+    )
+    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
+        raise ValueError(
+            f"{name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it again"
+        )
+    model.config.name_or_path = model.name_or_path = name
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(
+            name, revision=revision, local_files_only=local_files_only
+        )
+    except OSError:  # it has none
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
+
+
+def read_weights(files: Sequence[Path], dtype: torch.dtype, *, first_version: bool = True) -> dict[str, Tensor]:
+    """All weights of safetensors files by their names in the unquantised checkpoint, floats in `dtype`.
+
+    first_version: see `packed_weights.dequantise`. Peak memory is the result and one module in float32.
+    Raises ValueError that names the module whose tensors do not fit together.
+    """
+    place: dict[str, Any] = {}
+    opened = [safe_open(file, framework="pt") for file in files]
+    for file in opened:
+        place.update(dict.fromkeys(file.keys(), file))
+    quantised = modules_of(place)
+    taken = {f"{module}.{part}" for module, parts in quantised.items() for part in parts}
+    found: dict[str, Tensor] = {}
+    for module, names in quantised.items():
+        parts = {part: place[f"{module}.{part}"].get_tensor(f"{module}.{part}") for part in names}
+        try:
+            found[f"{module}.weight"] = dequantise(parts, first_version=first_version).to(dtype)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ValueError(f"the quantised weight of {module} cannot be read: {error}") from error
+    for name in place.keys() - taken:
+        tensor = place[name].get_tensor(name)
+        found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return found
+
+
+def _weight_files(name: str, revision: str | None, local_files_only: bool) -> list[Path]:
+    folder = Path(name)
+    if not folder.is_dir():
+        patterns = ["*.safetensors", "*.json"]
+        folder = Path(
+            snapshot_download(name, revision=revision, local_files_only=local_files_only, allow_patterns=patterns)
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{name} has no *.safetensors: only safetensors files are loaded")
+    whole = folder / "model.safetensors"
+    return [whole] if whole in files else files

@@ -1,0 +1,69 @@
+"""The folder that holds a model's exit adapters: read, written, and refused for another model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.model import LayerSkipModel
+
+FOLDER = "exits"
+"""Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
+CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
+
+
+def save_adapters(adapters: ExitAdapters, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write configuration and weights into an existing folder; dtype: of the weights, None for theirs."""
+    config = asdict(adapters.config)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    weights = {name: value.to(dtype or value.dtype).contiguous() for name, value in adapters.state_dict().items()}
+    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu") -> ExitAdapters:
+    """Read what `save_adapters` wrote, in float32. FileNotFoundError or ValueError says what is wrong."""
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(
+            f"no exit adapters at {folder}: {CONFIG_FILE} is missing; train them with selfspec train-exit"
+        )
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        for name in ("fingerprint", "exit_layers", "steering_layers"):
+            values[name] = tuple(values[name])
+        adapters = ExitAdapters(AdapterConfig(**values))
+        adapters.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
+    except (TypeError, KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} holds no exit adapters that can be read: train them again with selfspec train-exit, or say exits=None "
+            f"(--exits none); {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    wrong = [name for name, value in adapters.named_parameters() if not bool(value.isfinite().all())]
+    if wrong:
+        raise ValueError(f"{folder} holds NaN or infinite weights, first in {wrong[0]}: its training diverged")
+    return adapters.to(map_location).eval()
+
+
+def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) -> None:
+    """ValueError unless the adapters were trained for this model."""
+    layers = ", ".join(map(str, config.exit_layers))
+    wanted = f"{where} holds adapters for exit layers {layers} of {config.base_model or 'another model'}"
+    remedy = "train them for this model with selfspec train-exit, or say exits=None (--exits none)"
+    if config.hidden_size != model.hidden_size or config.exit_layers[-1] >= model.num_layers:
+        raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
+    if not same_weights(fingerprint(model), config.fingerprint):
+        raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")
+
+
+def adapters_beside(name: str | None) -> Path | None:
+    """The folder of the adapters that lie beside the checkpoint of this name, a folder; None if there are none."""
+    if name is None or not (Path(name) / FOLDER / CONFIG_FILE).is_file():
+        return None
+    return Path(name) / FOLDER

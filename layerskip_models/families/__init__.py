@@ -1,0 +1,39 @@
+"""Families of models that can be run: for each a file that says how its layers differ from Llama's.
+
+A new family whose layers are made of the same parts is a new file and a line here; `selfspec`'s tests then hold it to
+transformers (tests/families.py has a small model of each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from transformers import PreTrainedConfig
+
+from layerskip_models.families.family import Family
+from layerskip_models.families.llama import LLAMA
+from layerskip_models.families.mistral import MISTRAL
+from layerskip_models.families.olmo2 import OLMO2
+from layerskip_models.families.phi3 import PHI3
+from layerskip_models.families.qwen2 import QWEN2
+from layerskip_models.families.qwen3 import QWEN3
+from layerskip_models.families.smollm3 import SMOLLM3
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.config.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3)}
+)
+"""By model_type."""
+
+
+def find_family(config: object) -> Family | None:
+    """The family of a configuration; None for one that is not supported."""
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    return family if family is not None and isinstance(config, family.config) else None
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a configuration that `checkpoints.supported` has let pass."""
+    family = find_family(config)
+    assert family is not None, config.model_type
+    return family

@@ -1,0 +1,62 @@
+"""What a family of models is to the loader: a description in names and small functions, no code that runs a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+SCALED_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles do not depend on how long the text is."""
+
+
+def _everything(config: Any, layer: int) -> None:
+    return None
+
+
+def _always(config: Any, layer: int) -> bool:
+    return True
+
+
+def _configured(config: Any) -> int:
+    return config.max_position_embeddings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture of transformers. The defaults are Llama's, so a family's file says what it does otherwise.
+
+    title: the models it covers, in a user's words. config, model: transformers' classes.
+    ropes: kinds of rotary embedding that can be run.
+    qkv, gate_up: linears of `self_attn` and `mlp` whose outputs, one behind the other, are queries, keys and values, and gate
+        and up.
+    input_norm, post_attention_norm: norms of a layer before attention and before the MLP; None where there is none.
+    output_norm, down_norm: norms of what attention and the MLP add, before it is added.
+    query_norm, key_norm: norms in `self_attn`, of every head by itself or of all heads of a row together, as they are wide.
+    sliding_window: of (config, layer index), how many positions a row attends to, its own among them; None for all.
+    rotates: of (config, layer index), whether queries and keys get the rotary embedding.
+    max_positions: of a config, the longest text that can be run as transformers would.
+    """
+
+    title: str
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    ropes: tuple[str, ...] = SCALED_ROPES
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    input_norm: str | None = "input_layernorm"
+    post_attention_norm: str | None = "post_attention_layernorm"
+    output_norm: str | None = None
+    down_norm: str | None = None
+    query_norm: str | None = None
+    key_norm: str | None = None
+    sliding_window: Callable[[Any, int], int | None] = _everything
+    rotates: Callable[[Any, int], bool] = _always
+    max_positions: Callable[[Any], int] = _configured
+
+
+def listed_windows(config: Any, layer: int) -> int | None:
+    """The sliding window of configurations that list a type for every layer."""
+    return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None

@@ -1,0 +1,9 @@
+"""Llama 2, Llama 3 and CodeLlama: what the other families are compared with."""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from layerskip_models.families.family import Family
+
+LLAMA = Family(title="Llama 2, Llama 3, CodeLlama", config=LlamaConfig, model=LlamaForCausalLM)

@@ -1,0 +1,19 @@
+"""OLMo 2: norms behind attention and the MLP, not before them; one norm over all queries of a row, one over all keys."""
+
+from __future__ import annotations
+
+from transformers import Olmo2Config, Olmo2ForCausalLM
+
+from layerskip_models.families.family import Family
+
+OLMO2 = Family(
+    title="OLMo 2",
+    config=Olmo2Config,
+    model=Olmo2ForCausalLM,
+    input_norm=None,
+    post_attention_norm=None,
+    output_norm="post_attention_layernorm",
+    down_norm="post_feedforward_layernorm",
+    query_norm="q_norm",
+    key_norm="k_norm",
+)

@@ -1,0 +1,16 @@
+"""Qwen3 (its dense models): every head's query and key has a norm; later layers may have a sliding window."""
+
+from __future__ import annotations
+
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from layerskip_models.families.family import Family, listed_windows
+
+QWEN3 = Family(
+    title="Qwen3",
+    config=Qwen3Config,
+    model=Qwen3ForCausalLM,
+    query_norm="q_norm",
+    key_norm="k_norm",
+    sliding_window=listed_windows,
+)

@@ -1,0 +1,15 @@
+"""SmolLM3: every fourth layer goes without the rotary embedding."""
+
+from __future__ import annotations
+
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+from layerskip_models.families.family import Family, listed_windows
+
+SMOLLM3 = Family(
+    title="SmolLM3",
+    config=SmolLM3Config,
+    model=SmolLM3ForCausalLM,
+    sliding_window=listed_windows,
+    rotates=lambda config, layer: bool(config.no_rope_layers[layer]),
+)

@@ -1,0 +1,113 @@
+"""`selfspec export-draft`: an early exit as a small checkpoint of its own, with the acceptance to expect of its drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM
+
+from layerskip_models import load_tokenizer
+from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.exits.adapter import ExitAdapter
+from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
+from selfspec import SelfSpecGenerator
+from selfspec.analysis.draft_agreement import DraftAgreement, draft_agreement, own_texts
+from selfspec.cli.arguments import (
+    DeviceOption,
+    checked_output_folder,
+    load_generator,
+    notes_console,
+    one_line_errors,
+    progress,
+)
+from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.integrations.draft_checkpoint import draft_model
+
+SHOWN_DRAFTS = (1, 2, 4, 8)
+"""Drafts a round that the acceptance is shown for."""
+
+_CARD = """\
+# The first {exit_layer} layers of {name}
+
+A draft model for speculative decoding with {name}, written by selfspec: layers, norm and head are that model's own{adapter}.
+It is of no use without it.
+
+```python
+model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER"))
+```
+
+{acceptance}
+"""
+
+
+def export_draft_command(
+    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file of the checkpoint.")],
+    exit_layer: Annotated[int, typer.Argument(help="Number of layers to keep.")],
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder to write: a new one, or an empty one.", callback=checked_output_folder)
+    ],
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="UTF-8 file with a prompt to predict acceptance on; repeatable (default: two examples)."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
+    exits: Annotated[
+        bool, typer.Option("--exits/--no-exits", help="Fold in the exit adapter that lies beside the model, if any.")
+    ] = True,
+    device: DeviceOption = "auto",
+) -> None:
+    """Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model."""
+    notes = notes_console(quiet=False)
+    with one_line_errors():
+        if any(output_dir.iterdir()):
+            raise FileExistsError(f"{output_dir} is not empty: give a new folder")
+        name = resolve_checkpoint(model)
+        config = load_config(name)
+        generator = load_generator(model, "auto", device, notes)
+        adapter = _adapter(generator, exit_layer) if exits else None
+        llama = load_transformers(name, dtype=getattr(config, "dtype", None) or torch.float32, device=device)
+        draft = draft_model(llama, exit_layer, adapter)
+        texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
+        tokenizer = load_tokenizer(name)
+        prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
+        if any(prompt.numel() == 0 for prompt in prompts):
+            raise ValueError("a prompt has no tokens: give one with text")
+        with progress(2 * len(prompts), notes) as advance:
+            own = own_texts(generator, prompts, max_new_tokens, advance)
+            draft.save_pretrained(output_dir)
+            tokenizer.save_pretrained(output_dir)
+            written = AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32).to(generator.model.device)
+            found = draft_agreement(written, prompts, own, advance)
+    lines = acceptance_lines(found)
+    folded = "" if adapter is None else "; the last layer is an exit adapter that was trained for this exit"
+    card = _CARD.format(exit_layer=exit_layer, name=model, adapter=folded, acceptance="\n".join(lines))
+    (output_dir / "README.md").write_text(card, encoding="utf-8")
+    typer.echo("\n".join(lines))
+    notes.print(
+        f"wrote {output_dir}: {exit_layer} layers" + ("" if adapter is None else " and the exit adapter as one")
+    )
+
+
+def _adapter(generator: SelfSpecGenerator, exit_layer: int) -> ExitAdapter | None:
+    """The adapter of this exit that lies beside the model; None if there is none."""
+    folder = adapters_beside(generator.model.name)
+    if folder is None:
+        return None
+    adapters = load_adapters(folder)
+    check_fits(adapters.config, generator.model, folder)
+    return adapters.at(exit_layer) if exit_layer in adapters.exit_layers else None
+
+
+def acceptance_lines(found: DraftAgreement) -> list[str]:
+    """What to expect of the drafts, as text."""
+    lines = [f"agreement with the full model on its own greedy text: {found.agreement or 0.0:.3f}"]
+    for drafts in SHOWN_DRAFTS:
+        lines.append(
+            f"{drafts} drafts a round: {found.acceptance_rate(drafts) or 0.0:.3f} of them accepted, "
+            f"{found.tokens_per_round(drafts) or 0.0:.2f} tokens per pass of the full model"
+        )
+    return lines

@@ -1,0 +1,1 @@
+"""Exits of frozen models: training their adapters."""

@@ -1,0 +1,244 @@
+"""Training data as people have it -> token ids, and which of them the model is asked to foretell.
+
+Plain text counts whole; of conversations and of prompts with completions, the answers count.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from layerskip_models.training.documents import DataSource, is_held_out, read_documents
+from selfspec.messages import ChatTemplate, Messages, are_messages, conversation_ids
+
+_FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingText:
+    """Token ids of one text. scored: spans [first, end) of tokens that count. own: the model wrote those itself."""
+
+    tokens: list[int]
+    scored: list[tuple[int, int]]
+    own: bool = False
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that count. The first token of a text is foretold by nothing."""
+        return sum(end - max(first, 1) for first, end in self.scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One item of the data as it was read. Either text, or messages, or a prompt, perhaps with its completion."""
+
+    key: str  # what decides whether it is held out
+    text: str | None = None
+    messages: Messages | None = None
+    prompt: str | None = None
+    completion: str | None = None
+
+
+def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
+    """Of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts. ValueError for anything else, and if it is empty."""
+    if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
+            examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
+    else:
+        examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
+    if not examples:
+        raise ValueError(
+            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
+        )
+    return examples
+
+
+def _parse(line: str, where: str) -> Example:
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: expected an object with {_FORMS}")
+    key = json.dumps(item, sort_keys=True)
+    prompt, completion = item.get("prompt"), item.get("completion")
+    messages = item.get("messages")
+    if messages is None and are_messages(prompt):  # a conversation in two parts
+        messages = [*prompt, *(completion if are_messages(completion) else [])]
+    if messages is not None:
+        if not are_messages(messages) or not all(
+            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
+        ):
+            raise ValueError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
+        return Example(key=key, messages=messages)
+    if isinstance(prompt, str):
+        if completion is not None and not isinstance(completion, str):
+            raise ValueError(f"{where}: completion must be text, like prompt")
+        return Example(key=key, prompt=prompt, completion=completion)
+    if isinstance(item.get("text"), str):
+        return Example(key=key, text=item["text"])
+    raise ValueError(f"{where}: expected {_FORMS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReader:
+    """Makes training texts, or prompts, of examples. length: tokens of a text at most; longer ones are cut."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+    length: int
+
+    def texts(self, example: Example) -> list[TrainingText]:
+        """Those of one example, perhaps none. ValueError for a prompt without a completion."""
+        if example.text is not None:
+            return self._pieces(example.text)
+        if example.messages is not None:
+            return [self._fitting(text) for text in self._conversation(example.messages)]
+        assert example.prompt is not None
+        if example.completion is None:
+            raise ValueError("a prompt without a completion: use --own-answers, or give each prompt a completion")
+        asked = self._ids(example.prompt)
+        tokens = self._ids(example.prompt + example.completion) + self._end
+        first = min(_common(asked, tokens), len(tokens) - 1)
+        return [self._fitting(TrainingText(tokens, [(first, len(tokens))]))]
+
+    def prompts(self, example: Example, most: int, draw: np.random.Generator) -> list[list[int]]:
+        """What the model is to answer: each question of a conversation, a prompt, or pieces of a text for it to go on from.
+
+        most: tokens of a prompt. The last ones of longer prompts are used; pieces have an eighth of it at least.
+        """
+        if example.messages is not None:
+            turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+            if example.messages[-1]["role"] != "assistant":
+                turns.append(len(example.messages))
+            asked = [self._chat_ids(example.messages[:turn], ask=True) for turn in turns if turn > 0]
+            return [tokens[-most:] for tokens in asked]
+        if example.prompt is not None:
+            return [self._shortened(self._ids(example.prompt), most)]
+        assert example.text is not None
+        start = self._start
+        tokens, pieces, first = self._ids(example.text)[len(start) :], [], 0
+        while first < len(tokens):
+            number = int(draw.integers(max(most // 8, 1), most + 1))
+            pieces.append((start + tokens[first : first + number])[:most])
+            first += number
+        return pieces
+
+    @property
+    def _end(self) -> list[int]:
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
+    @property
+    def _start(self) -> list[int]:
+        """What the tokenizer begins a text with."""
+        ids: list[int] = []
+        for token in self.tokenizer("")["input_ids"]:
+            if token == self.tokenizer.eos_token_id and token != self.tokenizer.bos_token_id:
+                break
+            ids.append(token)
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
+        return self._start + self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _chat_ids(self, messages: Messages, *, ask: bool) -> list[int]:
+        return conversation_ids(messages, self.tokenizer, self.template, ask=ask)
+
+    def _shortened(self, tokens: list[int], most: int) -> list[int]:
+        if len(tokens) <= most:
+            return tokens
+        start = self._start
+        return (start + tokens[-max(most - len(start), 1) :])[:most]
+
+    def _pieces(self, text: str) -> list[TrainingText]:
+        start = self._start
+        tokens = self._ids(text)[len(start) :] + self._end
+        step = max(self.length - len(start), 1)
+        pieces = [start + tokens[first : first + step] for first in range(0, len(tokens), step)]
+        return [TrainingText(piece, [(max(len(start), 1), len(piece))]) for piece in pieces if len(piece) > 1]
+
+    def _conversation(self, messages: Messages) -> list[TrainingText]:
+        """One text with all answers; one for each answer where the template writes earlier turns otherwise than the last."""
+        separate: list[TrainingText] = []
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked = self._chat_ids(messages[:turn], ask=True) if turn else []
+                tokens = self._chat_ids(messages[: turn + 1], ask=False)
+                first = _common(asked, tokens)
+                end = len(tokens)
+                for place in range(
+                    end - 1, first, -1
+                ):  # what the template puts behind the answer's end, a line break say
+                    if tokens[place] == self.tokenizer.eos_token_id:
+                        end = place + 1
+                        break
+                separate.append(TrainingText(tokens, [(first, end)]))
+        if not separate:
+            return []
+        whole = separate[-1].tokens
+        if all(whole[: text.scored[0][1]] == text.tokens[: text.scored[0][1]] for text in separate):
+            return [TrainingText(whole, [text.scored[0] for text in separate])]
+        return separate
+
+    def _fitting(self, text: TrainingText) -> TrainingText:
+        """A text of at most `length` tokens: without its end; where the first answer is far, without its beginning too."""
+        if len(text.tokens) <= self.length:
+            return text
+        first = text.scored[0][0]
+        start = 0 if first <= self.length // 2 else first - self.length // 2
+        end = start + self.length
+        spans = [(max(a, start) - start, min(b, end) - start) for a, b in text.scored if a < end]
+        return TrainingText(text.tokens[start:end], spans, text.own)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    for index, (a, b) in enumerate(zip(one, other)):
+        if a != b:
+            return index
+    return min(len(one), len(other))
+
+
+def sampled_examples(
+    sources: Sequence[DataSource],
+    *,
+    held_out: bool,
+    holdout_fraction: float,
+    exclude: Sequence[str],
+    seed: int,
+) -> list[list[Example]]:
+    """Of each source its examples that are held out, or the others, in a random order. ValueError if no source has any."""
+    found: list[list[Example]] = []
+    for number, source in enumerate(sources):
+        read = read_examples(source.path, exclude)
+        chosen = [example for example in read if is_held_out(example.key, holdout_fraction) == held_out]
+        order = np.random.default_rng([seed, held_out, number]).permutation(len(chosen))
+        found.append([chosen[index] for index in order])
+    if not any(found):
+        raise ValueError(
+            "no document is held out for the figures: raise holdout_fraction, or give --evaluate-on"
+            if held_out
+            else "every document is held out for the figures: lower holdout_fraction, or give more data"
+        )
+    return found
+
+
+def in_shares(streams: Sequence[Iterator[Any]], shares: Sequence[float], sizes: Any) -> Iterator[Any]:
+    """Items of several streams, each giving its share of their sizes until it is used up. sizes: a function of an item."""
+    given = [0.0] * len(streams)
+    open_streams = set(range(len(streams)))
+    while open_streams:
+        index = min(open_streams, key=lambda i: (given[i] / shares[i], i))
+        item = next(streams[index], None)
+        if item is None:
+            open_streams.discard(index)
+            continue
+        given[index] += sizes(item)
+        yield item

@@ -1,0 +1,41 @@
+"""Exit adapters with random weights, so that drafts differ from those of bare exits, but not altogether."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.checkpoints.fingerprint import fingerprint
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.lean import lean_adapters
+
+
+def random_adapters(model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0) -> ExitAdapters:
+    """For these exits of this model, which changes nothing of it."""
+    adapters = ExitAdapters(
+        AdapterConfig(
+            hidden_size=model.hidden_size,
+            exit_layers=tuple(exit_layers),
+            rank=5,
+            eps=model.config.rms_norm_eps,
+            base_model=model.name or "",
+            fingerprint=fingerprint(model),
+        )
+    )
+    own = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in exit_layers:
+            adapter = adapters.at(layer)
+            adapter.scale.fill_(0.5)
+            for linear in (adapter.gate, adapter.up, adapter.down):
+                linear.weight.normal_(std=0.5, generator=own)
+    return adapters.eval()
+
+
+def adapted(model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0) -> LayerSkipModel:
+    """The same model, which drafts with such adapters; bare if there are no such exits."""
+    if not exit_layers:
+        return model
+    return model.with_adapters(lean_adapters(random_adapters(model, exit_layers, seed), model))

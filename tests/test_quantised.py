@@ -1,0 +1,175 @@
+"""Checkpoints that others quantised: read to the numbers that their files stand for, decoded as loaded, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_checkpoints import compressed_tensors_settings, quantise_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny_llama import reference_greedy, tiny_llama
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from layerskip_models import from_transformers, load_model
+from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.checkpoints.packed_weights import dequantise, unpack
+from layerskip_models.compact_linear import int8_works
+from layerskip_models.kernels.check import native_works
+from layerskip_models.linear import LAYOUTS
+from selfspec import SelfSpecGenerator
+from selfspec.integrations.hub_folder import export_hub
+
+CPU = torch.device("cpu")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "packed, groups": {"method": "pack-quantized"},
+    "packed, rows": {"method": "pack-quantized", "group_size": None},
+    "packed, zero points": {"method": "pack-quantized", "symmetric": False},
+    "packed, 8 bits": {"method": "pack-quantized", "bits": 8, "symmetric": False, "group_size": None},
+    "packed, reordered": {"method": "pack-quantized", "shuffled": True},
+    "integers": {"method": "int-quantized", "bits": 8, "group_size": None},
+    "integers, zero points": {"method": "int-quantized", "bits": 8, "group_size": None, "symmetric": False},
+    "gptq": {"method": "gptq"},
+    "gptq, zero points": {"method": "gptq", "symmetric": False},
+    "gptq, reordered": {"method": "gptq", "symmetric": False, "shuffled": True},
+    "gptq, second version": {"method": "gptq", "symmetric": False, "version": "gptq_v2"},
+    "gptq, 8 bits": {"method": "gptq", "bits": 8, "group_size": None},
+}
+
+
+def small(**options: Any) -> LlamaForCausalLM:
+    """Sizes that both layouts pack without a remainder, and rows that Q8_0 holds."""
+    return tiny_llama(hidden_size=32, heads=2, kv_heads=1, head_dim=16, intermediate_size=64, seed=4, **options)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_are_the_numbers_of_the_file(name: str, tmp_path: Path) -> None:
+    meant = quantise_checkpoint(small(num_layers=2, tie_word_embeddings=name == "gptq"), tmp_path, **VARIANTS[name])
+    found = load_transformers(tmp_path, dtype="float32", device="cpu")
+    for key, weight in meant.state_dict().items():
+        assert torch.equal(found.state_dict()[key], weight), key
+    assert found.config.name_or_path == str(tmp_path)
+
+
+def test_decoding_is_the_loaded_models(tmp_path: Path) -> None:
+    meant = quantise_checkpoint(small(), tmp_path, "gptq", shuffled=True)
+    expected = reference_greedy(meant.double(), PROMPT, max_new_tokens=20)
+    engine = SelfSpecGenerator(load_model(tmp_path, dtype="float64", device="cpu"), policy="ls:2-3")
+    assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
+
+
+def test_bits_from_the_lowest() -> None:
+    # 0x87654321 holds 1, 2, .. 8 from its lowest four bits on, and 0x21, 0x43, 0x65, 0x87 in bytes; it is negative as int32.
+    word = torch.tensor([[0x87654321 - 2**32]], dtype=torch.int32)
+    assert unpack(word, 4, 7).tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert unpack(word, 8, 4).tolist() == [[0x21, 0x43, 0x65, 0x87]]
+
+
+def test_gptq_by_hand() -> None:
+    # 8 inputs of 1 output, hence one word down; 8 outputs would be needed to fill a word of zero points, which may be longer.
+    # Stored zero point 6 means 7; input 0 is of group 1 with scale .5, the others of group 0 with scale 2.
+    parts = {
+        "qweight": torch.tensor([[0x76543210] * 8], dtype=torch.int32),
+        "qzeros": torch.full((2, 1), 0x66666666, dtype=torch.int32),
+        "scales": torch.tensor([[2.0] * 8, [0.5] * 8]),
+        "g_idx": torch.tensor([1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.int32),
+    }
+    assert dequantise(parts)[0].tolist() == [-3.5, -12.0, -10.0, -8.0, -6.0, -4.0, -2.0, 0.0]
+    assert dequantise(parts, first_version=False)[3].tolist() == [-3.0, -10.0, -8.0, -6.0, -4.0, -2.0, 0.0, 2.0]
+    parts["qzeros"].fill_(-1)  # 15 stands for 0 in the first version, where 1 was subtracted within 4 bits
+    assert dequantise(parts)[0, 7].item() == 14.0
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if VARIANTS[name]["method"] != "gptq"])
+def test_compressed_tensors_reads_the_same(name: str, tmp_path: Path) -> None:
+    """The library of the format itself, on the same tensors."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    if VARIANTS[name].get("shuffled"):
+        pytest.skip("its newer versions read no reordered groups")
+    quantise_checkpoint(small(num_layers=2), tmp_path, **VARIANTS[name], scale_dtype=torch.float32)
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**settings["config_groups"]["group_0"])
+    compressor = BaseCompressor.get_value_from_registry(VARIANTS[name]["method"])
+    module = "model.layers.1.mlp.down_proj."
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = {key.removeprefix(module): tensor for key, tensor in tensors.items() if key.startswith(module)}
+    theirs = compressor.decompress(dict(parts), scheme)["weight"]
+    assert torch.equal(dequantise(parts), theirs)
+
+
+@pytest.mark.skipif(not native_works(CPU, torch.float32) and not int8_works(CPU, torch.float32), reason="no int8 here")
+def test_int8_is_the_default_and_other_dtypes_are_kept(tmp_path: Path) -> None:
+    quantise_checkpoint(small(), tmp_path, "pack-quantized")
+    ours, floats = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="float32", device="cpu")
+    by_name = load_model(tmp_path, dtype="int8", device="cpu")
+    assert ours.layer_bytes == by_name.layer_bytes < floats.layer_bytes
+    assert load_model(tmp_path, layout="plain", device="cpu").layer_bytes > floats.layer_bytes / 2
+    assert load_model(tmp_path, dtype="bfloat16", device="cpu").weights_dtype == torch.bfloat16
+    first = SelfSpecGenerator(ours, policy="ls:2-3").generate(PROMPT, max_new_tokens=20)
+    assert first.new_tokens == SelfSpecGenerator(by_name, policy="ar").generate(PROMPT, max_new_tokens=20).new_tokens
+
+
+@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
+def test_symmetric_rows_of_8_bits_keep_their_numbers(tmp_path: Path) -> None:
+    """Their scale is ours, so the second rounding rounds nothing, but for float32's last bit."""
+    meant = quantise_checkpoint(small(), tmp_path, "int-quantized", bits=8, group_size=None, scale_dtype=torch.float32)
+    weight = meant.model.layers[0].mlp.down_proj.weight.detach()
+    out = LAYOUTS["int8"](weight, None)(torch.eye(weight.shape[1]))
+    torch.testing.assert_close(out.t(), weight, rtol=1e-6, atol=0)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "awq": ({"quant_method": "awq", "bits": 4}, "quantised by awq.*convert it to"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*model.dequantize()"),
+    "fp8": ({"quant_method": "fp8"}, "quantised by fp8.*load the checkpoint that it was made from"),
+    "unknown": ({"bits": 4}, "an unknown method"),
+    "gptq of 3 bits": ({"quant_method": "gptq", "bits": 3}, "of 3 bits"),
+    "gptq for marlin": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "laid out for marlin"),
+    "float weights": (compressed_tensors_settings("float-quantized", 8), "format is float-quantized"),
+    "activations": (
+        compressed_tensors_settings("int-quantized", 8, input_activations={"num_bits": 8, "dynamic": True}),
+        "activations are quantised",
+    ),
+    "2 bits": (compressed_tensors_settings(bits=2), "of 2 bits"),
+    "cache": ({**compressed_tensors_settings(), "kv_cache_scheme": {"num_bits": 8}}, "quantised KV cache"),
+    "sparse": ({**compressed_tensors_settings(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+    "rotated": ({**compressed_tensors_settings(), "transform_config": {"config_groups": {"a": {}}}}, "rotated"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
+    settings, message = REFUSED[name]
+    config = {**small().config.to_dict(), "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"(?s)cannot be loaded: .*{message}.*What to do:|{message}"):
+        load_model(tmp_path)
+
+
+def test_damaged_quantised_weights(tmp_path: Path) -> None:
+    quantise_checkpoint(small(), tmp_path, "pack-quantized")
+    tensors: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    save_file({**tensors, scale: tensors[scale][:, :3].contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj cannot be read: .*3 groups"):
+        load_model(tmp_path)
+    del tensors["model.layers.2.input_layernorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks weights.*layers.2.input_layernorm"):
+        load_model(tmp_path)
+
+
+def test_a_quantised_model_in_memory_and_a_hub_folder_are_refused(tmp_path: Path) -> None:
+    model = quantise_checkpoint(small(), tmp_path, "gptq")
+    with pytest.raises(ValueError, match="is quantised: transformers would"):
+        export_hub(tmp_path, tmp_path / "out")
+    model.config.quantization_config = load_config(tmp_path).quantization_config
+    with pytest.raises(ValueError, match="give load_model"):
+        from_transformers(model)
