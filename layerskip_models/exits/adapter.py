@@ -74,8 +74,8 @@ class AdapterConfig:
 class ExitAdapter(nn.Module):
     """One exit's adapter. It changes nothing until it is trained.
 
-    scale: root mean square of the exit's hidden states on the training data: what is added is in its units, so one learning
-    rate suits every exit of every model.
+    scale: about the root mean square of the exit's hidden states on the training data, a power of two. What is added is in
+    its units, so one learning rate suits every exit of every model.
     """
 
     scale: Tensor

@@ -418,7 +418,7 @@ app.command("train-exit")(
         train_exit,
         ExitTraining,
         "Train exit adapters for a frozen checkpoint: its drafts get better, its output stays what it is.",
-        "{} (docs/train-exit.md)",
+        "selfspec generate --model MODEL --exits {}",
     )
 )
 app.command("export-hub")(export_hub_command)

@@ -38,7 +38,9 @@ def card(
     held_out: Mapping[str, Any],
 ) -> str:
     """README.md. train, held_out: what `write_states` returned."""
-    command = " \\\n      ".join(["selfspec train-exit " + _named(config.model or ""), *_options(config)])
+    command = " \\\n      ".join(
+        ["selfspec train-exit" + (f" {_named(config.model)}" if config.model else ""), *_options(config)]
+    )
     layers = ", ".join(map(str, adapters.exit_layers))
     whose = "answers that the model wrote itself" if config.own_answers else "the data's own text"
     return "\n".join(

@@ -84,8 +84,8 @@ def fit(
     """Train adapters in place. Returns the number of steps done.
 
     sequences: with scored rows each. depths: of their states, ascending: the exits, the steering layers, the last layer.
-    seconds: stop by then if not before; the learning rate then falls with the time. Without it the result is a function of
-    the other arguments, and a run that goes on at `first_step` with the same `optimizer` is the uninterrupted one.
+    seconds: stop by then if not before, in one process; the learning rate then falls with the time. Without it the result is
+    a function of the other arguments, and a run that goes on at `first_step` with the same `optimizer` is the same run.
     accelerator: each process takes its part of every batch. Raises ValueError if there is nothing to fit to.
     """
     if not sequences:
@@ -122,7 +122,10 @@ def make_optimizer(adapters: ExitAdapters, settings: FitSettings) -> torch.optim
 
 @torch.no_grad()
 def set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths: Sequence[int]) -> None:
-    """Set each adapter's scale to the root mean square of its exit's states."""
+    """Set each adapter's scale to the power of two next to the root mean square of its exit's states.
+
+    A power of two, so that the scale times weights of 16 bits has 16 bits, and drafts read no more bytes.
+    """
     some = np.linspace(0, len(sequences) - 1, min(_SCALE_SEQUENCES, len(sequences))).round().astype(int)
     squares, numbers = torch.zeros(len(depths), dtype=torch.float64), 0
     for index in some.tolist():
@@ -130,7 +133,8 @@ def set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths
         squares += states.double().square().sum(dim=(0, 2)).cpu()
         numbers += states.shape[0] * states.shape[2]
     for layer in adapters.exit_layers:
-        adapters.at(layer).scale.fill_(float((squares[depths.index(layer)] / numbers).sqrt()))
+        root = math.sqrt(float(squares[depths.index(layer)]) / numbers)
+        adapters.at(layer).scale.fill_(2.0 ** round(math.log2(max(root, 1e-30))))
 
 
 class ExitRows:

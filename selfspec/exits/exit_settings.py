@@ -37,7 +37,10 @@ class ExitTraining:
     dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
 
-    form: str = option("low_rank", "low_rank; steered by the row verified last; or layer, with attention of its own.")
+    form: str = option(
+        "low_rank",
+        "low_rank; for measurements also steered (by the row verified last) and layer (with attention of its own).",
+    )
     exit_layers: tuple[int, ...] = option(
         (),
         "Exit to train an adapter for; repeatable (default: up to four, evenly, in the first quarter of the layers).",
@@ -121,6 +124,8 @@ class ExitTraining:
         if self.steering_layers and self.form != "steered" and "steered" not in self.keep_for:
             raise ValueError("steering_layers belong to form steered: choose --form steered, or leave them out")
         if self.beside:
+            if self.form != "low_rank":
+                raise ValueError(f"beside needs form low_rank, the one that drafts are made with, got {self.form!r}")
             self.checkpoint_folder()
 
     @staticmethod

@@ -67,7 +67,8 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         if config.beside:
             output_folder(config.checkpoint_folder() / FOLDER)
         device = str(accelerator.device) if config.device == "auto" else config.device
-        generator = load_generator(config.model, config.dtype, device, console)
+        # Without adapters that lie beside it, from an earlier run say: the bare exits are what is improved.
+        generator = load_generator(config.model, config.dtype, device, console, exits="none")
         model = generator.model
         described = describe_adapters(config, model, config.form)
         plan = _plan(config, model)
