@@ -76,7 +76,7 @@ def load_generator(
 
 def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
-) -> tuple[transformers.LlamaForCausalLM, list[torch.Tensor]]:
+) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
     """The checkpoint as transformers loads it, and prompts as its token ids, int64 [n] each. Errors as `load_generator`'s."""
     with _loading(model, notes) as name:
         llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
