@@ -38,7 +38,11 @@ def test_every_output_option_is_checked_before_the_command_starts() -> None:
     for app in (bench.commands.bench_app.app, selfspec.cli.main.app):
         for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
             for parameter in command.params:
-                if parameter.name in ("output", "output_dir", "trace") and name not in ("train", "train-pacer", "train-exit"):
+                if parameter.name in ("output", "output_dir", "trace") and name not in (
+                    "train",
+                    "train-pacer",
+                    "train-exit",
+                ):
                     assert parameter.callback is not None, f"{name} {parameter.name}"
                     found.add(name)
     assert found == {command[0] for _, command in WRITERS}
