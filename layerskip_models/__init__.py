@@ -1,4 +1,4 @@
-"""LayerSkip checkpoints of the Llama family: loading them, running ranges of their layers, training them."""
+"""LayerSkip checkpoints: loading them, running ranges of their layers, training them."""
 
 from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.loading import DEMO_PATH, load_demo, load_model, load_tokenizer

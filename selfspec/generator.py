@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LlamaForCausalLM,
     LogitsProcessorList,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
@@ -63,7 +63,7 @@ class Streamer(Protocol):
 class SelfSpecGenerator:
     """Self-speculative decoding with one model: its first layers draft, the rest verify, the output stays the model's own.
 
-    model: what `layerskip_models.load_model` returns, or a transformers LlamaForCausalLM. On a CPU its weights are copied
+    model: what `load_model` returns, or a transformers model of a supported family. On a CPU its weights are copied
         into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed); on CUDA
         its parameters become views of the engine's tensors (once in memory; their numbers stay). Generators may share
         either. When its weights change, the next call runs on the new ones: after an optimiser's step, `load_state_dict`,
@@ -86,7 +86,7 @@ class SelfSpecGenerator:
 
     def __init__(
         self,
-        model: LayerSkipModel | LlamaForCausalLM,
+        model: LayerSkipModel | PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         policy: str | Policy | None = None,
         *,

@@ -151,7 +151,7 @@ def test_adapters_that_no_checkpoint_can_hold() -> None:
             "attention of this adapter does not fit",
         ),
     ):
-        with pytest.raises(ValueError, match=f"{reason}.*--no-exits"):
+        with pytest.raises(ValueError, match=f"{reason}.*--exits none"):
             draft_model(llama, 2, trained(config).at(2))
     with pytest.raises(ValueError, match="layers of a 'olmo2' model cannot hold"):
         draft_model(of_family(Olmo2Config()), 2, trained(AdapterConfig(**shape)).at(2))
@@ -179,7 +179,7 @@ def test_the_command(folder: Path) -> None:
         fixed = ["--output-dir", str(folder / output), "--file", str(folder / "a.txt"), "--max-new-tokens", "16"]
         return CliRunner().invoke(app, ["export-draft", str(folder / "tiny"), str(exit_layer), *fixed, *more])
 
-    for exit_layer, output, more, layers in ((2, "with", [], 3), (2, "bare", ["--no-exits"], 2)):
+    for exit_layer, output, more, layers in ((2, "with", [], 3), (2, "bare", ["--exits", "none"], 2)):
         result = run(exit_layer, output, *more)
         assert result.exit_code == 0, result.output
         assert "4 drafts a round: 0." in result.stdout
@@ -189,5 +189,6 @@ def test_the_command(folder: Path) -> None:
             AutoTokenizer.from_pretrained(folder / output)("abc")["input_ids"] == tiny_tokenizer()("abc")["input_ids"]
         )
         assert "agreement with the full model" in (folder / output / "README.md").read_text(encoding="utf-8")
+    assert "for exit layers 2 only" in run(3, "other", "--exits", str(folder / "tiny" / "exits")).output
     assert (run(2, "bare").exit_code, run(4, "new").exit_code) == (2, 2)
     assert "not empty" in run(2, "bare").output and "[1, 3]" in run(4, "new").output

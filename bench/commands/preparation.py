@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines.own import Engine, Sampling
@@ -102,7 +102,7 @@ def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
     return load_model(checkpoint, dtype=dtype, device=device)
 
 
-def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
+def load_network(checkpoint: str, dtype: str, device: str) -> PreTrainedModel:
     """transformers' own model, for engines that share its weights."""
     if is_synthetic(checkpoint):
         shape, recipe = parse_synthetic(checkpoint)
@@ -112,7 +112,7 @@ def load_network(checkpoint: str, dtype: str, device: str) -> LlamaForCausalLM:
 
 
 def transformers_engines(
-    network: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
+    network: PreTrainedModel, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
 ) -> list[Engine]:
     """`generate` in its cache modes, and `assistant_early_exit` at a fixed setting and at its defaults."""
     static = [transformers_static(network, sampling)] if network.device.type == "cuda" else []
@@ -143,7 +143,7 @@ def llama_cpp_kinds(asked: Sequence[str], device: str) -> list[str]:
     return list(LLAMA_CPP_KINDS if "all" in asked else dict.fromkeys(asked))
 
 
-def llama_cpp_engines(network: LlamaForCausalLM, kinds: Sequence[str], max_tokens: int) -> list[Engine]:
+def llama_cpp_engines(network: PreTrainedModel, kinds: Sequence[str], max_tokens: int) -> list[Engine]:
     """llama.cpp on the network's weights, written as each of these kinds. max_tokens: of a prompt and its continuation."""
     if not kinds:
         return []

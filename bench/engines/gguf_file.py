@@ -25,9 +25,11 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
 
     kind: "F32", "F16", "BF16" or "Q8_0", of the matrices; norms and biases are F32. Q8_0 has one scale for every 32
     numbers of a row. A head that is tied to the embedding is left out, and llama.cpp takes the embedding for it.
-    Raises ValueError for rows that Q8_0 cannot hold.
+    Raises ValueError for another family, and for rows that Q8_0 cannot hold.
     """
     config = model.config
+    if config.model_type != "llama":
+        raise ValueError(f"only Llama models are written as GGUF here, this one is {config.model_type!r}")
     if kind == "Q8_0" and (config.hidden_size % 32 or config.intermediate_size % 32):
         raise ValueError(
             "Q8_0 needs rows of a multiple of 32 numbers; "

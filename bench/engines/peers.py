@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,7 +25,7 @@ from selfspec.stats import ratio
 
 
 @contextmanager
-def generation_settings(model: LlamaForCausalLM, **fields: Any) -> Iterator[None]:
+def generation_settings(model: PreTrainedModel, **fields: Any) -> Iterator[None]:
     """Within it, `model.generation_config` is a fresh one with these fields and no EOS; then the old one again."""
     saved = model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=None, **fields)
@@ -62,7 +62,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         name: str,
         label: str,
         *,
@@ -150,12 +150,12 @@ class TransformersEngine:
             return output.logits[0, -1].float().cpu()
 
 
-def transformers_generate(model: LlamaForCausalLM, sampling: Sampling | None = None) -> TransformersEngine:
+def transformers_generate(model: PreTrainedModel, sampling: Sampling | None = None) -> TransformersEngine:
     """Plain `generate` with its default, dynamic cache."""
     return TransformersEngine(model, "transformers:generate", "transformers generate", sampling=sampling)
 
 
-def transformers_static(model: LlamaForCausalLM, sampling: Sampling | None = None) -> TransformersEngine:
+def transformers_static(model: PreTrainedModel, sampling: Sampling | None = None) -> TransformersEngine:
     """`generate` with a static cache; on CUDA transformers compiles it by itself."""
     return TransformersEngine(
         model,
@@ -166,7 +166,7 @@ def transformers_static(model: LlamaForCausalLM, sampling: Sampling | None = Non
     )
 
 
-def transformers_prompt_lookup(model: LlamaForCausalLM, num_tokens: int = 10) -> TransformersEngine:
+def transformers_prompt_lookup(model: PreTrainedModel, num_tokens: int = 10) -> TransformersEngine:
     """Prompt lookup decoding: up to `num_tokens` copied from where the last one or two tokens occurred before."""
     return TransformersEngine(
         model,
@@ -177,7 +177,7 @@ def transformers_prompt_lookup(model: LlamaForCausalLM, num_tokens: int = 10) ->
 
 
 def transformers_early_exit(
-    model: LlamaForCausalLM, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
+    model: PreTrainedModel, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
 ) -> TransformersEngine:
     """`assistant_early_exit` with a fixed exit layer and length: no schedule, no confidence threshold."""
     return TransformersEngine(
@@ -195,7 +195,7 @@ def transformers_early_exit(
 
 
 def transformers_early_exit_default(
-    model: LlamaForCausalLM, exit_layer: int, sampling: Sampling | None = None
+    model: PreTrainedModel, exit_layer: int, sampling: Sampling | None = None
 ) -> TransformersEngine:
     """`assistant_early_exit` at its defaults: up to 20 drafts, until one has a probability below 0.4."""
     return TransformersEngine(

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import psutil
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 START_SECONDS = 180
 """Within which a server must answer."""
@@ -108,7 +108,7 @@ def _await(server: Server, process: subprocess.Popen[bytes], errors: IO[bytes]) 
 
 
 @contextmanager
-def served_folder(folder: Path | None, network: LlamaForCausalLM | None) -> Iterator[Path]:
+def served_folder(folder: Path | None, network: PreTrainedModel | None) -> Iterator[Path]:
     """A temporary folder that servers can load: links to a checkpoint's files, or a network's weights.
 
     Where there is no tokenizer it gets one with a word for every id: texts are then as long as their tokens.

@@ -39,6 +39,9 @@ BY_LAYERS = "auto:cost=layers,copy=off"
 """The policy whose tokens per layer are counted. Copied tokens would hide what exits are worth."""
 
 
+_HELD_OUT = 2000  # tokens for the cards of the runs; here they are judged on the model's own text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
     """What is trained: a form, with a weighting of positions."""
@@ -79,6 +82,7 @@ def train_arms(
                 output_dir=str(folder),
                 states_of=None if first is None else str(first),
                 keep_for=others,
+                held_out_tokens=_HELD_OUT,
                 **options,
             )
             train_exit(config, Console(quiet=True))

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, MaxTimeCriteria, StoppingCriteriaList
+from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from bench.engines.own import GREEDY
 from bench.engines.peers import generation_settings
@@ -94,7 +94,7 @@ class TimedTransformers:
 
     name, label = "transformers:generate", "transformers generate"
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def decode(self, prompt: Tensor, max_new_tokens: int, seconds: float) -> int:

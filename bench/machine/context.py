@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from bench.datasets import EncodedPrompt, load_prompts
@@ -159,7 +159,7 @@ class _Clock(BaseStreamer):
         pass
 
 
-def measure_transformers(network: LlamaForCausalLM, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
+def measure_transformers(network: PreTrainedModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
     """transformers' own `generate` on the same prompt: time to the first token, and decoding after it, in one call."""
     ids = prompt.ids.to(network.device).unsqueeze(0)
     clock = _Clock(network.device)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from bench.engines.own import GREEDY
 from bench.engines.peers import generation_settings
@@ -80,7 +80,7 @@ class TransformersBatch:
 
     name, label = "transformers:generate", "transformers generate"
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:

@@ -209,7 +209,12 @@ def early_exit_backward(
         flat = rearrange(state.detach(), "batch length hidden -> (batch length) hidden")
         layer_labels = labels if isinstance(labels, Tensor) else labels[layer]
         flat_labels = rearrange(layer_labels, "batch length -> (batch length)")
-        num_rows = (flat_labels != IGNORED).sum().clamp(min=1)
+        in_drafts = labelled = flat_labels != IGNORED
+        num_rows = labelled.sum().clamp(min=1)
+        if flat_unwanted is not None:
+            in_drafts = in_drafts & ~flat_unwanted
+        if flat_drafted is not None:
+            in_drafts = in_drafts & flat_drafted
         total = torch.zeros((), device=state.device)
         pieces = []
         length = state.shape[1]
@@ -225,11 +230,9 @@ def early_exit_backward(
                 losses_of_rows = torch.where(flat_unwanted[chunk], avoided, losses_of_rows)
             total += losses_of_rows.detach().sum() / num_rows
             if weigh is not None:
-                in_drafts = flat_labels[chunk] != IGNORED
-                for outside in (flat_unwanted, None if flat_drafted is None else ~flat_drafted):
-                    in_drafts = in_drafts if outside is None else in_drafts & ~outside[chunk]
-                by_sequence = weigh(losses_of_rows.detach().view(-1, length), in_drafts.view(-1, length))
-                losses_of_rows = losses_of_rows * torch.where(in_drafts, by_sequence.flatten(), 1.0)
+                of_drafts = in_drafts[chunk]
+                by_sequence = weigh(losses_of_rows.detach().view(-1, length), of_drafts.view(-1, length))
+                losses_of_rows = losses_of_rows * torch.where(of_drafts, by_sequence.flatten(), 1.0)
             loss = losses_of_rows.sum() / num_rows
             (loss * (weight * scale)).backward()
             assert rows.grad is not None

@@ -112,7 +112,8 @@ def model_and_tokenizer(config: TrainingConfig, output_dir: Path) -> tuple[Llama
         described = AutoConfig.from_pretrained(config.init)
         if described.model_type != "llama":
             raise ValueError(
-                f"init must be a Llama-family checkpoint, {config.init!r} is of type {described.model_type!r}"
+                f"init must be a Llama checkpoint, {config.init!r} is of type {described.model_type!r}: "
+                "other families can be run, but not trained here"
             )
         longest = config.longest_sequence()
         if longest > described.max_position_embeddings:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import selfspec.judge as rounds
 from layerskip_models import LayerSkipModel, from_transformers
@@ -77,7 +77,7 @@ def every_policy(num_layers: int) -> list[str]:
 
 
 def ask_reference(
-    llama: LlamaForCausalLM,
+    llama: PreTrainedModel,
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     advance: Callable[[str], None] = lambda label: None,
@@ -113,7 +113,7 @@ def ask_reference(
     )
 
 
-def _courses(llama: LlamaForCausalLM, ids: list[int]) -> dict[tuple[int, ...], float]:
+def _courses(llama: PreTrainedModel, ids: list[int]) -> dict[tuple[int, ...], float]:
     """Probability of every course of the next tokens, each drawn from the `_TOP_K` likeliest."""
     courses: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(_STEPS):
@@ -129,7 +129,7 @@ def _courses(llama: LlamaForCausalLM, ids: list[int]) -> dict[tuple[int, ...], f
 
 
 def verify_engine(
-    llama: LlamaForCausalLM,
+    llama: PreTrainedModel,
     prompts: Sequence[Tensor],
     *,
     max_new_tokens: int = 48,

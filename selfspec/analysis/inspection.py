@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.exits.lean import lean_adapters
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from policies import CostModel, LayerCost
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.calibrate import measured_cost
+from selfspec.exits.probe import probe_exits
 from selfspec.generator import SelfSpecGenerator
 from selfspec.stats import mean
 
 _CHUNK = 256  # rows per pass over the sample text
 WORTH = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithAdapters:
+    """What a short fit of exit adapters (`selfspec.exits.probe`) would change.
+
+    own_agreement: as of the bare exits, for the exits that it fitted. best, predicted_speedup: of all settings with these
+    adapters. layers_speedup: the best by layers loaded alone. tokens, steps: that it was fitted with.
+    """
+
+    own_agreement: Mapping[int, float]
+    best: Setting
+    predicted_speedup: float
+    layers_speedup: float
+    tokens: int
+    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +48,7 @@ class Inspection:
     own_agreement: the same along the model's own greedy continuations, which is what drafting meets.
     best: the fixed setting with most tokens per measured second; predicted_speedup: its, over plain decoding.
     layers_speedup: the best by layers loaded alone. kernels: what the layers ran on (`LayerSkipModel.kernels`).
-    comparison: `best` really run against plain decoding.
+    comparison: `best` really run against plain decoding. adapted: what adapters would give, if a probe was asked for.
     """
 
     num_layers: int
@@ -41,6 +59,7 @@ class Inspection:
     layers_speedup: float
     kernels: str | None
     comparison: Comparison
+    adapted: WithAdapters | None = None
 
     def verdict(self) -> str:
         measured = self.comparison.speedup
@@ -61,11 +80,15 @@ def inspect_model(
     *,
     max_new_tokens: int = 64,
     repeats: int = 3,
+    probe_seconds: float = 0.0,
     advance: Callable[[str], None] = lambda label: None,
+    say: Callable[[str], None] = lambda label: None,
 ) -> Inspection:
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
-    advance: called with a label after each of 2 * texts + 2 steps. Raises ValueError without a text of at least 4 tokens.
+    probe_seconds: for how long to fit exit adapters, to say what they would give; 0 for not at all.
+    advance: called with a label after each of 2 * texts + 2 steps, and once more after a probe, while which `say` is called.
+    Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None
@@ -95,6 +118,9 @@ def inspect_model(
     comparison = compare(generate, repeats=repeats, greedy=True)
     assert comparison is not None
     advance("comparing with plain decoding")
+    adapted = _with_adapters(generator, encoded, max_new_tokens, probe_seconds, say) if probe_seconds else None
+    if adapted is not None:
+        advance("fitting adapters")
     layers = range(1, model.num_layers)
     return Inspection(
         num_layers=model.num_layers,
@@ -105,6 +131,33 @@ def inspect_model(
         layers_speedup=by_layers,
         kernels=model.kernels,
         comparison=comparison,
+        adapted=adapted,
+    )
+
+
+def _with_adapters(
+    generator: SelfSpecGenerator,
+    texts: Sequence[torch.Tensor],
+    max_new_tokens: int,
+    seconds: float,
+    say: Callable[[str], None],
+) -> WithAdapters:
+    """Fit adapters for so long, and trace the model's own text with them."""
+    probe = probe_exits(generator, texts, seconds, say=say)
+    model = generator.model.with_adapters(lean_adapters(probe.adapters, generator.model))
+    adapted = SelfSpecGenerator(model, generator.tokenizer, runner=generator.runner, prefix_cache=0)
+    traces = [trace_agreement(adapted, ids[: max(ids.numel() // 2, 1)], max_new_tokens) for ids in texts]
+    best, predicted = _best(traces, measured_cost(model, generator.runner))
+    _, by_layers = _best(traces, LayerCost(model.num_layers))
+    return WithAdapters(
+        own_agreement={
+            layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in probe.adapters.exit_layers
+        },
+        best=best,
+        predicted_speedup=predicted,
+        layers_speedup=by_layers,
+        tokens=probe.tokens,
+        steps=probe.steps,
     )
 
 
@@ -147,9 +200,11 @@ def kernels_in_words(variant: str | None) -> str:
 
 def inspection_lines(inspection: Inspection) -> list[str]:
     """The findings as text."""
-    lines = ["exit_layer  agreement on sample text  on its own text"]
+    adapted = inspection.adapted
+    lines = ["exit_layer  agreement on sample text  on its own text" + ("" if adapted is None else "  with an adapter")]
     for layer, (text, own) in enumerate(zip(inspection.text_agreement, inspection.own_agreement), start=1):
-        lines.append(f"{layer:10d}  {text:24.3f}  {own:15.3f}")
+        with_it = None if adapted is None else adapted.own_agreement.get(layer)
+        lines.append(f"{layer:10d}  {text:24.3f}  {own:15.3f}" + ("" if with_it is None else f"  {with_it:15.3f}"))
     comparison = inspection.comparison
     lines += [
         f"best fixed setting by prediction: {inspection.best.policy}; speed-up predicted {inspection.predicted_speedup:.2f}"
@@ -159,4 +214,10 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"layers ran on {kernels_in_words(inspection.kernels)}",
         inspection.verdict(),
     ]
+    if adapted is not None:
+        lines += [
+            f"with exit adapters fitted for {adapted.steps} steps to {adapted.tokens:,} tokens of the model's own text:"
+            f" {adapted.best.policy} predicted {adapted.predicted_speedup:.2f} (by layers alone"
+            f" {adapted.layers_speedup:.2f}); selfspec train-exit trains them in earnest",
+        ]
     return lines

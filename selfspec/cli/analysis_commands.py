@@ -82,6 +82,10 @@ def inspect_command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Number of pairs of runs to measure.")] = 3,
+    probe_minutes: Annotated[
+        float,
+        typer.Option(min=0, help="Fit exit adapters for so long, to say what train-exit would give; 5 is enough."),
+    ] = 0.0,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
@@ -91,10 +95,11 @@ def inspect_command(
     with one_line_errors():
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
         generator = load_generator(model, dtype, device, notes, exits=exits)
-        with progress(2 * len(texts) + 2, notes) as advance:
+        with progress(2 * len(texts) + 2 + (probe_minutes > 0), notes) as advance:
             inspection = inspect_model(
-                generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance
-            )
+                generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance,
+                probe_seconds=60 * probe_minutes, say=lambda label: advance(label, 0),
+            )  # fmt: skip
     typer.echo("\n".join(inspection_lines(inspection)))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Protocol
 
 import torch
 import transformers
@@ -76,7 +76,7 @@ def load_generator(
 
 def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
-) -> tuple[transformers.LlamaForCausalLM, list[torch.Tensor]]:
+) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
     """The checkpoint as transformers loads it, and prompts as its token ids, int64 [n] each. Errors as `load_generator`'s."""
     with _loading(model, notes) as name:
         llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
@@ -98,13 +98,19 @@ def _loading(model: str | None, notes: Console) -> Iterator[str]:
         yield name
 
 
+class Advance(Protocol):
+    """Moves a progress bar on and says what was done; by 0 says only what is being done."""
+
+    def __call__(self, label: str, amount: int = 1) -> None: ...
+
+
 @contextmanager
-def progress(total: int, notes: Console) -> Iterator[Callable[[str], None]]:
+def progress(total: int, notes: Console) -> Iterator[Advance]:
     """A progress bar with the time left, removed at the end; yields a function that advances it by one with a label."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("starting", total=total)
-        yield lambda label: bar.update(task, advance=1, description=label)
+        yield lambda label, amount=1: bar.update(task, advance=amount, description=label)
 
 
 def checked_output_file(path: Path | None) -> Path | None:

@@ -18,6 +18,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import DraftAgreement, draft_agreement, own_texts
 from selfspec.cli.arguments import (
     DeviceOption,
+    ExitsOption,
     checked_output_folder,
     load_generator,
     notes_console,
@@ -55,9 +56,7 @@ def export_draft_command(
         typer.Option(help="UTF-8 file with a prompt to predict acceptance on; repeatable (default: two examples)."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 128,
-    exits: Annotated[
-        bool, typer.Option("--exits/--no-exits", help="Fold in the exit adapter that lies beside the model, if any.")
-    ] = True,
+    exits: ExitsOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model."""
@@ -67,8 +66,8 @@ def export_draft_command(
             raise FileExistsError(f"{output_dir} is not empty: give a new folder")
         name = resolve_checkpoint(model)
         config = load_config(name)
-        generator = load_generator(model, "auto", device, notes)
-        adapter = _adapter(generator, exit_layer) if exits else None
+        generator = load_generator(model, "auto", device, notes, exits="none")  # whose own text is asked for
+        adapter = None if exits == "none" else _adapter(generator, exit_layer, exits)
         llama = load_transformers(name, dtype=getattr(config, "dtype", None) or torch.float32, device=device)
         draft = draft_model(llama, exit_layer, adapter)
         texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
@@ -92,14 +91,18 @@ def export_draft_command(
     )
 
 
-def _adapter(generator: SelfSpecGenerator, exit_layer: int) -> ExitAdapter | None:
-    """The adapter of this exit that lies beside the model; None if there is none."""
-    folder = adapters_beside(generator.model.name)
+def _adapter(generator: SelfSpecGenerator, exit_layer: int, exits: str) -> ExitAdapter | None:
+    """The adapter of this exit, of a folder or "auto" for the one beside the model; None if there is none."""
+    folder = adapters_beside(generator.model.name) if exits == "auto" else Path(exits)
     if folder is None:
         return None
     adapters = load_adapters(folder)
     check_fits(adapters.config, generator.model, folder)
-    return adapters.at(exit_layer) if exit_layer in adapters.exit_layers else None
+    if exit_layer in adapters.exit_layers:
+        return adapters.at(exit_layer)
+    if exits != "auto":
+        raise ValueError(f"{exits} has adapters for exit layers {', '.join(map(str, adapters.exit_layers))} only")
+    return None
 
 
 def acceptance_lines(found: DraftAgreement) -> list[str]:

@@ -65,7 +65,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="LayerSkip self-speculative decoding: a Llama drafts with its first layers and verifies with the rest.",
+    help="LayerSkip self-speculative decoding: a model drafts with its first layers and verifies with the rest.",
 )
 WARM_UP_TOKENS = 16
 

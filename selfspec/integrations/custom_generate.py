@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LlamaForCausalLM,
     LogitsProcessorList,
     MaxLengthCriteria,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -92,7 +92,7 @@ class CustomGenerate:
     # passes them on. A parameter that it does prepare, such as attention_mask, must not be among them.
     def __call__(
         self,
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         input_ids: Tensor,
         *,
         stop_strings: str | list[str] | None = None,
@@ -120,7 +120,7 @@ class CustomGenerate:
     def run(
         self,
         given: Mapping[str, Any],
-        model: LlamaForCausalLM,
+        model: PreTrainedModel,
         input_ids: Tensor,
         *,
         logits_processor: LogitsProcessorList,
@@ -159,7 +159,7 @@ class CustomGenerate:
 
 
 def _decode(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     input_ids: Tensor,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
@@ -208,7 +208,7 @@ def _refusal(name: str) -> str:
 
 
 def _requests(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     rows: Sequence[BatchRow],
     length: int,
     processors: LogitsProcessorList,

@@ -22,7 +22,7 @@ from layerskip_models.exits.adapter import ExitAdapter
 _PER_LAYER = ("layer_types", "no_rope_layers")
 """Lists in a configuration with an entry for each layer."""
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_LEFT_OUT = "export the bare exit with --no-exits"
+_LEFT_OUT = "export the bare exit with --exits none"
 
 
 def draft_model(model: PreTrainedModel, exit_layer: int, adapter: ExitAdapter | None = None) -> PreTrainedModel:

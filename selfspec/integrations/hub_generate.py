@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationMixin, LlamaForCausalLM
+from transformers import GenerationMixin, PreTrainedModel
 
 from policies import Policy
 from selfspec.integrations.custom_generate import SelfSpecOutput, arguments_of_generate, custom_generate
@@ -17,7 +17,7 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 
 def hub_generate(
-    model: LlamaForCausalLM, arguments: tuple[Any, ...], options: dict[str, Any], *, policy: str | Policy | None = None
+    model: PreTrainedModel, arguments: tuple[Any, ...], options: dict[str, Any], *, policy: str | Policy | None = None
 ) -> Tensor | SelfSpecOutput:
     """`model.generate(*arguments, **options)`, decoded with selfspec.
 
@@ -34,9 +34,7 @@ def hub_generate(
         stops = _stop_strings(model, bound, others)
         if stops is not None:
             # Without `stop_strings` in its signature, so that the None among the options reaches the configuration.
-            def decode_to_a_stop(
-                model: LlamaForCausalLM, input_ids: Tensor, **prepared: Any
-            ) -> Tensor | SelfSpecOutput:
+            def decode_to_a_stop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor | SelfSpecOutput:
                 given = arguments_of_generate(sys._getframe(1))
                 return decode.run(given, model, input_ids, stop_strings=stops, **prepared)
 
@@ -44,7 +42,7 @@ def hub_generate(
     return GenerationMixin.generate(model, **bound, **others)
 
 
-def _stop_strings(model: LlamaForCausalLM, bound: dict[str, Any], others: dict[str, Any]) -> Any:
+def _stop_strings(model: PreTrainedModel, bound: dict[str, Any], others: dict[str, Any]) -> Any:
     """The call's stop strings, taken out of its arguments: transformers raises where it finds some, tokenizer or not."""
     config = bound.get("generation_config")
     given = others.pop("stop_strings", None)

@@ -6,15 +6,15 @@ import threading
 from typing import cast
 from weakref import WeakKeyDictionary, proxy
 
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from selfspec.generator import SelfSpecGenerator
 
-_generators: WeakKeyDictionary[LlamaForCausalLM, SelfSpecGenerator] = WeakKeyDictionary()
+_generators: WeakKeyDictionary[PreTrainedModel, SelfSpecGenerator] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def generator_of(model: LlamaForCausalLM) -> SelfSpecGenerator:
+def generator_of(model: PreTrainedModel) -> SelfSpecGenerator:
     """The generator over a transformers model, made at the first call.
 
     On a CPU it copies the weights, and copies them again when they have changed; on CUDA it shares them
@@ -25,5 +25,5 @@ def generator_of(model: LlamaForCausalLM) -> SelfSpecGenerator:
     with _lock:
         found = _generators.get(model)
         if found is None:
-            found = _generators[model] = SelfSpecGenerator(cast(LlamaForCausalLM, proxy(model)))
+            found = _generators[model] = SelfSpecGenerator(cast(PreTrainedModel, proxy(model)))
         return found

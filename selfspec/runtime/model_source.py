@@ -6,7 +6,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import why_not_shared
@@ -38,7 +38,7 @@ class ModelSource:
 
     def __init__(
         self,
-        model: LayerSkipModel | LlamaForCausalLM,
+        model: LayerSkipModel | PreTrainedModel,
         runner: RunnerChoice,
         prefixes: PrefixCache | None = None,
         exits: ExitsChoice = "auto",
@@ -83,14 +83,14 @@ class ModelSource:
             with self._lock:
                 self._renew(self._source)
 
-    def _renew(self, source: LlamaForCausalLM) -> None:
+    def _renew(self, source: PreTrainedModel) -> None:
         if self._watch is None or self._watch.moved() or why_not_shared(source) is not None:
             self.current = self._copied(source)
         else:
             self.current.runners.forget()
             self._watch = WeightWatch(source)
 
-    def _copied(self, source: LlamaForCausalLM) -> BoundModel:
+    def _copied(self, source: PreTrainedModel) -> BoundModel:
         self._watch = None  # should this fail, the next call tries again
         check_transformers(source)
         if why_not_shared(source) is None:
