@@ -24,11 +24,13 @@ WRITERS = [
     (bench.commands.bench_app.app, ["copying-texts"]),
     (bench.commands.bench_app.app, ["copying-gain", "copying", "-o"]),
     (bench.commands.bench_app.app, ["exit-losses", "--data", "text.txt", "-o"]),
+    (bench.commands.bench_app.app, ["exit-adapters", "--data", "text.txt", "--work", "runs", "-o"]),
     (bench.commands.bench_app.app, ["shapes", "--output-dir"]),
     (bench.commands.bench_app.app, ["report", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["generate", "text", "--trace"]),
     (selfspec.cli.main.app, ["generate", "--prompts", "none.jsonl", "-o"]),
     (selfspec.cli.main.app, ["trace", "text", "-o"]),
+    (selfspec.cli.main.app, ["export-draft", "none", "2", "--output-dir"]),
 ]
 
 
