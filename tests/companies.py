@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from random_adapters import adapted
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig
 
 import selfspec.runtime.runner_pool
+from bench.trials.random_adapters import adapted
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache

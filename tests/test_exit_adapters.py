@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from companies import LAYOUTS, shared_model
-from random_adapters import adapted, random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
+from bench.trials.random_adapters import adapted, random_adapters
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_adapters import adapted
 from tiny_llama import tiny_llama, tiny_tokenizer
 
+from bench.trials.random_adapters import adapted
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.inspection import inspect_model, inspection_lines

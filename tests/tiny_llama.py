@@ -7,11 +7,11 @@ from random import Random
 from typing import Any
 
 import torch
-from random_adapters import adapted
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.trials.fuzz_models import ROPES, random_model, word_tokenizer
+from bench.trials.random_adapters import adapted
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works

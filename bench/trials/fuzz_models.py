@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from bench.trials.random_adapters import adapted
 from layerskip_models import from_transformers
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.linear import Layout, possible_layouts
@@ -138,15 +139,16 @@ def make_model(random: Random) -> FuzzModel:
         if layout == "half" and not _all_fit(reference):
             layout = "plain"
     runner: RunnerName = "captured" if random.random() < 0.1 else "eager"
-    engine = SelfSpecGenerator(
-        from_transformers(source, layout=layout), tokenizer := word_tokenizer(_words(vocab_size)), runner=runner
-    )
+    model = from_transformers(source, layout=layout)
+    exits = [layer for layer in range(1, model.num_layers) if random.random() < 0.25]
+    model = adapted(model, exits, seed=random.randrange(1 << 30))
+    engine = SelfSpecGenerator(model, tokenizer := word_tokenizer(_words(vocab_size)), runner=runner)
     native = engine.model._native is not None
     return FuzzModel(
         about=f"{config.model_type}, {engine.model.num_layers} layers, {config.num_attention_heads}/"
         f"{config.num_key_value_heads} heads of {engine.model.head_dim}, hidden {config.hidden_size}, vocabulary "
         f"{vocab_size}, {config.rope_parameters['rope_type']} rope, {str(dtype).removeprefix('torch.')}, "
-        f"{layout or 'its own layout'}, {runner}",
+        f"{layout or 'its own layout'}, {runner}, adapters at {exits or 'no exit'}",
         dtype=dtype,
         reference=reference,
         engine=engine,
