@@ -270,6 +270,7 @@ PAGES = [
     "README.md",
     "docs/benchmarks.md",
     "docs/chat.md",
+    "docs/training.md",
     *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md")),
 ]
 

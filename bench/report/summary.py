@@ -61,7 +61,7 @@ class Samples:
 
     def __init__(self, lines: Sequence[Line]) -> None:
         run = lines[0]
-        self.labels: dict[str, str] = dict(run["engines"])
+        self.labels: dict[str, str] = dict(run.get("engines", {}))  # none where models are compared
         self.samples = [line for line in lines if line["kind"] == "sample"]
         self.outputs = [line for line in lines if line["kind"] == "output"]
         measured = {line["engine"] for line in self.samples}
