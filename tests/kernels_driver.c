@@ -1,25 +1,11 @@
 /* Runs the kernels of one variant on drawn numbers, without Python: for processors that are only emulated here.
  *
- * VARIANT: as for kernels.c, beside which this is compiled. Every row is computed alone on one thread, then with others on
+ * VARIANT: as for kernels.c, which is compiled with this, so that its structures are the ones at hand. Every row is computed alone on one thread, then with others on
  * several. Prints the results, and ends with status 1 if a bit differs.
  */
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-
-#define JOINED(name, variant) name##_##variant
-#define JOIN(name, variant) JOINED(name, variant)
-#define EXPORT(name) JOIN(name, VARIANT)
-
-typedef struct { const void *weight; const float *scale, *bias; int64_t kind, in, out; } Matrix;
-typedef struct { Matrix qkv, output, gate_up, down; const float *input_norm, *post_attention_norm; } Layer;
-typedef struct { int64_t hidden, heads, kv_heads, head_dim; float eps, scale; } Shape;
-typedef struct { float *keys, *values; int64_t layer_stride, head_stride; } Cache;
-int64_t EXPORT(linear)(const Matrix *, const float *, int64_t, const float *, float *, int);
-int64_t EXPORT(scratch_size)(const Shape *, const Layer *, int64_t);
-int64_t EXPORT(run)(const Shape *, const Layer *, int64_t, const Cache *, const float *, int64_t, int64_t, const float *, float *,
-                    int64_t, float *, int);
+#include "kernels.c"
 
 static uint32_t state = 1;
 static float drawn(void) { /* in [-1, 1), a multiple of 1/128: every kind of weight holds it */
@@ -76,33 +62,53 @@ int main(void) {
           }
         for (int64_t i = 0; i < MOST * out; i++) printf("%.6f\n", alone[i]);
       }
-  Layer layers[LAYERS];
-  for (int l = 0; l < LAYERS; l++) {
+  Layer layers[LAYERS] = {{{0}}};
+  for (int l = 0; l < LAYERS; l++) { /* the second one with all that some families' layers have besides */
     layers[l].qkv = matrix(1, (HEADS + 2 * KV) * DIM, HIDDEN, 1);
     layers[l].output = matrix(2, HIDDEN, HEADS * DIM, 0);
     layers[l].gate_up = matrix(0, 2 * INNER, HIDDEN, 0);
     layers[l].down = matrix(3, HIDDEN, INNER, 0);
-    layers[l].input_norm = floats(HIDDEN);
-    layers[l].post_attention_norm = floats(HIDDEN);
+    layers[l].input_norm = l ? NULL : floats(HIDDEN);
+    layers[l].post_attention_norm = l ? NULL : floats(HIDDEN);
+    layers[l].output_norm = l ? floats(HIDDEN) : NULL;
+    layers[l].down_norm = l ? floats(HIDDEN) : NULL;
+    layers[l].query_norm = l ? floats(DIM) : NULL;
+    layers[l].key_norm = l ? floats(DIM) : NULL;
+    layers[l].window = l ? 7 : MOST;
+    layers[l].rotated = 1;
   }
   Shape shape = {HIDDEN, HEADS, KV, DIM, 1e-5f, 0.25f};
   float *x = floats(MOST * HIDDEN), *rotary = floats(MOST * DIM), *alone = floats(MOST * HIDDEN), *many = floats(MOST * HIDDEN);
-  float *scratch = floats(EXPORT(scratch_size)(&shape, layers, MOST));
   int64_t layer_size = KV * MOST * DIM;
-  Cache one = {floats(LAYERS * layer_size), floats(LAYERS * layer_size), layer_size, MOST * DIM};
-  Cache other = {floats(LAYERS * layer_size), floats(LAYERS * layer_size), layer_size, MOST * DIM};
-  for (int64_t r = 0; r < MOST; r++)
-    EXPORT(run)(&shape, layers, LAYERS, &one, x + r * HIDDEN, 1, r, rotary + r * DIM, alone + r * HIDDEN, 0, scratch, 1);
+  Span one = {floats(LAYERS * layer_size), floats(LAYERS * layer_size), layer_size, MOST * DIM, 0, 1}, other = one;
+  other.keys = floats(LAYERS * layer_size), other.values = floats(LAYERS * layer_size);
+  Step step = {.shape = &shape, .layers = layers, .num_spans = 1, .rotary = rotary, .count = LAYERS};
+  step.scratch = floats(EXPORT(scratch_size)(&shape, layers, MOST));
+  for (int64_t r = 0; r < MOST; r++) {
+    one.position = r;
+    step.spans = &one, step.x = x + r * HIDDEN, step.outputs = alone + r * HIDDEN, step.rows = 1;
+    EXPORT(step)(&step, 1);
+  }
   for (int threads = 1; threads < 4; threads++)
-    for (int64_t step = 2; step <= MOST; step++) {
-      for (int64_t r = 0; r < MOST; r += step) {
-        int64_t rows = r + step < MOST ? step : MOST - r;
-        EXPORT(run)(&shape, layers, LAYERS, &other, x + r * HIDDEN, rows, r, rotary + r * DIM, many + r * HIDDEN, 0, scratch, threads);
+    for (int64_t each = 2; each <= MOST; each++) {
+      for (int64_t r = 0; r < MOST; r += each) {
+        other.position = r, other.rows = least(each, MOST - r);
+        step.spans = &other, step.x = x + r * HIDDEN, step.outputs = many + r * HIDDEN, step.rows = other.rows;
+        EXPORT(step)(&step, threads);
       }
-      wrong |= differ("run", alone, many, MOST * HIDDEN);
+      wrong |= differ("step", alone, many, MOST * HIDDEN);
       wrong |= differ("keys", one.keys, other.keys, LAYERS * layer_size);
       wrong |= differ("values", one.values, other.values, LAYERS * layer_size);
     }
+  for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.6f\n", alone[i]);
+
+  Adapter adapter = {matrix(1, 2 * INNER, HIDDEN, 0), matrix(0, HIDDEN, INNER, 0), floats(HIDDEN)};
+  float *gated = floats(MOST * INNER);
+  for (int64_t r = 0; r < MOST; r++) EXPORT(adapt)(&adapter, 1e-5f, x + r * HIDDEN, 1, gated, alone + r * HIDDEN, 1);
+  for (int threads = 1; threads < 4; threads++) {
+    EXPORT(adapt)(&adapter, 1e-5f, x, MOST, gated, many, threads);
+    wrong |= differ("adapt", alone, many, MOST * HIDDEN);
+  }
   for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.6f\n", alone[i]);
   return wrong;
 }
