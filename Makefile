@@ -25,7 +25,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 # Every table and plot in README and docs, from the records in docs/data. A test fails when they are not these.
-PAGES = README.md docs/benchmarks.md docs/chat.md docs/many-texts.md docs/serving.md docs/training.md $(wildcard docs/results/*.md)
+PAGES = README.md docs/benchmarks.md docs/chat.md docs/many-texts.md docs/serving.md docs/training.md docs/exit-adapters.md $(wildcard docs/results/*.md)
 results: $(VENV)/.installed
 	rm -rf docs/results/plots
 	$(BIN)/python -m bench report docs/data/*.jsonl.gz $(foreach page,$(PAGES),--into $(page))

@@ -271,6 +271,7 @@ PAGES = [
     "docs/benchmarks.md",
     "docs/chat.md",
     "docs/training.md",
+    "docs/exit-adapters.md",
     *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md")),
 ]
 
