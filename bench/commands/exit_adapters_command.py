@@ -40,6 +40,9 @@ def exit_adapters(
     rank: Annotated[int, typer.Option(min=0, help="Width of the adapters; 0 for train-exit's default.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to train on.")] = 100_000,
     epochs: Annotated[float, typer.Option(help="Passes over them.")] = 2.0,
+    own_answers: Annotated[
+        bool, typer.Option("--own-answers", help="Train on what the model writes for beginnings of the data.")
+    ] = False,
     exclude: Annotated[list[str] | None, typer.Option(help="Names to leave out of folders of data.")] = None,
     prompt: Annotated[list[Path] | None, typer.Option(help="Prompts, .jsonl[.gz] or shipped ones by name.")] = None,
     num_samples: TaskSamplesOption = 4,
@@ -66,6 +69,7 @@ def exit_adapters(
         options: dict[str, Any] = {
             "model": str(model) if model else None, "data": tuple(data), "max_tokens": max_tokens, "epochs": epochs,
             "rank": rank, "exit_layers": tuple(exit_layer or ()), "dtype": dtype,
+            "own_answers": own_answers,
             **({"exclude": tuple(exclude)} if exclude else {}),
         }  # fmt: skip
         with progress(len(chosen)) as advance:
@@ -88,6 +92,7 @@ def exit_adapters(
             "max_tokens": max_tokens,
             "epochs": epochs,
             "seeds": seeds,
+            "own_answers": own_answers,
         },
         "provenance": provenance(network.device, network.dtype),
     }
