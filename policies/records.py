@@ -119,8 +119,13 @@ class ContextStates(Protocol):
         """Rows that the text can come to."""
         ...
 
+    @property
+    def num_committed(self) -> int:
+        """Rows that will not change any more. Behind them there may be rows of the round's copied tokens, which may."""
+        ...
+
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
-        """[stop - start, hidden], of the rows at these positions, which must all be committed."""
+        """[stop - start, hidden], of the rows at these positions, which must be before the first row that is drafted from."""
         ...
 
 

@@ -155,6 +155,8 @@ class Draft:
             kept += 1
         self.num_copied = kept
         self.num_rows = kept + 1
+        if turn.needs.context_layers and turn.states is not None:
+            turn.states.show(turn.length - 1, kept)
         turn.cache.forget(turn.exit_layer, len(turn.copied) - kept)
         del self.tokens[kept:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -14,6 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scripted_policies import EVERY_POLICY, named_policy
 from tiny_llama import VOCAB_SIZE, WORDS, pool_model, reference_greedy, request_for, tiny_tokenizer
+from torch import Tensor
 from transformers import GenerationConfig
 
 from layerskip_models.kv_cache import KVCache
@@ -22,6 +24,8 @@ from policies import CopiedRow, Needs, NeverStop, Plan, Policy, RoundContext, Ro
 from selfspec import SelfSpecGenerator
 from selfspec.copying.copy_index import CopyStore
 from selfspec.eager import EagerPasses
+from selfspec.hidden_states import HiddenStates
+from selfspec.pacer.inference import PreVerification
 from selfspec.round import decode
 from selfspec.text import Text
 
@@ -276,3 +280,33 @@ def test_a_policy_sees_its_own_drafts_alone() -> None:
 def test_what_a_name_cannot_mean(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_policy(name, num_layers=4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rule_that_looks_back_sees_the_copied_rows(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts behind a copy look back at its rows, which are not committed yet, and later at what replaced them."""
+    model, empty, estimate = shared_model(layout), HiddenStates._empty, PreVerification.estimate
+    monkeypatch.setattr(HiddenStates, "_empty", lambda self, *shape: empty(self, *shape).fill_(torch.nan))
+    seen: list[tuple[Tensor, list[float]]] = []
+
+    def watched(self: PreVerification, context: Any, layer: int, position: int, first: int, *rest: Any) -> list[float]:
+        estimates = estimate(self, context, layer, position, first, *rest)
+        rows = context.rows(layer, 0, position - first + 1).clone()
+        expected = PreVerification(self.network)  # which knows nothing of earlier rounds
+        if first == 1:
+            assert estimate(expected, context, layer, position, first, *rest) == pytest.approx(estimates, abs=1e-5)
+        seen.append((rows, estimates))
+        return estimates
+
+    monkeypatch.setattr(PreVerification, "estimate", watched)
+    behind_copies = 0
+    for seed in range(6):
+        random = Random(seed)
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(5)] * 4
+        policy = named_policy("ls:2-6+pacer:random,b=2,t=0.05", 2, model)
+        copying = Policy(Copies(2, exit_layer=2, drafts=5), policy.stopping)
+        result = SelfSpecGenerator(model).generate(prompt, max_new_tokens=30, policy=copying, trace=True)
+        assert result.trace is not None
+        behind_copies += sum(0 < r.num_copied < r.num_drafted for r in result.trace)
+    assert behind_copies > 5
+    assert all(bool(rows.isfinite().all()) and all(map(math.isfinite, given)) for rows, given in seen)

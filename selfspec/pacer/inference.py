@@ -85,7 +85,7 @@ class PreVerification:
                     self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
                 if cache.length < start:  # in one pass with the block
                     rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
-            self._committed[exit_layer] = start
+            self._committed[exit_layer] = min(start, context.num_committed)  # copied rows behind them may be rejected
         elif (
             scope != "draft" or first_index == 1
         ):  # positions are relative: what is out of scope may as well not be there
@@ -137,7 +137,8 @@ class _Zeros:
     """A text whose exit hidden states are all 0."""
 
     def __init__(self, states: Tensor) -> None:
-        self.max_length, self._states = states.shape[0], states
+        self.max_length = self.num_committed = states.shape[0]
+        self._states = states
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
         return self._states[start:stop]
