@@ -19,7 +19,7 @@ test: $(VENV)/.installed
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
 WITHOUT_KERNELS = $(addprefix tests/test_,choices.py deferred_learning.py generator.py half_precision.py judge.py \
-  kernel_library.py lossless.py memory.py no_rerun.py pool.py shadow.py stream.py)
+  kernel_library.py memory.py no_rerun.py pool.py shadow.py stream.py)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

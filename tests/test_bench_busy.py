@@ -63,6 +63,7 @@ def test_busy_processes_compute_and_are_gone_at_the_end() -> None:
     assert not any(map(alive, running))
 
 
+@pytest.mark.slow
 def test_busy_processes_do_not_outlive_one_that_is_killed_or_their_time() -> None:
     program = """
 import os

@@ -275,8 +275,19 @@ PAGES = [
     *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md")),
 ]
 
+_OFTEN = (
+    "README.md",
+    "docs/training.md",
+    "docs/exit-adapters.md",
+    "docs/results/exit-adapters.md",
+    "docs/results/run.md",
+)
+"""Pages that are compared in every run of the tests: drawing the plots of all of them takes half a minute."""
 
-@pytest.mark.parametrize("page", sorted(PAGES))
+
+@pytest.mark.parametrize(
+    "page", [*_OFTEN, *(pytest.param(page, marks=pytest.mark.slow) for page in sorted({*PAGES} - {*_OFTEN}))]
+)
 def test_published_tables_and_plots_are_those_of_the_records(page, tmp_path):
     """A number typed by hand, or a record changed without `make results`, fails here. Of plots, the texts are compared:
     how lines are drawn may change with matplotlib's version."""

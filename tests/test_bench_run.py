@@ -126,6 +126,7 @@ def test_wrong_sampling_options(arguments: list[object], message: str, checkpoin
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_record(checkpoint: Path, tmp_path: Path) -> None:
     """Policies that do not reckon with measured seconds; without --multi_gpu a CPU gets one process only."""
     arguments = ["--policy", "auto:cost=layers", "--policy", "del", "--num-samples", "2", "--no-memory"]

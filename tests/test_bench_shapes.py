@@ -41,6 +41,7 @@ def test_shapes_measures_synthetic_weights_and_says_so(tmp_path: Path, monkeypat
     assert "unknown shape 'huge'" in unknown.stderr
 
 
+@pytest.mark.slow
 def test_shapes_with_the_captured_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of the GPU, on the stand-in: captures are made before anything is timed."""
     tiny = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -430,6 +430,7 @@ def test_the_demo_as_a_person_runs_it():
     assert "Warning" not in errors
 
 
+@pytest.mark.slow
 def test_a_pipe_as_a_person_runs_it(folder, expected):
     result = run_as_a_person("generate", "--model", folder, *BASE, "--quiet", input=PROMPT.encode() + b"\n")
     assert (result.returncode, result.stderr) == (0, b"")

@@ -364,7 +364,7 @@ FEWER_DRAWS = DRAWS // 8
 @pytest.mark.parametrize(
     ("name", "draws"),
     [
-        ("stop before a draw", FEWER_DRAWS),
+        pytest.param("stop before a draw", FEWER_DRAWS, marks=pytest.mark.slow),
         *(pytest.param(name, DRAWS, marks=pytest.mark.slow) for name in POLICIES),
     ],
 )
@@ -386,9 +386,8 @@ def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple
     return accepted, p[accepted]
 
 
-@pytest.mark.parametrize(
-    ("fault", "policy"), [(bonus_from_q, "ls:1-1"), pytest.param(no_residual, "ls:1-3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("fault", "policy"), [(bonus_from_q, "ls:1-1"), (no_residual, "ls:1-3")])
+@pytest.mark.slow
 def test_goodness_of_fit_sees_a_planted_bias(
     fault: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[int, Tensor]],
     policy: str,

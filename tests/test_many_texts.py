@@ -39,7 +39,7 @@ from layerskip_models.prefill import Piece
 from selfspec import SelfSpecGenerator
 from selfspec.engine import Engine, Progress
 
-EXAMPLES = 40
+EXAMPLES = 30
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

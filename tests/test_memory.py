@@ -83,6 +83,7 @@ def live_bytes() -> tuple[int, int]:
     return len(tensors), sum(t.untyped_storage().nbytes() for t in tensors)
 
 
+@pytest.mark.slow
 def test_ten_thousand_tokens_in_pieces_do_not_grow_memory() -> None:
     """One generator, 50 calls of 200 tokens: as many tensors and bytes alive at the end as after the first calls."""
     model = from_transformers(tiny_llama(num_layers=2, max_position_embeddings=256, seed=3), layout="plain")

@@ -151,8 +151,8 @@ def wrong_single_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fault", "expected"),
     [
         (row_off_by_one, "greedy, ls:1-4"),
-        (not_rolled_back, "greedy, ls:1-4"),
-        (accepts_any_greedy, "greedy, ls:1-4"),
+        pytest.param(not_rolled_back, "greedy, ls:1-4", marks=pytest.mark.slow),
+        pytest.param(accepts_any_greedy, "greedy, ls:1-4", marks=pytest.mark.slow),
         (accepts_too_much, "acceptance rule"),
         (wrong_single_row, "head on a single row"),
     ],

@@ -28,7 +28,8 @@ print(json.dumps({"failures": report.failures, "labels": len(labels), "counts": 
 """
 
 
-@pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2, 20])
 def test_calls_of_all_kinds_stay_exact(seconds: int) -> None:
     """In a process of its own: it counts live tensors, and what other tests leave behind changes meanwhile."""
     ran = subprocess.run(

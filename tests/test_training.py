@@ -186,6 +186,7 @@ def test_micro_batches_change_nothing_but_rounding(text, finished, tmp_path):
         torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised, and usually hidden, by dynamo itself
 def test_compiled_layers_learn_the_same(text, finished, tmp_path, monkeypatch):
     compiled = []
