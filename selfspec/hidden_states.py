@@ -136,8 +136,9 @@ class HiddenStates:
         if p is None and model.device.type == "cpu":
             return DeferredShadow(model, self.layers, hidden, target_tokens)
         shape = len(self.layers), num_rows
-        seen = torch.cat([model.at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
-        choices = model.draft_choices(seen, "confidence")
+        if model.adapters:
+            hidden = torch.stack([model.at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
+        choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
         tokens = choices.tokens.view(shape)
         probabilities = None
         if p is not None:

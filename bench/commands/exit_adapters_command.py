@@ -23,7 +23,7 @@ from bench.exits.arms import Measured, arms, train_arms
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
-from layerskip_models.exits.adapter import FORMS
+from layerskip_models.exits.adapter import DRAFTED, FORMS
 from selfspec.cli.arguments import one_line_errors
 
 
@@ -109,11 +109,11 @@ def exit_adapters(
             for arm, adapters in trained.items():
                 for line in measured.arm(arm, adapters):
                     record.write(line)
-                    if line["kind"] == "exit" and arm.form == "low_rank" and len(lengths) < len(layers):
+                    if line["kind"] == "exit" and arm.form == DRAFTED and len(lengths) < len(layers):
                         layer = line["exit_layer"]
                         lengths[layer] = best[layer], line["num_speculations"]
                 advance(arm.name)
-            drafted = next((found for arm, found in trained.items() if arm.form == "low_rank"), None)
+            drafted = next((found for arm, found in trained.items() if arm.form == DRAFTED), None)
             if drafted is not None:
                 for line in measured.speeds(drafted, lengths, repeats):
                     record.write(line)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bench.engines.own import GREEDY
 from bench.exits.forms import (
-    DRAFTED,
     Agreement,
     adapter_layers,
     agreements,
@@ -24,7 +23,7 @@ from bench.exits.forms import (
     own_texts,
 )
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import FORMS, ExitAdapters
+from layerskip_models.exits.adapter import DRAFTED, FORMS, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, load_adapters
 from layerskip_models.exits.lean import lean_adapters
 from policies import RoundRecord
@@ -136,7 +135,7 @@ class Measured:
                 "kind": "exit", "exit_layer": agreement.exit_layer, "agreement": agreement.share, "num_speculations": length,
                 "gain": gain, "adapter_layers": share,
             }  # fmt: skip
-        if adapters is None or adapters.config.form in DRAFTED:
+        if adapters is None or adapters.config.form == DRAFTED:
             leans = {} if adapters is None else lean_adapters(adapters, self.model)
             generator = SelfSpecGenerator(self.model.with_adapters(leans), prefix_cache=0)
             yield {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import ExitAdapters, Form
+from layerskip_models.exits.adapter import ExitAdapters
 from policies import RoundRecord, draft_passes
 from selfspec import SelfSpecGenerator
 from selfspec.exits.exit_fitting import ExitRows
@@ -123,7 +123,3 @@ def adapter_layers(adapters: ExitAdapters, model: LayerSkipModel) -> float:
     exit_layer = adapters.config.exit_layers[0]
     numbers = sum(parameter.numel() for parameter in adapters.at(exit_layer).parameters())
     return numbers / model.layer_weights
-
-
-DRAFTED: tuple[Form, ...] = ("low_rank",)
-"""Forms that the engine drafts with."""

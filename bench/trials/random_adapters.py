@@ -7,23 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.checkpoints.fingerprint import fingerprint
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.folder import config_for
 from layerskip_models.exits.lean import lean_adapters
 
 
 def random_adapters(model: LayerSkipModel, exit_layers: Sequence[int], seed: int = 0) -> ExitAdapters:
     """For these exits of this model, which changes nothing of it."""
-    adapters = ExitAdapters(
-        AdapterConfig(
-            hidden_size=model.hidden_size,
-            exit_layers=tuple(exit_layers),
-            rank=5,
-            eps=model.config.rms_norm_eps,
-            base_model=model.name or "",
-            fingerprint=fingerprint(model),
-        )
-    )
+    adapters = ExitAdapters(config_for(model, exit_layers=tuple(exit_layers), rank=5))
     own = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in exit_layers:

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 Form = Literal["low_rank", "steered", "layer"]
 FORMS = get_args(Form)
+DRAFTED: Form = "low_rank"
+"""The form that the engine drafts with; the others can be trained and measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

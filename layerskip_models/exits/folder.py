@@ -5,18 +5,41 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import DRAFTED, AdapterConfig, ExitAdapters, Form
 from layerskip_models.model import LayerSkipModel
 
 FOLDER = "exits"
 """Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
+
+
+def config_for(
+    model: LayerSkipModel,
+    *,
+    exit_layers: tuple[int, ...],
+    rank: int,
+    form: Form = DRAFTED,
+    base_model: str | None = None,
+    **options: Any,
+) -> AdapterConfig:
+    """Adapters for this model. base_model: its name for people; None for its own. options: of the form."""
+    return AdapterConfig(
+        form=form,
+        hidden_size=model.hidden_size,
+        exit_layers=exit_layers,
+        rank=rank,
+        eps=float(model.config.rms_norm_eps),
+        base_model=(model.name or "") if base_model is None else base_model,
+        fingerprint=fingerprint(model),
+        **options,
+    )
 
 
 def save_adapters(adapters: ExitAdapters, folder: Path, dtype: torch.dtype | None = None) -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
+from layerskip_models.exits.adapter import DRAFTED, ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Adapter
-from layerskip_models.kernels.native_linear import NativeLinear, check_rows, only_operators, pieces
+from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, only_operators, pieces
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.linear import LAYOUTS, Layout
 from layerskip_models.model import LayerSkipModel
@@ -33,9 +33,9 @@ class LeanAdapter:
 
     def __init__(self, adapter: ExitAdapter, *, dtype: torch.dtype, device: torch.device, layout: Layout) -> None:
         config = adapter.config
-        if config.form != "low_rank":
+        if config.form != DRAFTED:
             raise ValueError(
-                f"adapters of form {config.form!r} are for measuring; drafts are made with form 'low_rank'"
+                f"adapters of form {config.form!r} are for measuring; drafts are made with form {DRAFTED!r}"
             )
         self.rank, self.hidden_size = config.rank, config.hidden_size
 
@@ -69,7 +69,7 @@ class LeanAdapter:
         chosen = library.kernels()
         assert chosen is not None
         rows, size = hidden.shape
-        adapted, gated = torch.empty_like(hidden), hidden.new_empty(min(rows, 128), self.rank)
+        adapted, gated = torch.empty_like(hidden), hidden.new_empty(min(rows, MOST_ROWS), self.rank)
         for first, count in pieces(rows):
             offset = 4 * first * size
             job = chosen.adapt(

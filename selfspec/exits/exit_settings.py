@@ -7,7 +7,7 @@ from pathlib import Path
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
-from layerskip_models.exits.adapter import FORMS
+from layerskip_models.exits.adapter import DRAFTED, FORMS
 from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 from layerskip_models.training.training_config import option, require
@@ -124,7 +124,7 @@ class ExitTraining:
         if self.steering_layers and self.form != "steered" and "steered" not in self.keep_for:
             raise ValueError("steering_layers belong to form steered: choose --form steered, or leave them out")
         if self.beside:
-            if self.form != "low_rank":
+            if self.form != DRAFTED:
                 raise ValueError(f"beside needs form low_rank, the one that drafts are made with, got {self.form!r}")
             self.checkpoint_folder()
 

@@ -13,8 +13,8 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from layerskip_models.checkpoints.fingerprint import fingerprint
-from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.folder import config_for
 from selfspec.exits.exit_fitting import FitSettings, StepFigures, fit
 from selfspec.exits.exit_sequences import join
 from selfspec.exits.exit_settings import default_exit_layers, default_rank
@@ -56,14 +56,7 @@ def probe_exits(
         raise ValueError(f"a probe takes a positive time, got {seconds} s")
     started = monotonic()
     model = generator.model.with_adapters({})
-    config = AdapterConfig(
-        hidden_size=model.hidden_size,
-        exit_layers=default_exit_layers(model.num_layers),
-        rank=default_rank(model),
-        eps=float(getattr(model.config, "rms_norm_eps", 1e-6)),
-        base_model=model.name or "",
-        fingerprint=fingerprint(model),
-    )
+    config = config_for(model, exit_layers=default_exit_layers(model.num_layers), rank=default_rank(model))
     random = Random(seed)
     written: list[TrainingText] = []
     writer = SelfSpecGenerator(model, runner=generator.runner, prefix_cache=0)

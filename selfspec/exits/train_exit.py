@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from layerskip_models import DEMO_PATH, LayerSkipModel
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
-from layerskip_models.exits.folder import FOLDER, save_adapters
+from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
 from layerskip_models.output_paths import output_folder
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import DataSource
@@ -103,14 +103,12 @@ def describe_adapters(config: ExitTraining, model: LayerSkipModel, form: Any) ->
             "head_dim": model.head_dim,
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
         }
-    return AdapterConfig(
+    return config_for(
+        model,
         form=form,
-        hidden_size=model.hidden_size,
         exit_layers=config.layers(model),
         rank=config.width(model),
-        eps=float(getattr(model.config, "rms_norm_eps", 1e-6)),
         base_model=_name(config.model),
-        fingerprint=fingerprint(model),
         **options,
     )
 
