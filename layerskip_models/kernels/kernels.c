@@ -43,18 +43,23 @@ typedef struct {
   int64_t rows;
 } Input;
 
-/* The rows as `outputs` wants them; room: for 2 * rows * in numbers. Every member prepares them for itself: that is cheaper
- * than waiting for one that does. */
-static const float *prepared(const Input *input, int64_t in, float *room) {
+INLINE int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+/* Numbers of room that so many rows take while they are prepared: normalised, and as `outputs` wants them. */
+INLINE int64_t rows_room(const Matrix *m, int64_t rows) { return whole_lines(rows * m->in) + whole_lines(rows * row_room(m)); }
+
+/* The rows as `outputs` wants them; room: of `rows_room`. Every member prepares them for itself: that is cheaper than waiting
+ * for one that does. */
+static const float *prepared(const Input *input, const Matrix *m, float *room) {
   const float *x = input->x;
-  int64_t rows = input->rows;
+  int64_t rows = input->rows, in = m->in;
   if (input->norm) {
     normalise(x, input->norm, input->eps, rows, in, room);
     x = room;
-    room += rows * in;
+    room += whole_lines(rows * in);
   }
-  if (rows == 1) return x;
-  for (int64_t r = 0; r < rows; r += together(r, rows)) pack(x + r * in, together(r, rows), in, room + r * in);
+  if (rows == 1 && !as_integers(m)) return x;
+  for (int64_t r = 0; r < rows; r += together(m, r, rows)) arrange(m, x + r * in, together(m, r, rows), room + r * row_room(m));
   return room;
 }
 
@@ -74,18 +79,18 @@ INLINE void put(const float *block, const float *residual, int64_t count, float 
 #define WIDE_BYTES (24 << 10) /* of converted weights, that rows and they stay in the nearest cache */
 
 /* Whether weights are converted once for all rows; that rounds nothing. */
-INLINE int widens(const Matrix *m, int64_t rows) { return m->kind != FLOAT32 && rows >= WIDE_ROWS; }
+INLINE int widens(const Matrix *m, int64_t rows) { return m->kind != FLOAT32 && rows >= WIDE_ROWS && !as_integers(m); }
 
 /* How many of the rows' turns fetch weights: the first alone of a small matrix, which may well be in a cache. */
 INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
-  return m->out * m->in * bytes_of(m->kind) < FETCHED_BYTES ? 1 : turns_of(rows);
+  return bytes_of(m->kind, m->out * m->in) < FETCHED_BYTES ? 1 : turns_of(m, rows);
 }
 
 /* How many outputs all rows are multiplied by before the next: as many as the cache holds. */
 INLINE int64_t group_of(const Matrix *m, int64_t rows) {
   if (!widens(m, rows)) {
-    int64_t row = m->in * bytes_of(m->kind);
-    return turns_of(rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : most(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
+    int64_t row = bytes_of(m->kind, m->in);
+    return turns_of(m, rows) == 1 || GROUP * row <= GROUP_BYTES ? GROUP : most(BLOCK, GROUP_BYTES / row / BLOCK * BLOCK);
   }
   return most(BLOCK, least(GROUP, WIDE_BYTES / 4 / m->in / BLOCK * BLOCK));
 }
@@ -109,13 +114,13 @@ static void some_outputs(const Matrix *m, const float *x, int64_t rows, const fl
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix group = group_at(m, at, size, rows, room);
-    for (int64_t r = 0, turn = 0; r < rows; r += together(r, rows), turn++) {
-      int64_t count = together(r, rows);
+    for (int64_t r = 0, turn = 0; r < rows; r += together(m, r, rows), turn++) {
+      int64_t count = together(m, r, rows);
       const Fetch share = fetch_of_turn(turn, turns, ahead);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float block[ROWS * BLOCK];
         Fetch fetch = at + o + ahead + BLOCK <= m->out ? share : (Fetch){0};
-        outputs(&group, o, x + r * m->in, count, fetch, block);
+        outputs(&group, o, x + r * row_room(m), count, fetch, block);
         for (int64_t i = 0; i < count; i++)
           put(block + i * BLOCK, residual ? residual + (r + i) * m->out + at + o : NULL, least(BLOCK, size - o),
               y + (r + i) * stride + at + o - first);
@@ -132,14 +137,14 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
   for (int64_t at = first; at < end; at += step) {
     int64_t size = least(step, end - at);
     Matrix gate = group_at(m, at, size, rows, room), up = group_at(m, half + at, size, rows, room + wide_room(m, rows));
-    for (int64_t r = 0, turn = 0; r < rows; r += together(r, rows), turn++) {
-      int64_t count = together(r, rows);
+    for (int64_t r = 0, turn = 0; r < rows; r += together(m, r, rows), turn++) {
+      int64_t count = together(m, r, rows);
       const Fetch share = fetch_of_turn(turn, turns, ahead);
       for (int64_t o = 0; o < size; o += BLOCK) {
         float gates[ROWS * BLOCK + LANES] = {0}, ups[ROWS * BLOCK + LANES] = {0};
         Fetch fetch = at + o + ahead + BLOCK <= half ? share : (Fetch){0};
-        outputs(&gate, o, x + r * m->in, count, fetch, gates);
-        outputs(&up, o, x + r * m->in, count, fetch, ups);
+        outputs(&gate, o, x + r * row_room(m), count, fetch, gates);
+        outputs(&up, o, x + r * row_room(m), count, fetch, ups);
         for (int64_t i = 0; i < count * BLOCK; i += LANES) {
           vf g = load(gates + i);
           store(gates + i, g / (1.0f + exponential(-g)) * load(ups + i));
@@ -152,18 +157,18 @@ static void some_gated(const Matrix *m, const float *x, int64_t rows, int64_t fi
 }
 
 /* A phase: y = residual + x W^T, or silu(gate) * up where `gated`; y: [rows, out or out / 2].
- * room: the member's own, for 2 * rows * in numbers and the rows of a piece. */
+ * room: the member's own, of `room_of`. */
 static void multiply(Member *member, const Matrix *m, const Input *input, int gated, const float *residual, float *y,
                      float *room) {
   int64_t rows = input->rows, size = gated ? m->out / 2 : m->out, units = (size + BLOCK - 1) / BLOCK;
-  int64_t pieces = pieces_of(pool_team(member), units, m->out * m->in * bytes_of(m->kind));
+  int64_t pieces = pieces_of(pool_team(member), units, bytes_of(m->kind, m->out * m->in));
   int alone = pool_alone(member);
   const float *x = NULL;
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = piece_start(size, piece, pieces), end = piece_start(size, piece + 1, pieces), width = end - first;
-    if (!x) x = prepared(input, m->in, room);
-    float *wide = room + 2 * rows * m->in, *own = wide + 2 * wide_room(m, rows), *to = alone ? y + first : own;
+    if (!x) x = prepared(input, m, room);
+    float *wide = room + rows_room(m, rows), *own = wide + 2 * wide_room(m, rows), *to = alone ? y + first : own;
     int64_t stride = alone ? size : width;
     if (gated) some_gated(m, x, rows, first, end, to, stride, wide);
     else some_outputs(m, x, rows, residual, first, end, to, stride, wide);
@@ -176,8 +181,8 @@ static void multiply(Member *member, const Matrix *m, const Input *input, int ga
 /* Numbers of `room` that `multiply` needs. */
 static int64_t room_of(int64_t team, const Matrix *m, int64_t rows) {
   int64_t units = (m->out + BLOCK - 1) / BLOCK;
-  int64_t widest_piece = widest(m->out, pieces_of(team, units, m->out * m->in * bytes_of(m->kind)));
-  return rows * (2 * m->in + widest_piece) + 2 * wide_room(m, rows);
+  int64_t widest_piece = widest(m->out, pieces_of(team, units, bytes_of(m->kind, m->out * m->in)));
+  return rows_room(m, rows) + rows * widest_piece + 2 * wide_room(m, rows);
 }
 
 /* ---- Layers --------------------------------------------------------------------------------------------------------- */
@@ -220,7 +225,7 @@ static int product(const void *arguments, Member *member) {
   return 0;
 }
 
-static int64_t bytes_read(const Matrix *m) { return m->out * m->in * bytes_of(m->kind); }
+static int64_t bytes_read(const Matrix *m) { return bytes_of(m->kind, m->out * m->in); }
 
 /* y = residual + x W^T, for any number of rows. Returns as `pool_run`. */
 PUBLIC int64_t EXPORT(linear)(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y, int threads) {
@@ -458,7 +463,7 @@ typedef struct {
 
 /* Into how many pieces the chunks of a vocabulary are divided. */
 static int64_t chunk_pieces(int64_t team, const Matrix *m) {
-  return pieces_of(team, chunk_count(m->out), m->out * m->in * bytes_of(m->kind));
+  return pieces_of(team, chunk_count(m->out), bytes_of(m->kind, m->out * m->in));
 }
 
 /* A phase: logits, chunk by chunk, and what they come to. room: see `room_of_picking`. */
@@ -466,13 +471,13 @@ static void summarise_all(Member *member, const Picking *a, float *room) {
   const Matrix *m = &a->matrix;
   int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
   int64_t pieces = chunk_pieces(pool_team(member), m);
-  float *wide = room + 2 * rows * m->in, *logits = wide + wide_room(m, rows);
+  float *wide = room + rows_room(m, rows), *logits = wide + wide_room(m, rows);
   Summary *own = (Summary *)(logits + (rows * width + 1) / 2 * 2);
   const float *x = NULL;
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = chunks * piece / pieces, count = chunks * (piece + 1) / pieces - first;
-    if (!x) x = prepared(&a->input, m->in, room);
+    if (!x) x = prepared(&a->input, m, room);
     for (int64_t c = 0; c < count; c++) {
       int64_t begin = (first + c) * size, end = least(begin + size, m->out);
       some_outputs(m, x, rows, NULL, begin, end, logits, width, wide);
@@ -490,8 +495,8 @@ static void summarise_all(Member *member, const Picking *a, float *room) {
 static int64_t room_of_picking(int64_t team, const Picking *a) {
   const Matrix *m = &a->matrix;
   int64_t chunks = chunk_count(m->out) / chunk_pieces(team, m) + 1;
-  int64_t row = 2 * m->in + chunk_size(m->out) + LANES + chunks * (int64_t)(sizeof(Summary) / sizeof(float));
-  return a->input.rows * row + wide_room(m, a->input.rows) + 2;
+  int64_t row = chunk_size(m->out) + LANES + chunks * (int64_t)(sizeof(Summary) / sizeof(float));
+  return rows_room(m, a->input.rows) + a->input.rows * row + wide_room(m, a->input.rows) + 2;
 }
 
 static int picking(const void *arguments, Member *member) {

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-VARIANTS = ("avx512", "avx2", "neon", "baseline")
+VARIANTS = ("vnni", "avx512", "avx2", "neon", "baseline")
 """What the functions may have been compiled for, best first. setup.py says with which flags."""
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""`enum Kind` of matrices.h, by the dtype that a weight is kept in."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+"""`enum Kind` of matrix.h, by the dtype that a weight is kept in; two weights of 4 bits are one uint8."""
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -36,7 +36,7 @@ class KernelsUnavailableError(RuntimeError):
 
 
 class Matrix(Structure):
-    """`Matrix` of matrices.h: a weight [out, in], with what its elements are multiplied by and what is added."""
+    """`Matrix` of matrix.h: a weight [out, in], with what its elements are multiplied by and what is added."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -45,6 +45,9 @@ class Matrix(Structure):
         ("kind", c_int64),
         ("in_features", c_int64),
         ("out_features", c_int64),
+        ("groups", c_void_p),
+        ("offsets", c_void_p),
+        ("group", c_int64),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Matrix
+from layerskip_models.kernels.pages import use_large_pages
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
@@ -88,6 +89,7 @@ class NativeLinear:
             raise ValueError(f"bias must be [{stored.shape[0]}] on the CPU, got {list(bias.shape)} on {bias.device}")
         if stored.data_ptr() % stored.element_size():  # a tensor of a mapped file may begin anywhere
             stored = stored.clone()
+        use_large_pages(stored)
         self.stored = stored
         self._scale = scale
         self._bias = None if bias is None else bias.float().contiguous()

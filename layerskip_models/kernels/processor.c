@@ -16,6 +16,7 @@ PUBLIC int runs_avx512(void) {
   return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+PUBLIC int runs_vnni(void) { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #elif defined(__aarch64__)
 PUBLIC int runs_neon(void) { return 1; } /* every such processor has it */
 #endif

@@ -93,6 +93,16 @@ INLINE vf load_float16(const uint16_t *p) {
 #endif
 #endif
 
+/* LANES bytes as integers from 0 to 255. */
+#if defined(__AVX512F__)
+INLINE vi load_bytes(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
+#elif defined(__AVX2__)
+INLINE vi load_bytes(const uint8_t *p) { return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)); }
+#else
+typedef uint8_t vub_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
+INLINE vi load_bytes(const uint8_t *p) { return __builtin_convertvector(*(const vub_memory *)p, vi); }
+#endif
+
 /* The same of one. */
 INLINE float of_bits(uint32_t bits) {
   float x;

@@ -1,0 +1,276 @@
+/* Rows as integers, for weights of 8 and 4 bits: sums of products that are exact, so that nothing depends on their order.
+ *
+ * A row becomes fixed-point numbers q * unit, `unit` a power of two that fits its largest number, and q is cut into DIGITS signed
+ * bytes. The processor multiplies 64 of these with 64 weights and adds them up in one instruction. What this rounds are the
+ * row's small numbers alone: to within 2^-23 of its largest one, about as float32 rounds a sum of them.
+ */
+#ifndef SELFSPEC_DIGITS_H
+#define SELFSPEC_DIGITS_H
+#include "matrix.h"
+
+#if defined(__AVX512VNNI__)
+#define INTEGERS 1
+#else
+#define INTEGERS 0
+#endif
+
+/* Whether rows are multiplied as integers by this matrix. */
+INLINE int as_integers(const Matrix *m) { return INTEGERS && (m->kind == INT8 || m->kind == INT4); }
+
+#ifndef DIGITS
+#define DIGITS 3
+#endif
+#define CHUNK_INPUTS 64 /* that one instruction multiplies */
+#define INTEGER_ROWS 2  /* that a weight of 8 bits serves at once, and of 4 bits: each has a sum per digit, or one */
+#define NIBBLE_ROWS 4
+
+/* What a row's digits are times, and the sum of its q. */
+typedef struct {
+  double unit;
+  int64_t sum;
+} Fixed;
+
+INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / CHUNK_INPUTS; }
+
+/* Numbers of room that a row takes: its digits, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
+INLINE int64_t digits_room(const Matrix *m) {
+  return chunks_of_inputs(m->in) * (DIGITS * CHUNK_INPUTS / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
+}
+
+#if INTEGERS
+typedef int32_t v4i __attribute__((vector_size(16)));
+typedef int64_t v4l __attribute__((vector_size(32)));
+typedef double v4d __attribute__((vector_size(32)));
+
+/* The exponent by which numbers up to `largest` become integers of DIGITS bytes. */
+static int fixed_exponent(float largest) {
+  const double most = DIGITS == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
+  int exponent;
+  frexpf(largest, &exponent);
+  exponent = 8 * DIGITS - 1 - exponent;
+  return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
+}
+
+INLINE __m512i low_bytes(__m512i v) { return _mm512_castsi128_si512(_mm512_cvtepi32_epi8(v)); }
+
+/* Rows [rows, in] one behind the other become, chunk by chunk of 64 inputs and there row by row, the digits, highest first; behind
+ * them come each row's `Fixed`, and with `grouped` each row's sums of 32. A row with NaN or an infinity comes to NaN. */
+static void to_digits(const float *x, int64_t rows, int64_t in, int grouped, float *room) {
+  int64_t chunks = chunks_of_inputs(in);
+  char *digits = (char *)room;
+  Fixed *fixed = (Fixed *)(digits + rows * chunks * DIGITS * CHUNK_INPUTS);
+  float *sums = (float *)(fixed + rows);
+  for (int64_t r = 0; r < rows; r++, x += in, digits += DIGITS * CHUNK_INPUTS) {
+    __m512 peak = _mm512_setzero_ps();
+    __mmask16 odd = 0;
+    for (int64_t i = 0; i < in; i += 16) {
+      __mmask16 here = in - i < 16 ? (1u << (in - i)) - 1 : 0xffff;
+      __m512 v = _mm512_abs_ps(_mm512_maskz_loadu_ps(here, x + i));
+      peak = _mm512_max_ps(peak, v);
+      odd |= _mm512_cmp_ps_mask(v, _mm512_set1_ps(3.402823466e38f), _CMP_NLE_UQ);
+    }
+    float largest = _mm512_reduce_max_ps(peak);
+    int exponent = odd || largest == 0 ? 0 : fixed_exponent(largest);
+    /* Two steps, since one power of two may be beyond float32. */
+    __m512 factor = _mm512_set1_ps((float)(exponent / 2)), rest = _mm512_set1_ps((float)(exponent - exponent / 2));
+    __m512i total = _mm512_setzero_si512();
+    for (int64_t c = 0; c < chunks; c++) {
+      char *to = digits + c * rows * DIGITS * CHUNK_INPUTS;
+      __m512i half[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+      UNROLL for (int k = 0; k < 4; k++) {
+        int64_t left = in - c * CHUNK_INPUTS - 16 * k;
+        __mmask16 here = odd || left <= 0 ? 0 : left < 16 ? (1u << left) - 1 : 0xffff;
+        __m512 v = _mm512_scalef_ps(_mm512_scalef_ps(_mm512_maskz_loadu_ps(here, x + c * CHUNK_INPUTS + 16 * k), factor), rest);
+        __m512i q = _mm512_cvtps_epi32(v);
+        half[k / 2] = _mm512_add_epi32(half[k / 2], q);
+        _mm_storeu_si128((void *)(to + (DIGITS - 1) * CHUNK_INPUTS + 16 * k), _mm512_cvtepi32_epi8(q));
+        __m512i higher = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128((void *)(to + (DIGITS - 2) * CHUNK_INPUTS + 16 * k), _mm512_cvtepi32_epi8(higher));
+        if (DIGITS == 3) {
+          __m512i highest = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128 + 128 * 256)), 16);
+          _mm_storeu_si128((void *)(to + 16 * k), _mm512_cvtepi32_epi8(highest));
+        }
+      }
+      if (grouped) {
+        sums[r * 2 * chunks + 2 * c] = (float)_mm512_reduce_add_epi32(half[0]);
+        sums[r * 2 * chunks + 2 * c + 1] = (float)_mm512_reduce_add_epi32(half[1]);
+      } else {
+        __m512i q = _mm512_add_epi32(half[0], half[1]);
+        total = _mm512_add_epi64(total, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(q)));
+        total = _mm512_add_epi64(total, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(q, 1)));
+      }
+    }
+    fixed[r] = (Fixed){odd ? (double)NAN : ldexp(1.0, -exponent), _mm512_reduce_add_epi64(total)};
+  }
+}
+
+/* The sums of four vectors' integers. */
+INLINE v4i sum_4_integers(__m512i a, __m512i b, __m512i c, __m512i d) {
+  __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  return (v4i)_mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+/* sums += the products of 64 bytes without a sign and 64 with one, four by four. In assembler, because GCC 12 copies the sums of
+ * the intrinsic about, and runs out of registers. */
+INLINE __m512i add_products(__m512i sums, __m512i plain, __m512i signs) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(plain), "v"(signs));
+  return sums;
+}
+
+/* The 64 weights at p, those of `here` alone, each 128 more: the instruction wants one factor without a sign. */
+INLINE __m512i weights_8(const int8_t *p, __mmask64 here) {
+  return _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, p), _mm512_set1_epi8(-128));
+}
+
+#define STEP_8(R, HERE) \
+  do { \
+    __m512i weights[4]; \
+    UNROLL for (int o = 0; o < 4; o++) weights[o] = weights_8(w + o * stride + i, HERE); \
+    UNROLL for (int k = 0; k < R * DIGITS; k++, x += CHUNK_INPUTS) { \
+      __m512i digits = _mm512_loadu_si512(x); \
+      UNROLL for (int o = 0; o < 4; o++) total[o][k] = add_products(total[o][k], weights[o], digits); \
+    } \
+  } while (0)
+
+/* y[r * BLOCK + o] = w[o] . x[r] for 4 outputs, whose weights are `stride` apart, and R rows in digits. */
+#define DOTS_8(R) \
+  INLINE void dots_8_##R(const int8_t *w, int64_t stride, const char *x, int64_t in, Fetch fetch, float *y) { \
+    const Fixed *fixed = (const Fixed *)(x + R * chunks_of_inputs(in) * DIGITS * CHUNK_INPUTS); \
+    __m512i total[4][R * DIGITS]; \
+    UNROLL for (int o = 0; o < 4; o++) UNROLL for (int k = 0; k < R * DIGITS; k++) total[o][k] = _mm512_setzero_si512(); \
+    int64_t i = 0; \
+    for (; i + CHUNK_INPUTS <= in; i += CHUNK_INPUTS) { \
+      if (fetch.ahead && (i & fetch.mask) == fetch.place) \
+        UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * in + i); \
+      STEP_8(R, ~(__mmask64)0); \
+    } \
+    if (i < in) STEP_8(R, ((__mmask64)1 << (in - i)) - 1); \
+    UNROLL for (int r = 0; r < R; r++) { \
+      v4l whole = {0}; \
+      UNROLL for (int d = 0; d < DIGITS; d++) { \
+        int k = r * DIGITS + d; \
+        whole = whole * 256 + __builtin_convertvector(sum_4_integers(total[0][k], total[1][k], total[2][k], total[3][k]), v4l); \
+      } \
+      whole -= 128 * fixed[r].sum; \
+      *(v4_memory *)(y + r * BLOCK) = __builtin_convertvector(__builtin_convertvector(whole, v4d) * fixed[r].unit, v4); \
+    } \
+  }
+DOTS_8(1) DOTS_8(2)
+
+static void dots_8(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
+  const int8_t *w = (const int8_t *)m->weight + first * m->in;
+  if (rows == 1) dots_8_1(w, stride, (const char *)x, m->in, fetch, y);
+  else dots_8_2(w, stride, (const char *)x, m->in, fetch, y);
+}
+
+/* 64 weights of 4 bits, 0 to 15. */
+INLINE __m512i weights_4(const uint8_t *p) {
+  __m256i pairs = _mm256_loadu_si256((const void *)p), low = _mm256_set1_epi8(15);
+  __m256i upper = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), low);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(pairs, low)), upper, 1);
+}
+
+typedef int32_t unaligned_pair __attribute__((aligned(2), may_alias));
+
+/* The scales of 64 inputs, one for every four of them: of two groups of 32, or of one of 64 or more. */
+INLINE __m512 scales_32(const uint16_t *p) {
+  __m256i spread = _mm256_set_epi64x(0x0302030203020302, 0x0302030203020302, 0x0100010001000100, 0x0100010001000100);
+  return _mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi32(*(const unaligned_pair *)p), spread));
+}
+INLINE __m512 scales_64(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_set1_epi16((int16_t)*p)); }
+
+/* What the offsets of an output add: these times the sums of their inputs. sums: of every 32 inputs. */
+INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
+  int64_t each = m->group / 32, count = m->in / 32, at = output * (m->in / m->group);
+  __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  __m512i place = _mm512_srli_epi32(lanes, each == 1 ? 0 : each == 2 ? 1 : 2);
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < count; i += 16) {
+    int64_t left = least(16, count - i), first = at + i / each;
+    __mmask16 here = (1u << left) - 1, groups = (1u << (left + each - 1) / each) - 1;
+    __m512 offsets = m->offsets ? _mm512_maskz_loadu_ps(groups, m->offsets + first)
+                                : _mm512_mul_ps(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(groups, m->groups + first)),
+                                              _mm512_set1_ps(-8.0f));
+    total = _mm512_fmadd_ps(_mm512_permutexvar_ps(place, offsets), _mm512_maskz_loadu_ps(here, sums + i), total);
+  }
+  return _mm512_reduce_add_ps(total);
+}
+
+/* The same of 4-bit weights: sums are exact within a group, and groups are added in order. */
+#define DOTS_4(R, SCALES) \
+  INLINE void dots_4_##SCALES##_##R(const uint8_t *w, int64_t stride, const uint16_t *groups, int64_t num_groups, const char *x, \
+                                    int64_t in, int level, Fetch fetch, vf total[4][R]) { \
+    int64_t groups_stride = stride ? num_groups : 0; \
+    UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+    for (int64_t c = 0; c < in / CHUNK_INPUTS; c++) { \
+      __m512i weights[4]; \
+      __m512 scales[4]; \
+      if (fetch.ahead && !(c & 1) && (c * 32 & fetch.mask) == fetch.place) \
+        UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * (in / 2) + c * 32); \
+      UNROLL for (int o = 0; o < 4; o++) { \
+        weights[o] = weights_4(w + o * stride + c * 32); \
+        scales[o] = SCALES(groups + o * groups_stride + (2 * c >> level)); \
+      } \
+      UNROLL for (int r = 0; r < R; r++, x += DIGITS * CHUNK_INPUTS) { \
+        __m512i digits[DIGITS]; \
+        UNROLL for (int d = 0; d < DIGITS; d++) digits[d] = _mm512_loadu_si512(x + d * CHUNK_INPUTS); \
+        UNROLL for (int o = 0; o < 4; o++) { \
+          __m512i sums = _mm512_setzero_si512(); \
+          UNROLL for (int d = 0; d < DIGITS; d++) \
+            sums = add_products(d ? _mm512_slli_epi32(sums, 8) : sums, weights[o], digits[d]); \
+          total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scales[o], (__m512)total[o][r]); \
+        } \
+      } \
+    } \
+  }
+#define DOTS_4_OF(R) \
+  DOTS_4(R, scales_32) DOTS_4(R, scales_64) \
+  static void dots_4_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
+    vf total[4][R]; \
+    const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
+    int64_t num_groups = m->in / m->group, chunks = m->in / CHUNK_INPUTS; \
+    const uint16_t *groups = m->groups + first * num_groups; \
+    if (m->group == 32) dots_4_scales_32_##R(w, stride, groups, num_groups, x, m->in, 0, fetch, total); \
+    else dots_4_scales_64_##R(w, stride, groups, num_groups, x, m->in, m->group == 64 ? 1 : 2, fetch, total); \
+    const Fixed *fixed = (const Fixed *)(x + R * chunks * DIGITS * CHUNK_INPUTS); \
+    const float *sums = (const float *)(fixed + R); \
+    UNROLL for (int r = 0; r < R; r++) { \
+      float parts[4]; \
+      sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts); \
+      for (int o = 0; o < 4; o++) \
+        y[r * BLOCK + o] = (parts[o] + offset_part(m, first + (stride ? o : 0), sums + r * 2 * chunks)) * fixed[r].unit; \
+    } \
+  }
+DOTS_4_OF(1) DOTS_4_OF(2) DOTS_4_OF(3) DOTS_4_OF(4)
+
+static void dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
+  switch (rows) {
+  case 1: dots_4_1(m, first, stride, (const char *)x, fetch, y); break;
+  case 2: dots_4_2(m, first, stride, (const char *)x, fetch, y); break;
+  case 3: dots_4_3(m, first, stride, (const char *)x, fetch, y); break;
+  default: dots_4_4(m, first, stride, (const char *)x, fetch, y);
+  }
+}
+
+/* `outputs` for rows as integers, without scale and bias. */
+static void integer_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
+  int64_t stride = m->kind == INT4 ? m->in / 2 : m->in;
+  for (int64_t o = 0; o < count; o += 4) {
+    if (count - o >= 4) {
+      if (m->kind == INT8) dots_8(m, first + o, stride, x, rows, fetch, y + o);
+      else dots_4(m, first + o, stride, x, rows, fetch, y + o);
+      continue;
+    }
+    for (; o < count; o++) { /* the last ones one by one: the same output four times */
+      float same[ROWS * BLOCK];
+      if (m->kind == INT8) dots_8(m, first + o, 0, x, rows, (Fetch){0}, same);
+      else dots_4(m, first + o, 0, x, rows, (Fetch){0}, same);
+      for (int64_t r = 0; r < rows; r++) y[r * BLOCK + o] = same[r * BLOCK];
+    }
+  }
+}
+#endif
+#endif

@@ -1,0 +1,65 @@
+/* A matrix of weights, and how many of its outputs and of the rows take part at a time. */
+#ifndef SELFSPEC_MATRIX_H
+#define SELFSPEC_MATRIX_H
+#include "vectors.h"
+
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* of a weight's numbers; `KINDS` in library.py */
+
+/* 4-bit weights come in chunks of 64 inputs, 32 bytes each: the lower half of byte j is input j, the upper one input 32 + j.
+ * A weight is groups * q + offsets, or groups * (q - 8) without offsets; q: 0 to 15. */
+typedef struct {
+  const void *weight; /* [out, in] */
+  const float *scale; /* [out], factors of outputs, or NULL */
+  const float *bias;  /* [out] or NULL */
+  int64_t kind, in, out;
+  const uint16_t *groups; /* [out, in / group], float16; 4-bit weights only */
+  const float *offsets;   /* [out, in / group] or NULL */
+  int64_t group;          /* inputs that share a scale: 32, 64 or 128 */
+} Matrix;
+
+/* Bytes of so many weights. */
+INLINE int64_t bytes_of(int64_t kind, int64_t count) {
+  return kind == FLOAT32 ? 4 * count : kind == INT8 ? count : kind == INT4 ? count / 2 : 2 * count;
+}
+
+#define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
+#define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
+#define GROUP_BYTES (64 << 10) /* of their weights, at most: these and the next group's stay in the second cache */
+#define LINE 64 /* bytes that memory delivers together */
+#define AHEAD 8192 /* bytes; what memory delivers while it is waited for */
+#define ROWS 6   /* that a weight serves at once, at most, with sums in registers */
+#define SIDE(R) (MANY_REGISTERS || R <= 3 ? BLOCK : BLOCK / 2) /* outputs whose sums are in registers together */
+#define PROMPT_ROWS 32 /* from which on, with few registers, three rows at once are faster: they stay in the nearest cache */
+
+/* Weights that are fetched while others are computed with: left alone, processors do that too late, at every row of the matrix
+ * anew. Where rows take turns with a group's weights, each turn fetches its share of the next group's lines of 64 bytes, so that
+ * memory is never idle. Small enough for a register. */
+typedef struct {
+  int32_t ahead;       /* outputs further on; 0: nothing is fetched */
+  int16_t mask, place; /* lines whose place in bytes, modulo a power of two, is `place` */
+} Fetch;
+
+/* Into the second cache: the nearest one has too few places for lines that are on their way (1.8 times as fast on Zen 4). */
+#define FETCH(p) __builtin_prefetch(p, 0, 2)
+
+INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
+  static const int16_t of_two[] = {0, 64}, of_three[] = {0, 128, 64}, of_four[] = {0, 128, 64, 192};
+  if (turns == 1) return (Fetch){turn ? 0 : (int32_t)ahead, 63, 0};
+  if (turns == 2) return (Fetch){(int32_t)ahead, 127, of_two[turn]};
+  if (turns == 3) return (Fetch){(int32_t)ahead, turn == 2 ? 127 : 255, of_three[turn]};
+  int64_t part = 4 * turn / turns;
+  return (Fetch){part == 4 * (turn + 1) / turns ? 0 : (int32_t)ahead, 255, of_four[part]};
+}
+
+/* Outputs first .. first + count - 1 of a matrix. */
+INLINE Matrix some_of(const Matrix *m, int64_t first, int64_t count) {
+  Matrix some = *m;
+  some.weight = (const char *)m->weight + bytes_of(m->kind, first * m->in);
+  some.out = count;
+  if (m->scale) some.scale += first;
+  if (m->bias) some.bias += first;
+  if (m->kind == INT4) some.groups += first * (m->in / m->group);
+  if (m->offsets) some.offsets += first * (m->in / m->group);
+  return some;
+}
+#endif

@@ -1,0 +1,96 @@
+"""Weights of 8 and 4 bits on the kernels: rows as integers are multiplied without any rounding but the row's own."""
+
+from __future__ import annotations
+
+from ctypes import addressof
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import Matrix
+from layerskip_models.kernels.native_linear import NativeInt8Linear
+
+VARIANTS = library.runnable_variants() if library.LIBRARY.is_file() else ()
+integers = pytest.mark.skipif("vnni" not in VARIANTS, reason="this processor multiplies no bytes (AVX-512 VNNI)")
+
+
+def product(variant: str, matrix: Matrix, x: Tensor, out: int, threads: int = 1) -> Tensor:
+    y = torch.empty(x.shape[0], out)
+    library.load(variant).linear(addressof(matrix), x.data_ptr(), x.shape[0], None, y.data_ptr(), threads)
+    return y
+
+
+def fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as digits.h has them: whole numbers of three signed bytes, int64 [rows, in], and units, float64 [rows, 1]."""
+    peak = x.double().abs().amax(1, keepdim=True)
+    exponent = 23 - torch.frexp(peak.float()).exponent
+    exponent = torch.where(peak * 2.0**exponent > 127 * 65536 + 127 * 256 + 127, exponent - 1, exponent)
+    exponent = torch.where(peak == 0, 0, exponent)
+    return (x.double() * 2.0**exponent).round().long(), 2.0 ** -exponent.double()
+
+
+def rows_of(count: int, width: int) -> Tensor:
+    """Rows of all sizes, one with an outlier, one of zeros, one whose largest number is the largest of its power of two."""
+    x = torch.randn(count, width) * torch.logspace(-30, 30, count).unsqueeze(1)
+    x[0, 0] *= 1000
+    x[1] = 0
+    x[2] /= x[2].abs().max()
+    x[2, -1] = 2 - 2.0**-23
+    return x
+
+
+@integers
+@pytest.mark.parametrize(("out", "width"), [(4, 64), (7, 3), (37, 100), (130, 1024), (9, 8229)])
+def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
+    torch.manual_seed(out)
+    linear = NativeInt8Linear(torch.randn(out, width))
+    linear.stored[0] = -128  # the largest magnitude that a byte holds, everywhere
+    x = rows_of(9, width)
+    q, unit = fixed_point(x)
+    expected = ((q @ linear.stored.long().T).double() * unit).float() * linear.tensors[1]
+    alone = torch.cat([product("vnni", linear.matrix, row, out) for row in x.split(1)])
+    assert torch.equal(alone, expected)
+    for threads in (1, 3):
+        assert torch.equal(product("vnni", linear.matrix, x, out, threads), expected)
+
+
+@integers
+def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
+    linear = NativeInt8Linear(torch.randn(13, 70))
+    x = torch.randn(5, 70)
+    whole = product("vnni", linear.matrix, x, 13)
+    x[1, 69], x[3, 0] = torch.nan, -torch.inf
+    spoilt = product("vnni", linear.matrix, x, 13)
+    assert spoilt[[1, 3]].isnan().all()
+    assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("group", "shifted"), [(32, False), (32, True), (64, False), (128, True)])
+def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
+    torch.manual_seed(group)
+    for out, width in ((6, 128), (133, 384), (40, 4096)):
+        q = torch.randint(0, 16, (out, width))
+        halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
+        stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
+        scales = ((torch.rand(out, width // group) + 0.5) / 100).half()
+        offsets = torch.randn(out, width // group) / 20 if shifted else scales.float() * -8
+        weight = scales.double().repeat_interleave(group, 1) * q + offsets.double().repeat_interleave(group, 1)
+        matrix = Matrix(
+            stored.data_ptr(),
+            kind=library.KINDS[torch.uint8],
+            in_features=width,
+            out_features=out,
+            groups=scales.data_ptr(),
+            offsets=offsets.data_ptr() if shifted else None,
+            group=group,
+        )
+        x = torch.randn(35, width)
+        alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
+        for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
+            assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
+        expected = x.double() @ weight.T
+        assert (alone - expected).abs().max() < 1e-5 * expected.abs().max()
