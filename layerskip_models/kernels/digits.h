@@ -9,17 +9,18 @@
 #include "matrix.h"
 
 #if defined(__AVX512VNNI__)
-#define INTEGERS 1
+#define VNNI 1
 #else
-#define INTEGERS 0
+#define VNNI 0
 #endif
+#define INTEGERS (VNNI || TILES)
 
 /* Whether rows are multiplied as integers by this matrix. */
-INLINE int as_integers(const Matrix *m) { return INTEGERS && (m->kind == INT8 || m->kind == INT4); }
+INLINE int as_integers(const Matrix *m) {
+  return (VNNI && (m->kind == INT8 || m->kind == INT4)) || (m->kind == INT8 && on_tiles(m));
+}
 
-#ifndef DIGITS
 #define DIGITS 3
-#endif
 #define CHUNK_INPUTS 64 /* that one instruction multiplies */
 #define INTEGER_ROWS 2  /* that a weight of 8 bits serves at once, and of 4 bits: each has a sum per digit, or one */
 #define NIBBLE_ROWS 4
@@ -38,71 +39,66 @@ INLINE int64_t digits_room(const Matrix *m) {
 }
 
 #if INTEGERS
-typedef int32_t v4i __attribute__((vector_size(16)));
-typedef int64_t v4l __attribute__((vector_size(32)));
-typedef double v4d __attribute__((vector_size(32)));
-
 /* The exponent by which numbers up to `largest` become integers of DIGITS bytes. */
 static int fixed_exponent(float largest) {
-  const double most = DIGITS == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
+  const double most = 127 * 65536 + 127 * 256 + 127;
   int exponent;
   frexpf(largest, &exponent);
   exponent = 8 * DIGITS - 1 - exponent;
   return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
 }
 
-INLINE __m512i low_bytes(__m512i v) { return _mm512_castsi128_si512(_mm512_cvtepi32_epi8(v)); }
-
-/* Rows [rows, in] one behind the other become, chunk by chunk of 64 inputs and there row by row, the digits, highest first; behind
- * them come each row's `Fixed`, and with `grouped` each row's sums of 32. A row with NaN or an infinity comes to NaN. */
-static void to_digits(const float *x, int64_t rows, int64_t in, int grouped, float *room) {
+/* Rows [rows, in] become digits, highest first: chunk by chunk of 64 inputs, there row by row and digit by digit; for tiles digit by
+ * digit, four neighbouring inputs after another, and for these row by row. Behind them come each row's `Fixed`, and with
+ * `grouped` each row's sums of 32. A row with NaN or an infinity comes to NaN. */
+static void to_digits(const float *x, int64_t rows, int64_t in, int grouped, int tiles, float *room) {
   int64_t chunks = chunks_of_inputs(in);
   char *digits = (char *)room;
   Fixed *fixed = (Fixed *)(digits + rows * chunks * DIGITS * CHUNK_INPUTS);
   float *sums = (float *)(fixed + rows);
-  for (int64_t r = 0; r < rows; r++, x += in, digits += DIGITS * CHUNK_INPUTS) {
-    __m512 peak = _mm512_setzero_ps();
-    __mmask16 odd = 0;
-    for (int64_t i = 0; i < in; i += 16) {
-      __mmask16 here = in - i < 16 ? (1u << (in - i)) - 1 : 0xffff;
-      __m512 v = _mm512_abs_ps(_mm512_maskz_loadu_ps(here, x + i));
-      peak = _mm512_max_ps(peak, v);
-      odd |= _mm512_cmp_ps_mask(v, _mm512_set1_ps(3.402823466e38f), _CMP_NLE_UQ);
+  for (int64_t r = 0; r < rows; r++, x += in) {
+    float largest = 0;
+    int odd = 0;
+    for (int64_t i = 0; i < in; i++) {
+      float v = fabsf(x[i]);
+      largest = v > largest ? v : largest;
+      odd |= !(v <= 3.402823466e38f);
     }
-    float largest = _mm512_reduce_max_ps(peak);
     int exponent = odd || largest == 0 ? 0 : fixed_exponent(largest);
     /* Two steps, since one power of two may be beyond float32. */
-    __m512 factor = _mm512_set1_ps((float)(exponent / 2)), rest = _mm512_set1_ps((float)(exponent - exponent / 2));
-    __m512i total = _mm512_setzero_si512();
+    float factor = ldexpf(1, exponent / 2), rest = ldexpf(1, exponent - exponent / 2);
+    int64_t total = 0;
     for (int64_t c = 0; c < chunks; c++) {
-      char *to = digits + c * rows * DIGITS * CHUNK_INPUTS;
-      __m512i half[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-      UNROLL for (int k = 0; k < 4; k++) {
-        int64_t left = in - c * CHUNK_INPUTS - 16 * k;
-        __mmask16 here = odd || left <= 0 ? 0 : left < 16 ? (1u << left) - 1 : 0xffff;
-        __m512 v = _mm512_scalef_ps(_mm512_scalef_ps(_mm512_maskz_loadu_ps(here, x + c * CHUNK_INPUTS + 16 * k), factor), rest);
-        __m512i q = _mm512_cvtps_epi32(v);
-        half[k / 2] = _mm512_add_epi32(half[k / 2], q);
-        _mm_storeu_si128((void *)(to + (DIGITS - 1) * CHUNK_INPUTS + 16 * k), _mm512_cvtepi32_epi8(q));
-        __m512i higher = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
-        _mm_storeu_si128((void *)(to + (DIGITS - 2) * CHUNK_INPUTS + 16 * k), _mm512_cvtepi32_epi8(higher));
-        if (DIGITS == 3) {
-          __m512i highest = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128 + 128 * 256)), 16);
-          _mm_storeu_si128((void *)(to + 16 * k), _mm512_cvtepi32_epi8(highest));
-        }
+      int64_t count = odd ? 0 : least(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
+      int32_t q[CHUNK_INPUTS] = {0}, halves[2] = {0, 0};
+      int8_t cut[DIGITS][CHUNK_INPUTS];
+      if (count == CHUNK_INPUTS)
+        for (int i = 0; i < CHUNK_INPUTS; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
+      else
+        for (int i = 0; i < count; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
+      for (int i = 0; i < CHUNK_INPUTS / 2; i++) halves[0] += q[i], halves[1] += q[i + CHUNK_INPUTS / 2];
+      for (int i = 0; i < CHUNK_INPUTS; i++) {
+        cut[DIGITS - 1][i] = (int8_t)q[i];
+        cut[DIGITS - 2][i] = (int8_t)((q[i] + 128) >> 8);
+        cut[0][i] = (int8_t)((q[i] + 128 + 128 * 256) >> 16);
       }
-      if (grouped) {
-        sums[r * 2 * chunks + 2 * c] = (float)_mm512_reduce_add_epi32(half[0]);
-        sums[r * 2 * chunks + 2 * c + 1] = (float)_mm512_reduce_add_epi32(half[1]);
-      } else {
-        __m512i q = _mm512_add_epi32(half[0], half[1]);
-        total = _mm512_add_epi64(total, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(q)));
-        total = _mm512_add_epi64(total, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(q, 1)));
-      }
+      if (!tiles || rows == 1) memcpy(digits + (c * rows + r) * DIGITS * CHUNK_INPUTS, cut, sizeof cut);
+      else
+        for (int d = 0; d < DIGITS; d++)
+          for (int i = 0; i < CHUNK_INPUTS; i += 4)
+            memcpy(digits + ((c * DIGITS + d) * CHUNK_INPUTS + i) * rows + 4 * r, cut[d] + i, 4);
+      if (grouped) sums[r * 2 * chunks + 2 * c] = halves[0], sums[r * 2 * chunks + 2 * c + 1] = halves[1];
+      total += halves[0] + (int64_t)halves[1];
     }
-    fixed[r] = (Fixed){odd ? (double)NAN : ldexp(1.0, -exponent), _mm512_reduce_add_epi64(total)};
+    fixed[r] = (Fixed){odd ? (double)NAN : ldexp(1.0, -exponent), total};
   }
 }
+#endif
+
+#if VNNI
+typedef int32_t v4i __attribute__((vector_size(16)));
+typedef int64_t v4l __attribute__((vector_size(32)));
+typedef double v4d __attribute__((vector_size(32)));
 
 /* The sums of four vectors' integers. */
 INLINE v4i sum_4_integers(__m512i a, __m512i b, __m512i c, __m512i d) {

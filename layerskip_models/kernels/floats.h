@@ -18,8 +18,8 @@
 #define DOTS(T, KIND, R) \
   INLINE void dots_##KIND##_##R(const T *w, const float *x, int64_t in, Fetch fetch, float *y) { \
     for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * in, y += SIDE(R)) { \
-      vf total[BLOCK][R]; \
-      UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+      vf total[4][R]; \
+      UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
       int64_t i = 0, line = LINE / sizeof(T), place = 0; \
       for (; i + line <= in; place += LINE) { \
         if (fetch.ahead && (place & fetch.mask) == fetch.place) \
@@ -28,7 +28,7 @@
       } \
       for (; i + LANES <= in; i += LANES) STEP(KIND, R); \
       UNROLL for (int r = 0; r < R; r++) { \
-        float sums[BLOCK]; \
+        float sums[4]; \
         sum_4(total[0][r], total[1][r], total[2][r], total[3][r], sums); \
         UNROLL for (int o = 0; o < SIDE(R); o++) y[r * BLOCK + o] = sums[o]; \
       } \
@@ -80,8 +80,8 @@ INLINE vf load_int4(const uint8_t *w, int64_t i, Group group) {
   INLINE void dots_int4_##R(const Matrix *m, int64_t first, const float *x, Fetch fetch, float *y) { \
     const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
     for (int side = 0; side < BLOCK; side += SIDE(R), w += SIDE(R) * (m->in / 2), y += SIDE(R)) { \
-      vf total[BLOCK][R]; \
-      UNROLL for (int o = 0; o < BLOCK; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+      vf total[4][R]; \
+      UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
       for (int64_t i = 0; i < m->in;) { \
         Group groups[SIDE(R)]; \
         if (fetch.ahead && !(i & 64) && (i / 2 & fetch.mask) == fetch.place) \
@@ -97,7 +97,7 @@ INLINE vf load_int4(const uint8_t *w, int64_t i, Group group) {
         } \
       } \
       UNROLL for (int r = 0; r < R; r++) { \
-        float sums[BLOCK]; \
+        float sums[4]; \
         sum_4(total[0][r], total[1][r], total[2][r], total[3][r], sums); \
         UNROLL for (int o = 0; o < SIDE(R); o++) y[r * BLOCK + o] = sums[o]; \
       } \

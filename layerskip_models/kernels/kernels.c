@@ -58,7 +58,7 @@ static const float *prepared(const Input *input, const Matrix *m, float *room) {
     x = room;
     room += whole_lines(rows * in);
   }
-  if (rows == 1 && !as_integers(m)) return x;
+  if (rows == 1 && as_it_is(m)) return x;
   for (int64_t r = 0; r < rows; r += together(m, r, rows)) arrange(m, x + r * in, together(m, r, rows), room + r * row_room(m));
   return room;
 }
@@ -66,20 +66,24 @@ static const float *prepared(const Input *input, const Matrix *m, float *room) {
 /* y[..] = residual[..] + block, `count` <= BLOCK numbers. */
 INLINE void put(const float *block, const float *residual, int64_t count, float *y) {
   if (count == BLOCK) {
-    v4 v = *(const v4_memory *)block;
-    if (residual) v += *(const v4_memory *)residual;
-    *(v4_memory *)y = v;
+    UNROLL for (int j = 0; j < BLOCK; j += 4) {
+      v4 v = *(const v4_memory *)(block + j);
+      if (residual) v += *(const v4_memory *)(residual + j);
+      *(v4_memory *)(y + j) = v;
+    }
   } else {
     for (int64_t j = 0; j < count; j++) y[j] = residual ? residual[j] + block[j] : block[j];
   }
 }
 
 #define FETCHED_BYTES (1 << 20) /* of a matrix that is surely not all in a cache */
-#define WIDE_ROWS 32          /* from which on converting a group's weights first is worth it */
+#define WIDE_ROWS 32          /* from which on converting a group's weights first is worth it, with few registers or of 4 bits */
 #define WIDE_BYTES (24 << 10) /* of converted weights, that rows and they stay in the nearest cache */
 
 /* Whether weights are converted once for all rows; that rounds nothing. */
-INLINE int widens(const Matrix *m, int64_t rows) { return m->kind != FLOAT32 && rows >= WIDE_ROWS && !as_integers(m); }
+INLINE int widens(const Matrix *m, int64_t rows) {
+  return m->kind != FLOAT32 && rows >= WIDE_ROWS && as_it_is(m) && (!MANY_REGISTERS || m->kind == INT4);
+}
 
 /* How many of the rows' turns fetch weights: the first alone of a small matrix, which may well be in a cache. */
 INLINE int64_t fetching_turns(const Matrix *m, int64_t rows) {
@@ -222,6 +226,7 @@ static int product(const void *arguments, Member *member) {
   float *room = pool_memory(member, room_of(pool_team(member), &a->matrix, a->input.rows) * sizeof(float));
   if (!room) return -1;
   multiply(member, &a->matrix, &a->input, 0, a->residual, a->y, room);
+  leave_tiles();
   return 0;
 }
 
@@ -435,6 +440,7 @@ static int adapting(const void *arguments, Member *member) {
   float *room = pool_memory(member, room_of_adapter(pool_team(member), &a->adapter, a->rows) * sizeof(float));
   if (!room) return -1;
   adapt_rows(member, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y, room);
+  leave_tiles();
   return 0;
 }
 
@@ -504,6 +510,7 @@ static int picking(const void *arguments, Member *member) {
   float *room = pool_memory(member, room_of_picking(pool_team(member), a) * sizeof(float));
   if (!room) return -1;
   summarise_all(member, a, room);
+  leave_tiles();
   return 0;
 }
 
@@ -580,6 +587,7 @@ static int stepping(const void *arguments, Member *member) {
   if (a->adapter && !pool_left(member))
     adapt_rows(member, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x, room);
   if (a->looks && !pool_left(member)) summarise_all(member, &a->picking, room);
+  leave_tiles();
   return 0;
 }
 

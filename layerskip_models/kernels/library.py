@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
-VARIANTS = ("vnni", "avx512", "avx2", "neon", "baseline")
+VARIANTS = ("amx", "vnni", "avx512", "avx2", "neon", "baseline")
 """What the functions may have been compiled for, best first. setup.py says with which flags."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """`enum Kind` of matrix.h, by the dtype that a weight is kept in; two weights of 4 bits are one uint8."""
@@ -48,6 +48,7 @@ class Matrix(Structure):
         ("groups", c_void_p),
         ("offsets", c_void_p),
         ("group", c_int64),
+        ("whole", c_int64),
     )
 
 

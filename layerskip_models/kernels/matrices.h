@@ -3,12 +3,14 @@
 #define SELFSPEC_MATRICES_H
 #include "digits.h"
 #include "floats.h"
+#include "tiles.h"
 
 /* How many rows from `r` on go through a weight together: few, and about equally many each time. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
-  int64_t most = as_integers(m)                         ? m->kind == INT8 ? INTEGER_ROWS : NIBBLE_ROWS
-                 : MANY_REGISTERS || rows < PROMPT_ROWS ? ROWS
-                                                        : ROWS / 2;
+  int64_t most = on_tiles(m)                            ? ROWS
+                 : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : NIBBLE_ROWS
+                 : MANY_REGISTERS || rows < PROMPT_ROWS ? FLOAT_ROWS
+                                                        : FLOAT_ROWS / 2;
   return (rows + most - 1) / most;
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
@@ -17,13 +19,24 @@ INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
 }
 
 /* Numbers of room that a row takes as `outputs` wants it. */
-INLINE int64_t row_room(const Matrix *m) { return as_integers(m) ? digits_room(m) : m->in; }
+INLINE int64_t row_room(const Matrix *m) {
+  return as_integers(m) ? digits_room(m) : on_tiles(m) ? 3 * m->in / 2 : m->in;
+}
+
+/* Whether a row alone is what `outputs` wants as it is. */
+INLINE int as_it_is(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
 
 /* Rows that go through a weight together become what `outputs` wants. */
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *room) {
 #if INTEGERS
   if (as_integers(m)) {
-    to_digits(x, rows, m->in, m->kind == INT4, room);
+    to_digits(x, rows, m->in, m->kind == INT4, on_tiles(m), room);
+    return;
+  }
+#endif
+#if TILES
+  if (on_tiles(m)) {
+    to_parts(x, rows, m->in, (uint16_t *)room);
     return;
   }
 #endif
@@ -55,11 +68,15 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
  * matrix's last are not touched. Scaled, with bias. */
 static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
   int64_t count = least(BLOCK, m->out - first);
-#if INTEGERS
-  if (as_integers(m)) integer_outputs(m, first, count, x, rows, fetch, y);
+#if TILES
+  if (on_tiles(m)) tile_outputs(m, first, x, rows, fetch, y);
   else
 #endif
-    float_outputs(m, first, count, x, rows, fetch, y);
+#if VNNI
+    if (as_integers(m)) integer_outputs(m, first, count, x, rows, fetch, y);
+    else
+#endif
+      float_outputs(m, first, count, x, rows, fetch, y);
   if (!m->scale && !m->bias) return;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t o = 0; o < count; o++) {

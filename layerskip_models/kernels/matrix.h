@@ -15,6 +15,7 @@ typedef struct {
   const uint16_t *groups; /* [out, in / group], float16; 4-bit weights only */
   const float *offsets;   /* [out, in / group] or NULL */
   int64_t group;          /* inputs that share a scale: 32, 64 or 128 */
+  int64_t whole;          /* outputs of the matrix that this is a part of, or 0 */
 } Matrix;
 
 /* Bytes of so many weights. */
@@ -22,13 +23,29 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
   return kind == FLOAT32 ? 4 * count : kind == INT8 ? count : kind == INT4 ? count / 2 : 2 * count;
 }
 
-#define BLOCK 4  /* outputs that are computed side by side, so that an input is loaded once for them */
+#if defined(__AMX_INT8__) || defined(EMULATED_TILES)
+#define TILES 1
+#define BLOCK 16 /* outputs that are computed side by side, so that an input is loaded once for them */
+#define ROWS 16  /* most rows that a weight serves at once */
+#else
+#define TILES 0
+#define BLOCK 4
+#define ROWS 6
+#endif
+
+/* Whether the matrix unit multiplies by this matrix: its outputs, be they gates above ups, and its inputs fill tiles. The same for
+ * every part of it. */
+INLINE int on_tiles(const Matrix *m) {
+  int64_t outputs = m->whole ? m->whole : m->out;
+  return TILES && (m->kind == INT8 || m->kind == BFLOAT16) && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
+}
+
 #define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
 #define GROUP_BYTES (64 << 10) /* of their weights, at most: these and the next group's stay in the second cache */
 #define LINE 64 /* bytes that memory delivers together */
 #define AHEAD 8192 /* bytes; what memory delivers while it is waited for */
-#define ROWS 6   /* that a weight serves at once, at most, with sums in registers */
-#define SIDE(R) (MANY_REGISTERS || R <= 3 ? BLOCK : BLOCK / 2) /* outputs whose sums are in registers together */
+#define FLOAT_ROWS 6 /* that a weight serves at once with sums in registers */
+#define SIDE(R) (MANY_REGISTERS || R <= 3 ? 4 : 2) /* outputs whose sums are in registers together */
 #define PROMPT_ROWS 32 /* from which on, with few registers, three rows at once are faster: they stay in the nearest cache */
 
 /* Weights that are fetched while others are computed with: left alone, processors do that too late, at every row of the matrix
@@ -56,6 +73,7 @@ INLINE Matrix some_of(const Matrix *m, int64_t first, int64_t count) {
   Matrix some = *m;
   some.weight = (const char *)m->weight + bytes_of(m->kind, first * m->in);
   some.out = count;
+  some.whole = m->whole ? m->whole : m->out;
   if (m->scale) some.scale += first;
   if (m->bias) some.bias += first;
   if (m->kind == INT4) some.groups += first * (m->in / m->group);

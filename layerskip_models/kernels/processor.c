@@ -6,6 +6,8 @@ PUBLIC int runs_baseline(void) { return 1; }
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 PUBLIC int runs_avx2(void) {
   unsigned a, b, c = 0, d;
   __builtin_cpu_init();
@@ -17,6 +19,16 @@ PUBLIC int runs_avx512(void) {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 PUBLIC int runs_vnni(void) { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
+/* Tiles are kept by the system only for a process that has asked for them (Linux 5.16); its threads inherit that. */
+#define REQUEST_STATE 0x1023 /* of arch_prctl */
+#define TILE_DATA 18
+PUBLIC int runs_amx(void) {
+  unsigned a, b, c, d = 0, low, high;
+  if (!runs_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return 0; /* bfloat16, tiles, 8 bits */
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+}
 #elif defined(__aarch64__)
 PUBLIC int runs_neon(void) { return 1; } /* every such processor has it */
 #endif

@@ -1,0 +1,167 @@
+/* Products on a matrix unit (AMX): 16 outputs and up to 16 rows at the price of one.
+ *
+ * Weights are read as they lie. Rows come cut into parts: for 8-bit weights into the digits of digits.h, whose sums are exact, and
+ * for bfloat16 weights into three bfloat16 numbers that add up to the float32 number, whose products the unit adds up in float32.
+ * An element of a tile is computed by itself, in an order that the processor fixes: so a row does not depend on its company.
+ *
+ * With EMULATED_TILES the unit is a few loops in C, as Intel's manual describes its instructions. The tests use that.
+ */
+#ifndef SELFSPEC_TILES_H
+#define SELFSPEC_TILES_H
+#include "digits.h"
+
+#if TILES
+#define PARTS 3 /* of a row's number */
+#define WEIGHTS PARTS /* the number of the weights' tile; before it are sums of each part, behind it the parts of the rows */
+
+typedef struct {
+  uint8_t palette, start, unused[14];
+  uint16_t bytes[16]; /* of a row of each tile */
+  uint8_t rows[16];
+} TileConfig;
+
+#if defined(EMULATED_TILES)
+typedef union {
+  char bytes[16][64];
+  int8_t bytes_8[16][64];
+  uint16_t halves[16][32];
+  int32_t integers[16][16];
+  float floats[16][16];
+} Tile;
+static __thread TileConfig tile_config;
+static __thread Tile tiles[8];
+
+INLINE void tiles_load_config(const TileConfig *config) { tile_config = *config; }
+INLINE void tiles_release(void) { memset(&tile_config, 0, sizeof tile_config); }
+INLINE void tile_zero(int t) { memset(tiles + t, 0, sizeof *tiles); }
+INLINE void tile_load(int t, const void *from, int64_t stride) {
+  for (int r = 0; r < tile_config.rows[t]; r++) memcpy(tiles[t].bytes[r], (const char *)from + r * stride, tile_config.bytes[t]);
+}
+INLINE void tile_store(int t, void *to, int64_t stride) {
+  for (int r = 0; r < tile_config.rows[t]; r++) memcpy((char *)to + r * stride, tiles[t].bytes[r], tile_config.bytes[t]);
+}
+static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSSD */
+  for (int m = 0; m < tile_config.rows[sums]; m++)
+    for (int k = 0; k < tile_config.bytes[a] / 4; k++)
+      for (int n = 0; n < tile_config.bytes[sums] / 4; n++)
+        for (int i = 0; i < 4; i++)
+          tiles[sums].integers[m][n] += tiles[a].bytes_8[m][4 * k + i] * tiles[b].bytes_8[k][4 * n + i];
+}
+INLINE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; } /* numbers too small count as 0 there */
+INLINE float half_product(const uint16_t *a, const uint16_t *b) {
+  return flushed(flushed(one_bfloat16(a)) * flushed(one_bfloat16(b)));
+}
+static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
+  for (int m = 0; m < tile_config.rows[sums]; m++)
+    for (int n = 0; n < tile_config.bytes[sums] / 4; n++) {
+      float even = 0, odd = 0, *sum = &tiles[sums].floats[m][n];
+      for (int k = 0; k < tile_config.bytes[a] / 4; k++) {
+        even = flushed(even + half_product(&tiles[a].halves[m][2 * k], &tiles[b].halves[k][2 * n]));
+        odd = flushed(odd + half_product(&tiles[a].halves[m][2 * k + 1], &tiles[b].halves[k][2 * n + 1]));
+      }
+      *sum = flushed(flushed(*sum) + flushed(even + odd));
+    }
+}
+#else
+/* GCC 12 believes that the configuration is 8 bytes long, and may drop what was written to the rest. */
+#define tiles_load_config(config) \
+  do { \
+    __asm__ volatile("" : : "r"(config) : "memory"); \
+    _tile_loadconfig(config); \
+  } while (0)
+#define tiles_release _tile_release
+#define tile_zero(t) _tile_zero(t)
+#define tile_load(t, from, stride) _tile_loadd(t, from, stride)
+#define tile_store(t, to, stride) _tile_stored(t, to, stride)
+#define tile_dot_bytes(sums, a, b) _tile_dpbssd(sums, a, b)
+#define tile_dot_bfloat16(sums, a, b) _tile_dpbf16ps(sums, a, b)
+#endif
+
+static __thread int64_t tiles_rows; /* that this thread's tiles are configured for; 0: not at all */
+
+INLINE void configure_tiles(int64_t rows) {
+  if (rows == tiles_rows) return;
+  TileConfig config = {.palette = 1};
+  for (int t = 0; t < 2 * PARTS + 1; t++) {
+    config.rows[t] = 16;
+    config.bytes[t] = t == WEIGHTS ? 64 : 4 * rows;
+  }
+  tiles_load_config(&config);
+  tiles_rows = rows;
+}
+
+/* A thread that leaves a job has no tiles: the system need not save any for it, and the core may clock higher. */
+INLINE void leave_tiles(void) {
+  if (tiles_rows) tiles_release();
+  tiles_rows = 0;
+}
+
+/* The nearest bfloat16. */
+INLINE uint16_t rounded_bfloat16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+/* Rows [rows, in] become, 32 inputs at a time, three bfloat16 parts that add up to them, the largest first: [in / 32, part, 16
+ * pairs of inputs, rows, 2]. */
+static void to_parts(const float *x, int64_t rows, int64_t in, uint16_t *to) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < in; i++) {
+      uint16_t *place = to + (i / 32 * PARTS * 16 + i % 32 / 2) * rows * 2 + r * 2 + i % 2;
+      float left = x[r * in + i];
+      for (int p = 0; p < PARTS; p++) {
+        uint16_t part = rounded_bfloat16(left);
+        place[p * 16 * rows * 2] = part;
+        left -= one_bfloat16(&part);
+      }
+    }
+}
+
+/* One pass over 16 outputs: SUM is `bytes` or `bfloat16`. The loop over parts is written out, since tiles have fixed numbers. */
+#define TILE_PASS(SUM) \
+  do { \
+    tile_zero(0); \
+    tile_zero(1); \
+    tile_zero(2); \
+    for (int64_t at = 0; at < width; at += 64, x += PARTS * 64 * rows) { \
+      if (fetch.ahead && (at & fetch.mask) == fetch.place) \
+        for (int o = 0; o < BLOCK; o++) FETCH(w + (o + fetch.ahead) * width + at); \
+      tile_load(3, w + at, width); \
+      tile_load(4, x, 4 * rows); \
+      tile_dot_##SUM(0, 3, 4); \
+      tile_load(5, x + 64 * rows, 4 * rows); \
+      tile_dot_##SUM(1, 3, 5); \
+      tile_load(6, x + 128 * rows, 4 * rows); \
+      tile_dot_##SUM(2, 3, 6); \
+    } \
+    tile_store(0, sums[0], 64); \
+    tile_store(1, sums[1], 64); \
+    tile_store(2, sums[2], 64); \
+  } while (0)
+
+/* `outputs` on tiles, without scale and bias, of BLOCK outputs. */
+static void tile_outputs(const Matrix *m, int64_t first, const float *packed, int64_t rows, Fetch fetch, float *y) {
+  int64_t width = bytes_of(m->kind, m->in);
+  const char *w = (const char *)m->weight + first * width, *x = (const char *)packed;
+  configure_tiles(rows);
+  if (m->kind == INT8) {
+    int32_t sums[PARTS][BLOCK][16];
+    const Fixed *fixed = (const Fixed *)(x + PARTS * m->in * rows);
+    TILE_PASS(bytes);
+    for (int64_t r = 0; r < rows; r++)
+      for (int o = 0; o < BLOCK; o++) {
+        int64_t whole = (sums[0][o][r] * (int64_t)256 + sums[1][o][r]) * 256 + sums[2][o][r];
+        y[r * BLOCK + o] = (float)((double)whole * fixed[r].unit);
+      }
+  } else {
+    float sums[PARTS][BLOCK][16];
+    TILE_PASS(bfloat16);
+    for (int64_t r = 0; r < rows; r++)
+      for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (sums[2][o][r] + sums[1][o][r]) + sums[0][o][r];
+  }
+}
+#else
+INLINE void leave_tiles(void) {}
+#endif
+#endif
