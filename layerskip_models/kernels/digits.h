@@ -57,13 +57,15 @@ static void to_digits(const float *x, int64_t rows, int64_t in, int grouped, int
   Fixed *fixed = (Fixed *)(digits + rows * chunks * DIGITS * CHUNK_INPUTS);
   float *sums = (float *)(fixed + rows);
   for (int64_t r = 0; r < rows; r++, x += in) {
-    float largest = 0;
-    int odd = 0;
+    int32_t top = 0; /* of the bits without the sign, which are in the order of the numbers; infinity and NaN come last */
     for (int64_t i = 0; i < in; i++) {
-      float v = fabsf(x[i]);
-      largest = v > largest ? v : largest;
-      odd |= !(v <= 3.402823466e38f);
+      int32_t bits;
+      memcpy(&bits, x + i, 4);
+      bits &= 0x7fffffff;
+      top = bits > top ? bits : top;
     }
+    const float largest = of_bits(top);
+    const int odd = top >= 0x7f800000;
     int exponent = odd || largest == 0 ? 0 : fixed_exponent(largest);
     /* Two steps, since one power of two may be beyond float32. */
     float factor = ldexpf(1, exponent / 2), rest = ldexpf(1, exponent - exponent / 2);
