@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,10 @@ DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
 
 
+FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
+"""Names of dtypes that are layouts of the weights."""
+
+
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """The device to run on: "auto" takes CUDA when there is one. ValueError for one that this machine lacks."""
     if str(device) == "auto":
@@ -38,14 +42,14 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     """The dtype to run in: "auto" is float32 on a CPU (exact, and fast there) and the checkpoint's own elsewhere."""
     if isinstance(dtype, torch.dtype):
         chosen = dtype
-    elif dtype == "int8":
-        raise ValueError("int8 weights are this engine's own, beside which transformers needs full ones: use float32")
+    elif dtype in FEW_BITS:
+        raise ValueError(f"{dtype} weights are this engine's own, beside which transformers needs full ones: use float32")
     elif dtype == "auto":
         chosen = torch.float32 if device.type == "cpu" or checkpoint is None else checkpoint
     elif dtype in DTYPES:
         chosen = DTYPES[dtype]
     else:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of auto, {', '.join((*DTYPES, *FEW_BITS))}, got {dtype!r}")
     if chosen not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {chosen}")
     return chosen
@@ -75,11 +79,20 @@ def load_model(
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
-    if dtype == "int8" or (dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device)):
+    if dtype in FEW_BITS:
+        dtype, layout = _half_or_full(config), cast(Layout, dtype)
+    elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
         dtype, layout = torch.float32, "int8"
     origin = {"revision": revision, "local_files_only": local_files_only}
     model = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin)
     return with_exits(from_transformers(model, layout=layout, release=True), exits)
+
+
+def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
+    """What weights are loaded in that are then rounded to fewer bits: 16 bits if they came in these, for half the memory."""
+    own = getattr(config, "dtype", None)
+    is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None
+    return own if is_half and own is not None else torch.float32
 
 
 def _int8_runs(device: str | torch.device) -> bool:
