@@ -1,8 +1,8 @@
 """Weights rounded to 4 bits: for each group of inputs the scale, among some, that leaves the smallest squared error.
 
 Rounding to nearest with the scale that just holds the largest number is wasteful, because most numbers of a group are much
-smaller. So a few steps around that one are tried. For each, the numbers are rounded, then the scale (and the offset) is fitted
-to what they were rounded to by least squares, and the best is kept. No text is needed for it.
+smaller. So a few steps around that one are tried. For each, the numbers are rounded, and scale and offset fitted to what they
+were rounded to by least squares. The best is kept. No text is needed for it.
 """
 
 from __future__ import annotations

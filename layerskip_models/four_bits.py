@@ -81,6 +81,10 @@ class FourBitWeight:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._all if tensor is not None)
 
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(bool(tensor.isfinite().all()) for tensor in self._all[1:] if tensor is not None)
+
     def values(self, first: int = 0, last: int | None = None) -> Tensor:
         """The numbers of outputs first .. last - 1, all by default, as float32 [outputs, in]."""
         rows = slice(first, last)
@@ -89,6 +93,10 @@ class FourBitWeight:
         values = unpack_nibbles(self.packed[rows]).float().unflatten(1, (-1, self.group))
         values = values.mul_(groups).add_(offsets).flatten(1)
         return values if self.factors is None else values.mul_(self.factors[rows].unsqueeze(1))
+
+    def contiguous(self) -> FourBitWeight:
+        """The same with every tensor contiguous, as the kernels read them."""
+        return FourBitWeight(*(None if tensor is None else tensor.contiguous() for tensor in self._all))  # type: ignore[arg-type]
 
     def reordered(self, order: Tensor) -> FourBitWeight:
         """The outputs in another order; order: int64 [out]."""
@@ -134,7 +142,7 @@ def exact(values: Tensor, scale: Tensor, zeros: Tensor | None = None) -> FourBit
     values: 0 to 15, [out, in]. scale: floats [out, groups]. zeros: integers of that shape; None for 8.
     Scales of 16 bits always can be, unless those of one row are too far apart; scales of 32 bits if a row has only one.
     """
-    rows, columns = values.shape
+    columns = values.shape[1]
     size = group_size(columns, scale.shape[1])
     split = _halves(scale.float())
     if size is None or split is None:

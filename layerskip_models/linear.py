@@ -19,8 +19,8 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 
 Layout = Literal["plain", "half", "int8", "int4", "native"]
-"""How a weight is stored: row major as in the checkpoint, in float16 without loss, in 8 or 4 bits, which changes the model and
-is never a default, or for our own kernels, without loss, too."""
+"""How a weight is stored: row major as in the checkpoint, in float16 without loss, in 8 or 4 bits, which changes the model
+and is never a default, or for our own kernels, without loss, too."""
 COMPACT: frozenset[Layout] = frozenset({"half", "int8", "int4", "native"})
 """Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
 GROUP = 32
@@ -72,7 +72,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups."""
     if not fits_four_bits(weight):
-        return eight_bit_linear(weight, bias)
+        return LAYOUTS[eight_bit_layout(weight)](weight, bias)
     return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), bias)
 
 
@@ -81,10 +81,9 @@ def four_bit_linear(weight: FourBitWeight, bias: Tensor | None = None) -> Linear
     return Int4Linear(weight, bias)
 
 
-def eight_bit_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """What a 4-bit model keeps in more bits: 8, or the default layout where nothing here computes with these."""
-    eight = _eight_bits_work(weight)
-    return LAYOUTS["int8" if eight else default_layout(weight)](weight, bias)
+def eight_bit_layout(weight: Tensor) -> Layout:
+    """Of what a 4-bit model keeps in more bits: 8, or the default layout where nothing here computes with these."""
+    return "int8" if _eight_bits_work(weight) else default_layout(weight)
 
 
 def _eight_bits_work(weight: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,7 @@ from layerskip_models.linear import (
     PlainLinear,
     check_layout,
     default_layout,
-    eight_bit_linear,
+    eight_bit_layout,
     four_bit_linear,
 )
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
@@ -35,6 +36,8 @@ from layerskip_models.norm import RMSNorm
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
+EIGHT_BIT_LAYERS = 1
+"""Of a model that is rounded to 4 bits the first layers, beside the head, that get 8: they lose most (docs/quantised.md)."""
 Packed = Mapping[str, FourBitWeight]
 """Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
@@ -103,7 +106,9 @@ def _convert(
     if layout is not None:
         check_layout(layout, model.lm_head.weight.new_empty(0, dtype=dtype))
 
-    def layout_of(weight: Tensor) -> Layout:
+    def layout_of(weight: Tensor, layer: int | None = None) -> Layout:
+        if layout == "int4" and (layer is None or layer < EIGHT_BIT_LAYERS):
+            return eight_bit_layout(weight)
         return default_layout(weight) if layout is None else layout
 
     inv_freq = _inv_freq(decoder.rotary_emb)
@@ -111,7 +116,14 @@ def _convert(
     for index, layer in enumerate(decoder.layers):
         layers.append(
             convert_layer(
-                layer, config, layout_of, dtype, index=index, rotated=2 * inv_freq.numel(), share=share, packed=packed
+                layer,
+                config,
+                partial(layout_of, layer=index),
+                dtype,
+                index=index,
+                rotated=2 * inv_freq.numel(),
+                share=share,
+                packed=packed,
             )
         )
         if release:
@@ -125,8 +137,7 @@ def _convert(
         head_weight = embedding if tied else head_weight.clone()
     head_weight = head_weight.to(dtype)
     head_layout = layout_of(head_weight)
-    # 4 bits in the head cost more than in all layers together (docs/quantised.md).
-    head = eight_bit_linear(head_weight) if head_layout == "int4" else LAYOUTS[head_layout](head_weight, None)
+    head = LAYOUTS[head_layout](head_weight, None)
     draft_head = None
     if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
         draft_head = LAYOUTS["int8"](head_weight, None)
