@@ -150,7 +150,7 @@ def _convert(
     result = LayerSkipModel(
         config,
         dtype=dtype,
-        weights_dtype=stored,
+        weights_dtype=dtype if layout in ("int8", "int4") else stored,
         embedding=embedding,
         layers=layers,
         final_norm=_norm(decoder.norm.weight, config, dtype, share),

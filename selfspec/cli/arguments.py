@@ -26,7 +26,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16, float16, float64 or int8. On a CPU, 8- and 16-bit types apply to the weights only.",
+        help="auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
