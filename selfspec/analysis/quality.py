@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
+from selfspec.generator import SelfSpecGenerator
 
+SAMPLE = Path(__file__).with_name("sample_text.txt")
+"""A text of a thousand words, of several kinds, where the user gives none."""
 _CHUNK = 128  # rows whose logits exist at a time, of both models
 
 
@@ -65,3 +69,17 @@ def quality(model: LayerSkipModel, full: LayerSkipModel, texts: Sequence[Tensor]
         agreement=same,
         num_tokens=count,
     )
+
+
+def quality_lines(generator: SelfSpecGenerator, full: LayerSkipModel, texts: Sequence[str]) -> list[str]:
+    """The comparison of a generator's model as text, with what both models read for a token. Raises as `quality`."""
+    model, tokenizer = generator.model, generator.tokenizer
+    assert tokenizer is not None
+    found = quality(model, full, [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts])
+    size, full_size = (one.num_layers * one.layer_bytes + one.head_bytes for one in (model, full))
+    return [
+        f"these weights against the full ones, over {found.num_tokens:,} tokens: perplexity {found.perplexity:.2f} (full"
+        f" {found.full_perplexity:.2f}), KL divergence {found.divergence:.4f} nats, same likeliest token"
+        f" {found.agreement:.1%}",
+        f"a token reads {size / 1e6:,.1f} MB of weights (full {full_size / 1e6:,.1f} MB)",
+    ]
