@@ -120,13 +120,19 @@ class FourBitWeight:
         if any(part.offsets is not None for part in parts):
             offsets = [-_MIDDLE * part.groups.float() if part.offsets is None else part.offsets for part in parts]
         if any(part.factors is not None for part in parts):
-            factors = [torch.ones(part.shape[0]) if part.factors is None else part.factors for part in parts]
+            ones = [part.groups.new_ones(part.shape[0], dtype=torch.float32) for part in parts]
+            factors = [one if part.factors is None else part.factors for part, one in zip(parts, ones)]
         return cls(
             torch.cat([part.packed for part in parts]),
             torch.cat([part.groups for part in parts]),
             None if offsets is None else torch.cat(offsets),
             None if factors is None else torch.cat(factors),
         )
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """2 to the power of these integers, as float32, exactly."""
+    return torch.exp2(exponents.double()).float()
 
 
 def group_size(columns: int, count: int) -> int | None:
@@ -168,6 +174,6 @@ def _halves(scale: Tensor) -> tuple[Tensor, Tensor | None] | None:
     if bool((scale == scale[:, :1]).all()):
         return torch.ones_like(scale, dtype=torch.float16), scale[:, 0].contiguous()
     exponents = torch.frexp(scale.abs().amax(dim=1)).exponent
-    factors = torch.ldexp(torch.ones(len(scale)), exponents - _LARGEST_EXPONENT)
+    factors = powers_of_two(exponents - _LARGEST_EXPONENT)
     groups = (scale / factors.unsqueeze(1)).half()
     return (groups, factors) if torch.equal(groups.float() * factors.unsqueeze(1), scale) else None

@@ -16,6 +16,7 @@ from layerskip_models.compact_linear import HalfLinear, Int4Linear, Int8Linear, 
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_four_bits import NativeInt4Linear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 
 Layout = Literal["plain", "half", "int8", "int4", "native"]
@@ -77,8 +78,9 @@ def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def four_bit_linear(weight: FourBitWeight, bias: Tensor | None = None) -> Linear:
-    """A weight that is in 4 bits already, on a CPU, for float32."""
-    return Int4Linear(weight, bias)
+    """A weight that is in 4 bits already, on a CPU, for float32: on our own kernels, or where there are none on operators."""
+    native = native_works(weight.packed.device, torch.float32)
+    return NativeInt4Linear(weight, bias) if native else Int4Linear(weight, bias)
 
 
 def eight_bit_layout(weight: Tensor) -> Layout:

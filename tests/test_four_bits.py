@@ -140,6 +140,30 @@ def test_rounding_of_odd_numbers(symmetric: bool) -> None:
     assert found[2].isnan().tolist() == [False] * 32 + [True] * 32 and not found[3].isnan().any()
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    """Nor small and large numbers, whose factors float16 does not hold."""
+    weight, scale = drawn(6, 128) * 1e-20, (drawn(6, 2).abs() * 1e-12).bfloat16().float()
+    values = numbers(6, 128)
+
+    def made() -> tuple[Tensor, ...]:
+        found = [round_to_four_bits(weight, group=32, symmetric=symmetric) for symmetric in (True, False)]
+        kept = exact(values, scale, values[:, :2])
+        assert kept is not None
+        x = torch.ones(2, 128, dtype=torch.float32)
+        both = FourBitWeight.cat([kept, found[1]])
+        return (*(one.values() for one in (*found, kept, both)), four_bit_product(x, kept, None))
+
+    expected, before = made(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        found = made()
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, expected):
+        assert one.dtype == torch.float32 and torch.equal(one, other) and bool((one != 0).any())
+
+
 @given(seed=st.integers(0, 99), rows=st.integers(1, 9), outputs=st.integers(1, 70), symmetric=st.booleans())
 @settings(max_examples=30)
 def test_the_product_by_operators(seed: int, rows: int, outputs: int, symmetric: bool) -> None:

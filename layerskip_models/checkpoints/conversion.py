@@ -298,7 +298,7 @@ def _fused_packed(kind: str, parts: Sequence[FourBitWeight], heads: _Heads) -> F
     value = FourBitWeight.cat(parts)
     if not heads.interleaved or kind != "qkv":
         return value
-    order = torch.arange(value.shape[0])
+    order = torch.arange(value.shape[0], device=value.packed.device)
     turned = heads.queries_and_keys * heads.size
     order[:turned] = heads.reordered(order[:turned])
     return value.reordered(order)

@@ -75,4 +75,4 @@ def _order(name: str, config: Any) -> Tensor | None:
     if heads is None:
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return torch.arange(heads * size).view(heads, -1, 2).transpose(1, 2).flatten()
+    return torch.arange(heads * size, device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()

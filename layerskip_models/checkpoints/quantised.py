@@ -156,7 +156,8 @@ def _filled(
     if broken:
         raise ValueError(f"{name} holds NaN or infinite scales, first in {broken[0]}: copy or download it again")
     places = {
-        f"{module}.weight": torch.zeros((), dtype=dtype).expand(weight.shape) for module, weight in packed.items()
+        f"{module}.weight": torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
+        for module, weight in packed.items()
     }
     model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=weights | places, dtype=dtype, device_map={"": device}, output_loading_info=True

@@ -39,7 +39,7 @@ def quality(model: LayerSkipModel, full: LayerSkipModel, texts: Sequence[Tensor]
     texts = [text[: min(model.max_positions, full.max_positions)] for text in texts if len(text) > 1]
     if not texts:
         raise ValueError("comparing two models needs a text of at least 2 tokens")
-    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    sums, count = torch.zeros(4, dtype=torch.float64, device="cpu"), 0
     with torch.inference_mode():
         for text in texts:
             caches = [KVCache(one, len(text)) for one in (model, full)]
