@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_llama import full_logits, tiny_llama
 from torch import Tensor
 
+from bench.commands.preparation import open_model
 from layerskip_models import DEMO_PATH, from_transformers, load_model
 from layerskip_models.checkpoints import loading
 from layerskip_models.compact_linear import Int4Linear, four_bit_product
@@ -223,6 +224,9 @@ def test_odd_widths_get_8_bits() -> None:
 
 
 def test_int4_by_name() -> None:
+    """A checkpoint, and synthetic weights, whose first layer of twelve has 8 bits."""
+    synthetic = open_model("synthetic:small", "int4", "cpu")
+    assert 0.55 < synthetic.layer_bytes / synthetic.layer_weights < 0.64
     model = load_model(DEMO_PATH, dtype="int4", device="cpu", local_files_only=True)
     eight = load_model(DEMO_PATH, dtype="int8", device="cpu", local_files_only=True)
     assert model.layer_bytes < 0.6 * eight.layer_bytes and model.head_bytes == eight.head_bytes
