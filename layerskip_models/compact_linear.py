@@ -1,8 +1,9 @@
-"""Linears whose weights take fewer bytes than the dtype they compute in: 16 bits without loss, 8 bits with some.
+"""Linears whose weights take fewer bytes than the dtype they compute in: 16 bits without loss, 8 and 4 bits with some.
 
 At batch 1 reading the weights is what a pass costs, so half the bytes are nearly half the time; and FBGEMM, whose kernels
 these are (PyTorch's public `torch.ops.quantized`, x86 processors only), takes about as long for nine rows as for one, which
-is what verification needs. Both fall away where the build lacks them (`half_works`, `int8_works`).
+is what verification needs. Both fall away where the build lacks them (`half_works`, `int8_works`). It has no kernel for our
+4 bits: these are converted piece by piece, which saves memory and no time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.four_bits import FourBitWeight
+
+_CONVERTED = 1 << 21  # numbers of a 4-bit weight that are float32 at a time
 _HALF_EXPONENT = 15  # largest power of two that a float16 holds is 2^15
 
 
@@ -113,6 +117,38 @@ class Int8Linear:
         ranged[:, size:] = self._ends
         product = self._run(ranged, self._weight, self._reduce_range).mul_(peak)
         return product if self._bias is None else product.add_(self._bias)
+
+
+class Int4Linear:
+    """x W^T + b with W in 4 bits, by PyTorch's operators: a piece of W at a time is float32. x is float32 and not rounded."""
+
+    def __init__(self, weight: FourBitWeight, bias: Tensor | None = None) -> None:
+        self.stored = weight
+        self._bias = None if bias is None else bias.float()
+        self.num_bytes = weight.num_bytes
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        return self.stored.values()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in]. Returns [rows, out]."""
+        return four_bit_product(x, self.stored, self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T + b."""
+        return self(x).add_(residual)
+
+
+def four_bit_product(x: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
+    """x W^T + b by PyTorch's operators. x: float32 [rows, in]. Returns float32 [rows, out]."""
+    outputs, inputs = weight.shape
+    step = max(_CONVERTED // inputs, 1)
+    y = x.new_empty(x.shape[0], outputs)
+    for first in range(0, outputs, step):
+        torch.mm(x, weight.values(first, first + step).t(), out=y[:, first : first + step])
+    return y if bias is None else y.add_(bias)
 
 
 def _works(kind: type[HalfLinear] | type[Int8Linear], device: torch.device, dtype: torch.dtype, bound: float) -> bool:

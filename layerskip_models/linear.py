@@ -12,15 +12,20 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from layerskip_models.compact_linear import HalfLinear, Int8Linear, fits_half, half_works, int8_works
+from layerskip_models.compact_linear import HalfLinear, Int4Linear, Int8Linear, fits_half, half_works, int8_works
+from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
+from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_four_bits import NativeInt4Linear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 
-Layout = Literal["plain", "half", "int8", "native"]
-"""How a weight is stored: row major as in the checkpoint, in float16 without loss, in 8 bits, which changes the model and is
-never a default, or for our own kernels, without loss, too."""
-COMPACT: frozenset[Layout] = frozenset({"half", "int8", "native"})
+Layout = Literal["plain", "half", "int8", "int4", "native"]
+"""How a weight is stored: row major as in the checkpoint, in float16 without loss, in 8 or 4 bits, which changes the model
+and is never a default, or for our own kernels, without loss, too."""
+COMPACT: frozenset[Layout] = frozenset({"half", "int8", "int4", "native"})
 """Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
+GROUP = 32
+"""Inputs that share a scale where weights are rounded to 4 bits here; docs/quantised.md has what other sizes give."""
 _HALF_BYTES = 1 << 20  # of a weight as it comes: below it FBGEMM's call costs more than reading half the bytes saves
 
 
@@ -65,10 +70,33 @@ def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return NativeInt8Linear(weight, bias) if native else Int8Linear(weight, bias)
 
 
+def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups."""
+    if not fits_four_bits(weight):
+        return LAYOUTS[eight_bit_layout(weight)](weight, bias)
+    return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), bias)
+
+
+def four_bit_linear(weight: FourBitWeight, bias: Tensor | None = None) -> Linear:
+    """A weight that is in 4 bits already, on a CPU, for float32: on our own kernels, or where there are none on operators."""
+    native = native_works(weight.packed.device, torch.float32)
+    return NativeInt4Linear(weight, bias) if native else Int4Linear(weight, bias)
+
+
+def eight_bit_layout(weight: Tensor) -> Layout:
+    """Of what a 4-bit model keeps in more bits: 8, or the default layout where nothing here computes with these."""
+    return "int8" if _eight_bits_work(weight) else default_layout(weight)
+
+
+def _eight_bits_work(weight: Tensor) -> bool:
+    return native_works(weight.device, weight.dtype) or int8_works(weight.device, weight.dtype)
+
+
 LAYOUTS: dict[Layout, Callable[[Tensor, Tensor | None], Linear]] = {
     "plain": PlainLinear,
     "half": HalfLinear,
     "int8": int8_linear,
+    "int4": int4_linear,
     "native": NativeLinear,
 }
 
@@ -91,12 +119,11 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
     works = {"native": native}
     if layout in COMPACT:
         works["half"] = half_works(weight.device, weight.dtype)
-        works["int8"] = native or int8_works(weight.device, weight.dtype)
+        works["int8"] = _eight_bits_work(weight)
+        works["int4"] = weight.device.type == "cpu" and weight.dtype == torch.float32
     if not works.get(layout, True):
-        needs = (
-            "the native kernels, a CPU and float32"
-            if layout == "native"
-            else "an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16"
+        needs = {"native": "the native kernels, a CPU and float32", "int4": "a CPU and float32"}.get(
+            layout, "an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16"
         )
         raise ValueError(
             f"layout {layout!r} needs {needs}; "

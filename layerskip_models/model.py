@@ -97,7 +97,8 @@ class LayerSkipModel:
 
     Attributes: config (transformers' own), generation_config (the checkpoint's defaults for `generate`), num_layers,
     hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
-    weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU), device, num_heads,
+    weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU; of weights that were rounded
+    to 8 or 4 bits the arithmetic's), device, num_heads,
     num_kv_heads, head_dim, sliding_windows (of each layer, as `DecoderLayer` says), name (hub name or path, for finding the
     checkpoint's default setting), adapters (by exit layer, what drafts pass behind that exit; see `with_adapters`).
     """

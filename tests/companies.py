@@ -46,10 +46,11 @@ POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY)
 def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
     """On our kernels in float32; on PyTorch's operators in float64, where company changes only a number's last digits.
 
-    Two of its exits have adapters, and one is bare.
+    Two of its exits have adapters, and one is bare. For 4 bits its matrices are as wide as these need.
     """
-    dtype = torch.float32 if layout == "native" else torch.float64
-    llama = tiny_llama(num_layers=num_layers, heads=4, kv_heads=2, late_scale=0.5, dtype=dtype, seed=21)
+    dtype = torch.float64 if layout == "plain" else torch.float32
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64} if layout == "int4" else {}
+    llama = tiny_llama(num_layers=num_layers, heads=4, kv_heads=2, late_scale=0.5, dtype=dtype, seed=21, **shape)
     return adapted(from_transformers(llama, layout=layout), [1, 3])
 
 

@@ -48,14 +48,17 @@ def test_peers_measures_all_engines_and_its_record_makes_a_page(checkpoint, tmp_
 @pytest.mark.skipif(kernels() is None, reason="needs the native library")
 def test_peers_with_int8_weights_judges_these_among_themselves(checkpoint, tmp_path):
     record = tmp_path / "peers.jsonl"
-    result = invoke("peers", "--model", checkpoint, "--int8", "--output", record, *RUN)
+    result = invoke("peers", "--model", checkpoint, "--int8", "--int4", "--output", record, *RUN)
     assert result.exit_code == 0, result.output
     lines = read_record(record)
     assert [name for name in lines[0]["engines"] if "int8" in name] == ["selfspec:int8:ar", "selfspec:int8:auto"]
     outputs = [line for line in lines if line["kind"] == "output"]
-    assert {line["reference"] for line in outputs if line["engine"] != "selfspec:int8:auto"} == {"selfspec:ar"}
-    drafting = [line for line in outputs if line["engine"] == "selfspec:int8:auto"]
-    assert [(line["reference"], line["first_difference"]) for line in drafting] == [("selfspec:int8:ar", None)] * 2
+    drafts = [f"selfspec:{bits}:auto" for bits in ("int8", "int4")]
+    assert {line["reference"] for line in outputs if line["engine"] not in drafts} == {"selfspec:ar"}
+    for name in drafts:
+        drafting = [line for line in outputs if line["engine"] == name]
+        plain = name.replace("auto", "ar")
+        assert [(line["reference"], line["first_difference"]) for line in drafting] == [(plain, None)] * 2
     assert "| selfspec int8, auto |" in invoke("report", record).output
 
 
@@ -128,8 +131,8 @@ def test_sweep_over_policies_ranks_by_runs_and_times_the_best(checkpoint, tmp_pa
         (["peers", "--policy", "ar"], "must be a fixed setting"),
         (["peers", "--policy", "ls:9-2"], "exit_layer must be in [1, 3]"),
         (["peers", "--prompts", "missing.jsonl"], "missing.jsonl"),
-        (["peers", "--dtype", "int4"], "dtype must be one of"),
-        (["peers", "--llama-cpp", "Q4"], "--llama-cpp must be BF16, F16, Q8_0 or all, got Q4"),
+        (["peers", "--dtype", "int3"], "dtype must be one of"),
+        (["peers", "--llama-cpp", "Q4"], "--llama-cpp must be BF16, F16, Q8_0, Q4_0 or all, got Q4"),
         (["sweep", "--exit-layers", "2-x"], '--exit-layers must look like "1-8"'),
         (["sweep", "--exit-layers", "1-4"], "--exit-layers must be in [1, 3]"),
         (["sweep", "--num-speculations", "0-2"], "--num-speculations must be numbers from 1 on"),

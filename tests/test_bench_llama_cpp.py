@@ -172,9 +172,9 @@ def test_peers_with_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(temporary.rglob("*.gguf"))
     lines = read_record(record)
     names = [name for name in lines[0]["engines"] if "llama.cpp" in name]
-    assert names == ["llama.cpp:BF16", "llama.cpp:F16", "llama.cpp:Q8_0"]
+    assert names == ["llama.cpp:BF16", "llama.cpp:F16", "llama.cpp:Q8_0", "llama.cpp:Q4_0"]
     samples = [line for line in lines if line["kind"] == "sample" and line["engine"] in names]
-    assert len(samples) == 3 * 2 * 2
+    assert len(samples) == 4 * 2 * 2
     assert all(line["decode_seconds"] > 0 and line["time_to_first_token"] > 0 for line in samples)
     assert {line["reference"] for line in lines if line["kind"] == "output"} == {"selfspec:ar"}
     assert lines[0]["provenance"]["llama_cpp"].count("(") == 1

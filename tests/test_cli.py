@@ -256,7 +256,7 @@ ERRORS = {
     "greedy temperature": ([PROMPT, "--temperature", "0.5", "--top-k", "3"], "--temperature, --top-k has no effect"),
     "range": ([PROMPT, "--do-sample", "--top-p", "1.5"], "top_p must be"),
     "length": ([PROMPT, "--max-new-tokens", "500"], "lower max_new_tokens"),
-    "dtype": ([PROMPT, "--dtype", "int4"], "dtype must be one of"),
+    "dtype": ([PROMPT, "--dtype", "int3"], "dtype must be one of"),
     "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
     "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
     "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),

@@ -13,10 +13,11 @@ from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen3Config
 from typer.testing import CliRunner
 
-from layerskip_models import DEMO_PATH, load_model, load_tokenizer
+from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, load_gguf
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.compact_linear import int8_works
+from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 
 gguf = pytest.importorskip("gguf")
@@ -82,6 +83,33 @@ def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path) -> N
     eight, full = (load_model(tmp_path / f"{kind}.gguf", device="cpu") for kind in ("Q8_0", "F16"))
     same = load_model(tmp_path / "F16.gguf", dtype="int8", device="cpu") if int8_works(CPU, torch.float32) else eight
     assert eight.layer_bytes == same.layer_bytes <= full.layer_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_4_bits_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Those that transformers reads; all else is as it would be without."""
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+    model = tiny_llama(**shape, num_layers=3, seed=4, late_scale=0.6, tie_word_embeddings=tied)
+    write_gguf(model, tmp_path / "model.gguf", kind)
+    meant = load_transformers(tmp_path, dtype="float32", device="cpu")
+    found, by_name = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="int4", device="cpu")
+    full = from_transformers(meant)
+    bytes_of_32 = 16 + (2 if kind == "Q4_0" else 2 + 4)
+    norms = 2 * 64 * 4
+    assert found.layer_bytes == by_name.layer_bytes == norms + found.layer_weights // 32 * bytes_of_32
+    unfolded = ("output", "down") if full.kernels is None else ("qkv", "output", "gate_up", "down")
+    for ours, theirs in zip(found._layers, full._layers):
+        for name in unfolded:  # the others have a norm's factors in them, without our kernels
+            x = torch.eye({"output": 128, "down": 192}.get(name, 64))
+            torch.testing.assert_close(getattr(ours, name)(x), getattr(theirs, name)(x), rtol=1e-6, atol=1e-7)
+    assert torch.equal(found.embed(torch.arange(24)), full.embed(torch.arange(24)))
+    text = [(7 * i + 3) % 24 for i in range(40)]
+    engine = SelfSpecGenerator(found, policy="ls:1-3")
+    assert (
+        engine.generate(text, max_new_tokens=16).new_tokens
+        == SelfSpecGenerator(by_name, policy="ar").generate(text, max_new_tokens=16).new_tokens
+    )
 
 
 def test_generate_and_verify_a_gguf_file(tmp_path: Path) -> None:

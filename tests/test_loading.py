@@ -281,7 +281,7 @@ def test_devices_and_dtypes_by_name() -> None:
     assert resolve_dtype("auto", cpu, torch.bfloat16) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda"), torch.bfloat16) == torch.bfloat16
     assert resolve_dtype("float16", cpu, None) == torch.float16
-    for wrong in ("int4", "half", torch.int8):
+    for wrong in ("int3", "half", torch.int8):
         with pytest.raises(ValueError, match="dtype must be one of"):
             resolve_dtype(wrong, cpu, None)
 

@@ -46,8 +46,8 @@ EXAMPLES = 30
 def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any policies, exit layers, settings and stops beside each other; texts join and leave when they like.
 
-    Prompts are read a few rows at a time while others decode. On operators, numbers may differ in their last digits, which no
-    text here shows.
+    Prompts are read a few rows at a time while others decode. On our kernels a third of the companies have weights of 4 bits.
+    On operators, numbers may differ in their last digits, which no text here shows.
     """
     monkeypatch.setattr(selfspec.engine, "PIECE_ROWS", 7)
     count: Counter[str] = Counter()
@@ -62,9 +62,10 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
         if random.random() < 0.3:  # whole passes are single calls where all are greedy, and have no processors
             kept = ("max_new_tokens", "eos_token_id", "stop_strings")
             texts = [replace(t, options={k: v for k, v in t.options.items() if k in kept}) for t in texts]
-        courses = run_together(generator_of(layout), texts)
+        own: Layout = "int4" if seed % 3 == 0 and layout == "native" else layout
+        courses = run_together(generator_of(own), texts)
         for text, course in zip(texts, courses):
-            expected = run_alone(shared_model(layout), text)
+            expected = run_alone(shared_model(own), text)
             if course.result is None:
                 assert text.leaves is not None
                 assert course.tokens == expected.tokens[: len(course.tokens)]
@@ -73,7 +74,7 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
             rounds = text.policy not in BY_COMPANY
             assert_same(course, expected, rounds=rounds, exact=layout == "native" and rounds)
             assert course.result.trace is not None
-            count.update(["texts", text.policy, course.result.stop_reason])
+            count.update(["texts", text.policy, course.result.stop_reason, own])
             count["sampled"] += bool(text.options.get("do_sample"))
             count["in company"] += any(record.company > 1 for record in course.result.trace)
             count["with drafts accepted and rejected"] += (
@@ -88,7 +89,7 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     assert count["in company"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3
     assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 4
-    assert layout == "plain" or min(count["tokens"], count["rows"]) >= EXAMPLES // 2
+    assert layout == "plain" or min(count["tokens"], count["rows"], count["int4"]) >= EXAMPLES // 2
 
 
 def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,14 @@ from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.packed_weights import dequantise, unpack
 from layerskip_models.compact_linear import int8_works
 from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import LAYOUTS
 from selfspec import SelfSpecGenerator
 from selfspec.integrations.hub_folder import export_hub
 
 CPU = torch.device("cpu")
+NATIVE = native_works(CPU, torch.float32)
+needs_int8 = pytest.mark.skipif(not NATIVE and not int8_works(CPU, torch.float32), reason="no int8 here")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 VARIANTS: dict[str, dict[str, Any]] = {
     "packed, groups": {"method": "pack-quantized"},
@@ -60,6 +63,89 @@ def test_decoding_is_the_loaded_models(tmp_path: Path) -> None:
     expected = reference_greedy(meant.double(), PROMPT, max_new_tokens=20)
     engine = SelfSpecGenerator(load_model(tmp_path, dtype="float64", device="cpu"), policy="ls:2-3")
     assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
+
+
+IN_FOUR_BITS: dict[str, dict[str, Any]] = {
+    "gptq": {"method": "gptq"},
+    "gptq, zero points": {"method": "gptq", "symmetric": False, "group_size": 64},
+    "gptq, second version": {"method": "gptq", "symmetric": False, "version": "gptq_v2"},
+    "packed, bfloat16": {"method": "pack-quantized", "scale_dtype": torch.bfloat16},
+    "packed, zero points": {"method": "pack-quantized", "symmetric": False, "scale_dtype": torch.bfloat16},
+    "packed, rows": {"method": "pack-quantized", "group_size": None, "symmetric": False, "scale_dtype": torch.float32},
+}
+NOT_IN_FOUR_BITS: dict[str, dict[str, Any]] = {
+    "gptq, reordered": {"method": "gptq", "shuffled": True},
+    "packed, reordered": {"method": "pack-quantized", "shuffled": True},
+    "packed, float32": {"method": "pack-quantized", "scale_dtype": torch.float32},
+    "small groups": {"method": "gptq", "group_size": 16},
+    "8 bits": {"method": "gptq", "bits": 8},
+}
+
+
+def wide(**options: Any) -> LlamaForCausalLM:
+    """Whose inputs are whole groups of 32 and 64."""
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+    return tiny_llama(**{**shape, "num_layers": 3, "seed": 4, "late_scale": 0.6, **options})
+
+
+@needs_int8
+@pytest.mark.parametrize("name", IN_FOUR_BITS)
+def test_4_bit_weights_keep_their_numbers(name: str, tmp_path: Path) -> None:
+    """Every one, in fused matrices with interleaved rows; so hidden states are transformers' and speculation is exact."""
+    meant = quantise_checkpoint(wide(attention_bias=True), tmp_path, **{"group_size": 32, **IN_FOUR_BITS[name]})
+    model, by_name = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="int4", device="cpu")
+    assert model.layer_bytes == by_name.layer_bytes < 0.7 * load_model(tmp_path, dtype="int8", device="cpu").layer_bytes
+    for found, full in zip(model._layers, from_transformers(meant, layout="native" if NATIVE else "plain")._layers):
+        for kind in ("qkv", "output", "gate_up", "down"):
+            ours, theirs = getattr(found, kind), getattr(full, kind)
+            assert 8 * ours.num_bytes < 5.6 * theirs.weight.numel()
+            if NATIVE:
+                assert torch.equal(ours.weight, theirs.weight), kind
+    text = torch.tensor(PROMPT)
+    states = meant.double().model(text[None]).last_hidden_state[0]
+    hidden = model.run_layers(model.embed(text), 0, 3, KVCache(model, len(text)))
+    torch.testing.assert_close(model._final_norm(hidden).double(), states, rtol=1e-4, atol=1e-4)
+    plain = SelfSpecGenerator(by_name, policy="ar").generate(PROMPT, max_new_tokens=20).new_tokens
+    assert SelfSpecGenerator(model, policy="ls:1-3").generate(PROMPT, max_new_tokens=20).new_tokens == plain
+
+
+@needs_int8
+@pytest.mark.parametrize("name", NOT_IN_FOUR_BITS)
+def test_4_bit_weights_that_do_not_fit_are_rounded(name: str, tmp_path: Path) -> None:
+    """To 8 bits; to 4 if these are asked for."""
+    quantise_checkpoint(wide(num_layers=2), tmp_path, **{"group_size": 32, **NOT_IN_FOUR_BITS[name]})
+    model, eight = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="int8", device="cpu")
+    assert model.layer_bytes == eight.layer_bytes
+    text = torch.tensor(PROMPT)
+    states = [one.run_layers(one.embed(text), 0, 2, KVCache(one, len(text))) for one in (model, eight)]
+    assert torch.equal(*states)
+    assert load_model(tmp_path, dtype="int4", device="cpu").layer_bytes < eight.layer_bytes
+
+
+@needs_int8
+def test_a_matrix_that_the_file_left_as_it_is(tmp_path: Path) -> None:
+    """Among the parts of a fused one: all of it is rounded to 8 bits, with the numbers that the 4-bit parts stand for."""
+    quantise_checkpoint(wide(num_layers=2), tmp_path, "gptq", group_size=32)
+    tensors: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
+    module = "model.layers.1.self_attn.v_proj"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+    save_file({**tensors, f"{module}.weight": torch.randn(64, 64)}, tmp_path / "model.safetensors")
+    model, eight = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="int8", device="cpu")
+    for layer, other in zip(model._layers, eight._layers):
+        same = [getattr(layer, kind).num_bytes == getattr(other, kind).num_bytes for kind in ("qkv", "output", "down")]
+        assert same == [layer is model._layers[1], False, False]
+    x = torch.randn(3, 64)
+    assert torch.equal(model._layers[1].qkv(x), eight._layers[1].qkv(x))
+
+
+@needs_int8
+def test_broken_scales_are_found(tmp_path: Path) -> None:
+    quantise_checkpoint(wide(num_layers=2), tmp_path, "gptq", group_size=32)
+    tensors: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.scales"][1, 2] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"infinite scales, first in model.layers.1.mlp.up_proj: copy"):
+        load_model(tmp_path, device="cpu")
 
 
 def test_bits_from_the_lowest() -> None:
@@ -104,7 +190,7 @@ def test_compressed_tensors_reads_the_same(name: str, tmp_path: Path) -> None:
     assert torch.equal(dequantise(parts), theirs)
 
 
-@pytest.mark.skipif(not native_works(CPU, torch.float32) and not int8_works(CPU, torch.float32), reason="no int8 here")
+@needs_int8
 def test_int8_is_the_default_and_other_dtypes_are_kept(tmp_path: Path) -> None:
     quantise_checkpoint(small(), tmp_path, "pack-quantized")
     ours, floats = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="float32", device="cpu")
@@ -116,7 +202,7 @@ def test_int8_is_the_default_and_other_dtypes_are_kept(tmp_path: Path) -> None:
     assert first.new_tokens == SelfSpecGenerator(by_name, policy="ar").generate(PROMPT, max_new_tokens=20).new_tokens
 
 
-@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
+@pytest.mark.skipif(not NATIVE, reason="needs the native kernels")
 def test_symmetric_rows_of_8_bits_keep_their_numbers(tmp_path: Path) -> None:
     """Their scale is ours, so the second rounding rounds nothing, but for float32's last bit."""
     meant = quantise_checkpoint(small(), tmp_path, "int-quantized", bits=8, group_size=None, scale_dtype=torch.float32)

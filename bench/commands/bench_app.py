@@ -62,6 +62,7 @@ from bench.report.reading_tables import reading_tables
 from bench.report.table import print_tables
 from bench.traces.readings import SEGMENT
 from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models.linear import Layout
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import checked_output_file, one_line_errors
@@ -106,6 +107,7 @@ def peers(
     warmups: WarmupsOption = 2,
     dtype: DtypeOption = "float32",
     int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
+    int4: Annotated[bool, typer.Option("--int4", help="Run selfspec with weights in 4 bits, too.")] = False,
     llama_cpp: Annotated[
         list[str] | None,
         typer.Option(
@@ -121,7 +123,7 @@ def peers(
     greedy.
 
     Outputs are compared with those of selfspec without speculation. Ends with status 1 if one differs by more than a
-    near-tie. Weights rounded to 8 bits are another model: their outputs are compared, but a difference is no fault.
+    near-tie. Weights rounded to 8 or 4 bits are another model: their outputs are compared, but a difference is no fault.
     """
     with one_line_errors():
         checkpoint = str(model or DEMO_PATH)
@@ -134,9 +136,10 @@ def peers(
         generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
         # The first engine is the one whose outputs are compared with.
         engines: list[Engine] = [SelfSpecEngine(generator, name) for name in ("ar", policy_name, DEFAULT_POLICY)]
-        if int8:
-            rounded = SelfSpecGenerator(from_transformers(network, layout="int8"), prefix_cache=0)
-            engines += [SelfSpecEngine(rounded, name, weights="int8") for name in ("ar", DEFAULT_POLICY)]
+        asked: dict[Layout, bool] = {"int8": int8, "int4": int4}
+        for layout in (name for name, wanted in asked.items() if wanted):
+            rounded = SelfSpecGenerator(from_transformers(network, layout=layout), prefix_cache=0)
+            engines += [SelfSpecEngine(rounded, name, weights=layout) for name in ("ar", DEFAULT_POLICY)]
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
         engines += llama_cpp_engines(network, kinds, longest)
         engines += transformers_engines(network, exit_layer, num_speculations)

@@ -57,7 +57,7 @@ TopPOption = Annotated[float | None, typer.Option(help="Top-p, with --do-sample 
 TopKOption = Annotated[int | None, typer.Option(help="Top-k, with --do-sample (default 0: all tokens).")]
 SeedOption = Annotated[int | None, typer.Option(help="Random seed of the first repeat, with --do-sample (default 0).")]
 DtypeOption = Annotated[
-    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, or int8 (weights).")
+    str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights).")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 RunnerOption = Annotated[

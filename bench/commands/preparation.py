@@ -27,11 +27,17 @@ from bench.record import Line, RecordWriter
 from bench.report.markdown import headline, tables
 from bench.report.table import counted, print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
-from layerskip_models.checkpoints.loading import load_config, load_transformers, resolve_device, resolve_dtype
+from layerskip_models.checkpoints.loading import (
+    FEW_BITS,
+    load_config,
+    load_transformers,
+    resolve_device,
+    resolve_dtype,
+)
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 from selfspec.cli.arguments import one_line_errors
 
-LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0")
+LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
 """What the weights are written as for llama.cpp."""
 _LLAMA_CPP_PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 _errors = Console(stderr=True)
@@ -96,8 +102,8 @@ def open_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
 def open_model(checkpoint: str, dtype: str, device: str) -> LayerSkipModel:
     """The model alone, so that its weights are in memory once."""
     if is_synthetic(checkpoint):
-        if dtype == "int8":
-            return from_transformers(load_network(checkpoint, "float32", device), layout="int8", release=True)
+        if dtype in FEW_BITS:
+            return from_transformers(load_network(checkpoint, "float32", device), layout=dtype, release=True)
         return from_transformers(load_network(checkpoint, dtype, device), release=True)
     return load_model(checkpoint, dtype=dtype, device=device)
 

@@ -23,22 +23,23 @@ ROPE_FACTORS = "rope_freqs.weight"
 def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     """Write the model's weights to `path`; one tensor at a time is in memory a second time.
 
-    kind: "F32", "F16", "BF16" or "Q8_0", of the matrices; norms and biases are F32. Q8_0 has one scale for every 32
-    numbers of a row. A head that is tied to the embedding is left out, and llama.cpp takes the embedding for it.
-    Raises ValueError for another family, and for rows that Q8_0 cannot hold.
+    kind: "F32", "F16", "BF16", "Q8_0", "Q4_0" or "Q4_1", of the matrices; norms and biases are F32. The last three have
+    scales for every 32 numbers of a row; beside 4 bits embedding and head are Q8_0. A head that is tied to the embedding is
+    left out, and llama.cpp takes the embedding for it.
+    Raises ValueError for another family, and for rows that the kind cannot hold.
     """
     config = model.config
     if config.model_type != "llama":
         raise ValueError(f"only Llama models are written as GGUF here, this one is {config.model_type!r}")
-    if kind == "Q8_0" and (config.hidden_size % 32 or config.intermediate_size % 32):
+    if kind.startswith("Q") and (config.hidden_size % 32 or config.intermediate_size % 32):
         raise ValueError(
-            "Q8_0 needs rows of a multiple of 32 numbers; "
+            f"{kind} needs rows of a multiple of 32 numbers; "
             f"this model's are {config.hidden_size} and {config.intermediate_size}"
         )
     writer = GGUFWriter(path, "llama")
     _describe(writer, config, model.model.rotary_emb.attention_scaling)
     tensors = _tensors(model)
-    kinds = {name: GGMLQuantizationType[kind if len(tensor.shape) == 2 else "F32"] for name, tensor in tensors.items()}
+    kinds = {name: GGMLQuantizationType[_kind_of(name, tensor, kind)] for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         shape = quant_shape_to_byte_shape(tensor.shape, kinds[name])
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), prod(shape), kinds[name])
@@ -48,6 +49,13 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     for name, tensor in tensors.items():
         writer.write_tensor_data(quantize(_reordered(name, tensor, config).float().cpu().numpy(), kinds[name]))
     writer.close()
+
+
+def _kind_of(name: str, tensor: Tensor, kind: str) -> str:
+    """Of one tensor in a file whose matrices are of `kind`."""
+    if tensor.dim() != 2:
+        return "F32"
+    return "Q8_0" if kind.startswith("Q4") and not name.startswith("blk.") else kind
 
 
 def _describe(writer: GGUFWriter, config: LlamaConfig, rope_attention: float) -> None:

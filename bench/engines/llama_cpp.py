@@ -23,8 +23,8 @@ from bench.engines.gguf_file import write_gguf
 from bench.engines.own import Generation
 from layerskip_models.kernels.threads import num_threads
 
-# What llama.cpp rounds a matrix's inputs to, as its outputs are judged by; Q8_0 is another model than the full weights.
-_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None}
+# What llama.cpp rounds a matrix's inputs to, as its outputs are judged by; None: another model than the full weights.
+_ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None, "Q4_0": None}
 
 logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
 
@@ -32,7 +32,7 @@ logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prin
 class LlamaCppEngine:
     """Greedy decoding of a transformers model's weights by llama.cpp, on as many threads as our kernels use.
 
-    kind: "BF16", "F16" or "Q8_0", as in `write_gguf`. max_tokens: of prompt and continuation together.
+    kind: "BF16", "F16", "Q8_0" or "Q4_0", as in `write_gguf`. max_tokens: of prompt and continuation together.
     The GGUF file is written to the temporary folder (TMPDIR) and removed once it is loaded.
     Raises RuntimeError if llama.cpp cannot load it.
     """
@@ -40,7 +40,7 @@ class LlamaCppEngine:
     def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:
         self.name = f"llama.cpp:{kind}"
         self.label = f"llama.cpp {kind}"
-        self.weights = "Q8_0" if kind == "Q8_0" else None
+        self.weights = kind if _ARITHMETIC[kind] is None else None
         self.arithmetic = _ARITHMETIC[kind]
         self._vocab_size = network.config.vocab_size
         self._max_tokens = max_tokens

@@ -69,8 +69,8 @@ class Sampling:
 class Engine(Protocol):
     """Something that continues token ids. name: short and unique; label: for tables.
 
-    weights: what the run's weights were rounded to ("int8", "Q8_0"), which makes another model of them; None for the run's
-    own. arithmetic: the dtype whose near-ties its outputs are judged by; None for the run's.
+    weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.
+    arithmetic: the dtype whose near-ties its outputs are judged by; None for the run's.
     """
 
     name: str

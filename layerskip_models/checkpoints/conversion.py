@@ -7,8 +7,10 @@ they are converted, so that nothing is resident twice. `share` makes the origina
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,19 +19,28 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.families import Family, family_of
+from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
     Layout,
+    Linear,
     PlainLinear,
     check_layout,
     default_layout,
+    eight_bit_layout,
+    four_bit_linear,
 )
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
+EIGHT_BIT_LAYERS = 1
+"""Of a model that is rounded to 4 bits the first layers, beside the head, that get 8: they lose most (docs/quantised.md)."""
+Packed = Mapping[str, FourBitWeight]
+"""Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
+_NOTHING: Packed = MappingProxyType({})
 
 
 def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
@@ -42,7 +53,12 @@ def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def from_transformers(
-    model: PreTrainedModel, *, layout: Layout | None = None, release: bool = False, share: bool = False
+    model: PreTrainedModel,
+    *,
+    layout: Layout | None = None,
+    release: bool = False,
+    share: bool = False,
+    packed: Packed = _NOTHING,
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
@@ -51,6 +67,7 @@ def from_transformers(
     share: the parameters of `model` become views of the fused weights instead, with the numbers that they had. Nothing is
         resident twice, and what is written to a parameter in place is seen at once. For weights that are kept as they are:
         on CUDA, or on a CPU layout "plain" in float32 or float64.
+    packed: of layers' matrices that are in 4 bits already, whose parameters in `model` then only have the right shape.
     Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices, and where they
     cannot be shared.
     """
@@ -58,7 +75,7 @@ def from_transformers(
     if share and (reason := why_not_shared(model, layout)) is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        return _convert(model, config, "plain" if share else layout, release, share)
+        return _convert(model, config, "plain" if share else layout, release, share, packed)
 
 
 def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
@@ -76,7 +93,12 @@ def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str 
 
 
 def _convert(
-    model: PreTrainedModel, config: PreTrainedConfig, layout: Layout | None, release: bool, share: bool
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    layout: Layout | None,
+    release: bool,
+    share: bool,
+    packed: Packed,
 ) -> LayerSkipModel:
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -84,14 +106,25 @@ def _convert(
     if layout is not None:
         check_layout(layout, model.lm_head.weight.new_empty(0, dtype=dtype))
 
-    def layout_of(weight: Tensor) -> Layout:
+    def layout_of(weight: Tensor, layer: int | None = None) -> Layout:
+        if layout == "int4" and (layer is None or layer < EIGHT_BIT_LAYERS):
+            return eight_bit_layout(weight)
         return default_layout(weight) if layout is None else layout
 
     inv_freq = _inv_freq(decoder.rotary_emb)
     layers = []
     for index, layer in enumerate(decoder.layers):
         layers.append(
-            convert_layer(layer, config, layout_of, dtype, index=index, rotated=2 * inv_freq.numel(), share=share)
+            convert_layer(
+                layer,
+                config,
+                partial(layout_of, layer=index),
+                dtype,
+                index=index,
+                rotated=2 * inv_freq.numel(),
+                share=share,
+                packed=packed,
+            )
         )
         if release:
             _release(layer)
@@ -117,7 +150,7 @@ def _convert(
     result = LayerSkipModel(
         config,
         dtype=dtype,
-        weights_dtype=stored,
+        weights_dtype=dtype if layout in ("int8", "int4") else stored,
         embedding=embedding,
         layers=layers,
         final_norm=_norm(decoder.norm.weight, config, dtype, share),
@@ -153,12 +186,13 @@ def convert_layer(
     index: int = 0,
     rotated: int | None = None,
     share: bool = False,
+    packed: Packed = _NOTHING,
 ) -> DecoderLayer:
     """A transformers layer in the fused layout.
 
     layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
     rotated: how many numbers of a head rotate, its first ones; None for all.
-    share: its parameters become views of the fused ones, else they are copied.
+    share: its parameters become views of the fused ones, else they are copied. packed: as in `from_transformers`.
     """
     family = family_of(config)
     heads = _Heads.of(config, rotated, interleaves(layer.mlp.down_proj.weight.device) and not share)
@@ -174,16 +208,23 @@ def convert_layer(
         )
 
     input_norm, post_attention_norm = norm(family.input_norm), norm(family.post_attention_norm)
-    fused = {
-        kind: (weight.to(dtype), None if bias is None else bias.to(dtype))
-        for kind, (weight, bias) in _fuse_layer(layer, family, heads, share).items()
-    }
-    layouts = {kind: layout_of(weight) for kind, (weight, _) in fused.items()}
-    for kind, before in (("qkv", input_norm), ("gate_up", post_attention_norm)):
-        factors = None if before is None or layouts[kind] in COMPACT else before.fold()
+    before = {"qkv": input_norm, "gate_up": post_attention_norm}
+    projections: dict[str, Linear] = {}
+    for kind, parts in _projections(layer, family).items():
+        own = [packed.get(f"model.layers.{index}.{part.name}") for part in parts]
+        whole = [weight for weight in own if weight is not None]
+        biases = [part.linear.bias for part in parts]
+        bias = None if biases[0] is None else _fused(kind, biases, heads, share).to(dtype)
+        if len(whole) == len(parts):
+            projections[kind] = four_bit_linear(_fused_packed(kind, whole, heads), bias)
+            continue
+        full = [part.linear.weight if known is None else known.values() for part, known in zip(parts, own)]
+        weight = _fused(kind, full, heads, share).to(dtype)
+        layout, norm_before = layout_of(weight), before.get(kind)
+        factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
         if factors is not None:
-            fused[kind][0].mul_(factors)
-    projections = {kind: LAYOUTS[layouts[kind]](*parts) for kind, parts in fused.items()}
+            weight.mul_(factors)
+        projections[kind] = LAYOUTS[layout](weight, bias)
     return DecoderLayer(
         **projections,
         input_norm=input_norm,
@@ -222,30 +263,45 @@ def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: b
     return RMSNorm(weight if share else weight.to(dtype, copy=True), config.rms_norm_eps, live=share)
 
 
-def _fuse_layer(layer: Any, family: Family, heads: _Heads, share: bool) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Weight and bias of the four fused projections of a transformers layer; as new tensors, unless they are shared."""
-    attention, mlp = layer.self_attn, layer.mlp
-    parts = {
-        "qkv": [getattr(attention, name) for name in family.qkv],
-        "output": [attention.o_proj],
-        "gate_up": [getattr(mlp, name) for name in family.gate_up],
-        "down": [mlp.down_proj],
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A linear of a transformers layer. name: within the layer."""
+
+    name: str
+    linear: Any
+
+
+def _projections(layer: Any, family: Family) -> dict[str, list[_Part]]:
+    """The four fused projections of a layer, each with the linears whose outputs stand one behind the other in it."""
+    names = {
+        "qkv": [f"self_attn.{name}" for name in family.qkv],
+        "output": ["self_attn.o_proj"],
+        "gate_up": [f"mlp.{name}" for name in family.gate_up],
+        "down": ["mlp.down_proj"],
     }
+    return {kind: [_Part(name, layer.get_submodule(name)) for name in parts] for kind, parts in names.items()}
 
-    def fused(kind: str, field: str) -> Tensor | None:
-        found = [getattr(part, field) for part in parts[kind]]
-        if found[0] is None:
-            return None
-        if share:
-            return together(found)
-        value = torch.cat([parameter.detach() for parameter in found])
-        if heads.interleaved and kind == "qkv":
-            turned = heads.queries_and_keys * heads.size
-            value[:turned] = heads.reordered(value[:turned])
+
+def _fused(kind: str, found: Sequence[Tensor], heads: _Heads, share: bool) -> Tensor:
+    """Weights or biases of such linears as one; a new tensor, unless they are shared."""
+    if share:
+        return together(found)
+    value = torch.cat([parameter.detach() for parameter in found])
+    if heads.interleaved and kind == "qkv":
+        turned = heads.queries_and_keys * heads.size
+        value[:turned] = heads.reordered(value[:turned])
+    return value
+
+
+def _fused_packed(kind: str, parts: Sequence[FourBitWeight], heads: _Heads) -> FourBitWeight:
+    """The same of weights in 4 bits."""
+    value = FourBitWeight.cat(parts)
+    if not heads.interleaved or kind != "qkv":
         return value
-
-    weights = {kind: fused(kind, "weight") for kind in parts}
-    return {kind: (weight, fused(kind, "bias")) for kind, weight in weights.items() if weight is not None}
+    order = torch.arange(value.shape[0], device=value.packed.device)
+    turned = heads.queries_and_keys * heads.size
+    order[:turned] = heads.reordered(order[:turned])
+    return value.reordered(order)
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:

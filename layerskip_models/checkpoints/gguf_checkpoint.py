@@ -1,9 +1,9 @@
 """GGUF files, read by transformers: where the file is, its configuration, its weights, its tokenizer.
 
-transformers undoes the quantisation of every tensor. It ignores scaled rotary positions and tensors that it does not know.
-Here the first is put into the configuration, and a file with the second is refused, because it would become another model.
-A tokenizer or a generation_config.json beside the file goes before what the file says, since a GGUF file describes a
-tokenizer only roughly.
+transformers undoes the quantisation of every tensor; what is to stay in 4 bits, `gguf_weights` reads. transformers ignores
+scaled rotary positions and tensors that it does not know. Here the first is put into the configuration, and a file with the
+second is refused, because it would become another model. A tokenizer or a generation_config.json beside the file goes before
+what the file says, since a GGUF file describes a tokenizer only roughly.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -23,6 +24,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from layerskip_models.checkpoints.gguf_weights import keeps_four_bits, read_gguf_weights
+from layerskip_models.four_bits import FourBitWeight
 
 GGUF_METHOD = "gguf"
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -66,7 +70,7 @@ def gguf_config(path: Path) -> PretrainedConfig:
     kind = _value(reader, "general.architecture")
     if (head_dim := _value(reader, f"{kind}.attention.key_length")) and hasattr(config, "head_dim"):
         config.head_dim = head_dim  # transformers' reader leaves the default of a Qwen3
-    _check_tensors(reader, config, path)
+    _tensor_names(reader, config, path)
     config.rope_parameters = {**config.rope_parameters, **_rope(reader, config, path)}
     config.bos_token_id = _value(reader, "tokenizer.ggml.bos_token_id")
     config.eos_token_id = _ends(reader)
@@ -90,12 +94,33 @@ def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
         if mark in vars(model):
             delattr(model, mark)
+    return named_gguf(model, name)
+
+
+def named_gguf(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The model with the file's name and how it generates, from beside the file or from its configuration."""
+    path = gguf_file(name)
+    assert path is not None
     model.config.name_or_path = model.name_or_path = name
     beside = (path.parent / "generation_config.json").is_file()
     model.generation_config = (
         GenerationConfig.from_pretrained(path.parent) if beside else GenerationConfig.from_model_config(model.config)
     )
     return model
+
+
+def packed_gguf(
+    name: str, config: PretrainedConfig, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]] | None:
+    """The weights of a file, some of them in 4 bits (`read_gguf_weights`); None if none are. Arguments as `load_gguf`'s."""
+    path = gguf_file(name)
+    assert path is not None
+    reader = _reader(path)
+    architecture = _value(reader, "general.architecture")
+    if not keeps_four_bits(reader, architecture):
+        return None
+    names = _tensor_names(reader, config, path)
+    return read_gguf_weights(reader, architecture, config, names, dtype)
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -138,8 +163,11 @@ def _ends(reader: Any) -> list[int] | None:
     return list(dict.fromkeys(end for end in found if end is not None)) or None
 
 
-def _check_tensors(reader: Any, config: PretrainedConfig, path: Path) -> None:
-    """ValueError unless the file's tensors are those of the model that transformers makes of it."""
+def _tensor_names(reader: Any, config: PretrainedConfig, path: Path) -> dict[str, str]:
+    """The file's tensor for each parameter of the model that transformers makes of it.
+
+    Raises ValueError unless the file has these tensors and no others.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kind = _value(reader, "general.architecture")
@@ -149,14 +177,15 @@ def _check_tensors(reader: Any, config: PretrainedConfig, path: Path) -> None:
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    wanted = {names.get_name(name, (".weight", ".bias")) for name, _ in model.named_parameters()}
+    wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}
     there = {tensor.name for tensor in reader.tensors} - {_ROPE_FACTORS}
-    if unread := sorted(there - wanted):
+    if unread := sorted(there - set(wanted.values())):
         raise ValueError(
             f"{path} holds tensors that transformers would leave out, {len(unread)} in all, first {unread[0]}: {_CONVERT}"
         )
-    if missing := sorted(map(str, wanted - there)):
+    if missing := sorted(set(wanted.values()) - there):
         raise ValueError(f"{path} lacks tensors of the model, first {missing[0]}: {_CONVERT}")
+    return wanted
 
 
 def _rope(reader: Any, config: PretrainedConfig, path: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.conversion import from_transformers
+from layerskip_models.checkpoints.conversion import Packed, from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
 from layerskip_models.checkpoints.quantised import has_few_bits, load_quantised, quantisation_of
 from layerskip_models.checkpoints.supported import DTYPES, check_config
@@ -20,6 +20,10 @@ from layerskip_models.model import LayerSkipModel
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
+
+
+FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
+"""Names of dtypes that are layouts of the weights."""
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -38,14 +42,16 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device, checkpoint: to
     """The dtype to run in: "auto" is float32 on a CPU (exact, and fast there) and the checkpoint's own elsewhere."""
     if isinstance(dtype, torch.dtype):
         chosen = dtype
-    elif dtype == "int8":
-        raise ValueError("int8 weights are this engine's own, beside which transformers needs full ones: use float32")
+    elif dtype in FEW_BITS:
+        raise ValueError(
+            f"{dtype} weights are this engine's own, beside which transformers needs full ones: use float32"
+        )
     elif dtype == "auto":
         chosen = torch.float32 if device.type == "cpu" or checkpoint is None else checkpoint
     elif dtype in DTYPES:
         chosen = DTYPES[dtype]
     else:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of auto, {', '.join((*DTYPES, *FEW_BITS))}, got {dtype!r}")
     if chosen not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {chosen}")
     return chosen
@@ -65,8 +71,10 @@ def load_model(
 
     dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere) or a name or torch.dtype. On a CPU "bfloat16" and
         "float16" round the weights to that dtype; the arithmetic stays float32 (`arithmetic_dtype`). "int8" on a CPU:
-        weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how). For a
-        checkpoint that is quantised already (`checkpoints.quantised`) "auto" on a CPU is "int8".
+        weights rounded to 8 bits, all else in float32 (another model, a little; `int8_linear` says how). "int4" on a CPU:
+        matrices of layers rounded to 4 bits, the head to 8 (`int4_linear`). For a checkpoint that is quantised already
+        (`checkpoints.quantised`) "auto" on a CPU is "int8", except that 4-bit matrices are kept as they are where they fit
+        our layout. "int4" keeps these, too.
     layout: of the weights; None for the default on this device (`linear.default_layout`).
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
         another folder's; None has bare exits. They change what is drafted and nothing else.
@@ -75,11 +83,22 @@ def load_model(
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
-    if dtype == "int8" or (dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device)):
-        dtype, layout = torch.float32, "int8"
+    keep_packed = dtype == "int4"
+    if dtype in FEW_BITS:
+        dtype, layout = _half_or_full(config), cast(Layout, dtype)
+        check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
+    elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
+        dtype, layout, keep_packed = torch.float32, "int8", True
     origin = {"revision": revision, "local_files_only": local_files_only}
-    model = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin)
-    return with_exits(from_transformers(model, layout=layout, release=True), exits)
+    model, packed = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin, keep_packed)
+    return with_exits(from_transformers(model, layout=layout, release=True, packed=packed), exits)
+
+
+def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
+    """What weights are loaded in that are then rounded to fewer bits: 16 bits if they came in these, for half the memory."""
+    own = getattr(config, "dtype", None)
+    is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None
+    return own if is_half and own is not None else torch.float32
 
 
 def _int8_runs(device: str | torch.device) -> bool:
@@ -104,18 +123,29 @@ def load_transformers(
     """
     name = resolve_checkpoint(name_or_path)
     origin = {"revision": revision, "local_files_only": local_files_only}
-    return _load(name, load_config(name, revision=revision, local_files_only=local_files_only), dtype, device, origin)
+    return _load(name, load_config(name, revision=revision, local_files_only=local_files_only), dtype, device, origin)[
+        0
+    ]
 
 
 def _load(
-    name: str, config: PreTrainedConfig, dtype: str | torch.dtype, device: str | torch.device, origin: dict[str, Any]
-) -> PreTrainedModel:
-    """name: as resolved. config: of `load_config`. origin: revision and local_files_only, for transformers."""
+    name: str,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    origin: dict[str, Any],
+    keep_packed: bool = False,
+) -> tuple[PreTrainedModel, Packed]:
+    """name: as resolved. config: of `load_config`. origin: revision and local_files_only, for transformers.
+
+    keep_packed: as in `load_quantised`.
+    """
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
+    packed: Packed = {}
     with clear_errors(name):
         if quantisation_of(config) is not None:
-            model = load_quantised(name, config, dtype=chosen, device=target, **origin)
+            model, packed = load_quantised(name, config, dtype=chosen, device=target, keep_packed=keep_packed, **origin)
         else:
             model = family_of(config).model.from_pretrained(
                 name,
@@ -127,7 +157,7 @@ def _load(
                 **origin,
             )
     _check_finite(model, name)
-    return model
+    return model, packed
 
 
 def _check_finite(model: PreTrainedModel, name: str) -> None:

@@ -12,7 +12,7 @@ GPTQ: `qweight` int32 [in / values per int32, out], packed along the inputs; `qz
 in the first version of the format with 1 subtracted; `scales` [groups, out]; `g_idx` int32 [in].
 
 In all of them weight = (q - zero) * scale. The product is made in float32, where it is exact for the 16-bit scales that are
-published.
+published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`).
 
 Sources: the README and the docstrings of vllm-project/compressed-tensors; AutoGPTQ's and GPTQModel's linears.
 """
@@ -20,9 +20,12 @@ Sources: the README and the docstrings of vllm-project/compressed-tensors; AutoG
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from layerskip_models.four_bits import FourBitWeight, exact
 
 WORD_BITS = 32
 _LAYOUTS = {  # the tensor that a layout is known by, before the names of all its tensors; looked for in this order
@@ -39,6 +42,22 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     return values.flatten(-2)[..., :count]
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What a module's tensors say: weight = (values - zeros) * scale.
+
+    values: integers [out, in], unsigned if `bits` are given. scale, zeros: [out, groups], [out] or of one number; without
+    zeros these are 2^(bits - 1), or 0 for signed values. groups: int [in], the group of each input; None, or -1 in it, for
+    groups of neighbours.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zeros: Tensor | None
+    groups: Tensor | None
+    bits: int | None = None
+
+
 def dequantise(parts: Mapping[str, Tensor], *, first_version: bool = True) -> Tensor:
     """The weight that a module's tensors stand for, float32 [out, in].
 
@@ -46,39 +65,63 @@ def dequantise(parts: Mapping[str, Tensor], *, first_version: bool = True) -> Te
     stored with 1 subtracted.
     Raises ValueError for tensors that do not fit together, such as other numbers of bits than 4 and 8.
     """
+    found = _numbers(parts, first_version)
+    values = found.values
+    if found.zeros is None and found.bits is not None:
+        values = values - 2 ** (found.bits - 1)
+    return _scaled(values, found.scale, found.zeros, found.groups)
+
+
+def in_four_bits(parts: Mapping[str, Tensor], *, first_version: bool = True) -> FourBitWeight | None:
+    """The same numbers in 4 bits; None where they cannot be kept so.
+
+    That is where they have 8 bits, groups of other inputs than neighbours or of a number that is no multiple of 32, scales of
+    32 bits for groups, or rows of other than a multiple of 64.
+    Raises as `dequantise`.
+    """
+    found = _numbers(parts, first_version)
+    rows, columns = found.values.shape
+    scale = _rows(found.scale, rows)
+    count = scale.shape[1]
+    if found.bits != 4 or columns % count:
+        return None
+    if found.groups is not None and not bool((found.groups < 0).any()):
+        neighbours = torch.arange(columns, device=found.groups.device) // (columns // count)
+        if not torch.equal(found.groups.long(), neighbours):
+            return None
+    return exact(found.values, scale, None if found.zeros is None else _rows(found.zeros, rows))
+
+
+def _numbers(parts: Mapping[str, Tensor], first_version: bool) -> _Numbers:
     if "weight_packed" in parts:
         return _packed(parts)
     if "qweight" in parts:
         return _gptq(parts, first_version)
     if parts["weight"].dtype != torch.int8:
         raise ValueError(f"weight is of {parts['weight'].dtype}; weights of 8-bit integers are read")
-    return _scaled(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), None)
+    return _Numbers(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), None)
 
 
-def _packed(parts: Mapping[str, Tensor]) -> Tensor:
-    words, scale = parts["weight_packed"], parts["weight_scale"]
+def _packed(parts: Mapping[str, Tensor]) -> _Numbers:
+    words = parts["weight_packed"]
     rows, columns = (int(size) for size in parts["weight_shape"])
     bits = _bits(words.shape[1], columns)
-    values = unpack(words, bits, columns)
     stored = parts.get("weight_zero_point")
     zeros = None if stored is None else unpack(stored.t(), bits, rows).t()  # both have the same 2^(bits-1) added
-    if zeros is None:
-        values = values - 2 ** (bits - 1)
-    return _scaled(values, scale, zeros, parts.get("weight_g_idx"))
+    return _Numbers(unpack(words, bits, columns), parts["weight_scale"], zeros, parts.get("weight_g_idx"), bits)
 
 
-def _gptq(parts: Mapping[str, Tensor], first_version: bool) -> Tensor:
-    words, scales, groups = parts["qweight"], parts["scales"], parts.get("g_idx")
+def _gptq(parts: Mapping[str, Tensor], first_version: bool) -> _Numbers:
+    words, groups = parts["qweight"], parts.get("g_idx")
     rows = words.shape[1]
     per_word = -(-rows // parts["qzeros"].shape[1])
     bits = WORD_BITS // per_word
     if bits not in (4, 8) or (groups is not None and len(groups) != words.shape[0] * per_word):
         raise ValueError(f"qweight has a shape of neither 4 nor 8 bits, {list(words.shape)}")
-    values = unpack(words.t(), bits, words.shape[0] * per_word)
     zeros = unpack(parts["qzeros"], bits, rows)
     if first_version:
         zeros = (zeros + 1) & (2**bits - 1)
-    return _scaled(values, scales.t(), zeros.t(), groups)
+    return _Numbers(unpack(words.t(), bits, words.shape[0] * per_word), parts["scales"].t(), zeros.t(), groups, bits)
 
 
 def _bits(words: int, columns: int) -> int:

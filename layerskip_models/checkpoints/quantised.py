@@ -2,7 +2,8 @@
 
 Read are integer weights of 4 and 8 bits by compressed-tensors ("pack-quantized", "int-quantized") and by GPTQ, and GGUF files
 (`gguf_checkpoint`). Nothing but safetensors is needed for the first two. The float weights are exactly what the file stands
-for; `load_model` then rounds them to this engine's int8 where no dtype is asked for, which is a second rounding.
+for. Where no dtype is asked for, `load_model` keeps 4-bit matrices in their 4 bits if they fit our layout (`four_bits`), and
+rounds all others to this engine's int8, which is a second rounding.
 
 What would compute something else without our noticing is refused: activations that are quantised as well, a quantised KV
 cache, weights that are rotated at run time, and formats that are not read here.
@@ -21,8 +22,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, load_gguf
-from layerskip_models.checkpoints.packed_weights import dequantise, modules_of
+from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, load_gguf, named_gguf, packed_gguf
+from layerskip_models.checkpoints.packed_weights import dequantise, in_four_bits, modules_of
+from layerskip_models.four_bits import FourBitWeight
 
 READABLE = (
     "compressed-tensors (pack-quantized, int-quantized) and GPTQ with 4- or 8-bit integer weights, and GGUF files"
@@ -103,12 +105,15 @@ def load_quantised(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    keep_packed: bool = False,
     revision: str | None = None,
     local_files_only: bool = False,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, dict[str, FourBitWeight]]:
     """The model with the float weights that the files stand for, as transformers' own, rounded to `dtype`.
 
     name: a folder, a .gguf file or a hub name. config: as checked by `check_quantisation`.
+    keep_packed: matrices of layers that can be kept in the file's own 4 bits are returned as that, by the names of their
+        modules, and their parameters in the model are zeros that take no memory. Without it nothing is.
     Raises ValueError for weights that are missing or do not fit together, FileNotFoundError or OSError for files that cannot
     be read.
     """
@@ -119,17 +124,15 @@ def load_quantised(
         if hasattr(plain, field):
             delattr(plain, field)
     if settings["quant_method"] == GGUF_METHOD:
-        return load_gguf(name, plain, dtype=dtype, device=device)
+        found = packed_gguf(name, plain, dtype) if keep_packed else None
+        if found is None:
+            return load_gguf(name, plain, dtype=dtype, device=device), {}
+        weights, packed = found
+        return named_gguf(_filled(name, plain, weights, packed, dtype, device), name), packed
     files = _weight_files(name, revision, local_files_only)
     first_version = settings.get("checkpoint_format") != "gptq_v2"
-    weights = read_weights(files, dtype, first_version=first_version)
-    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)].from_pretrained(
-        None, config=plain, state_dict=weights, dtype=dtype, device_map={"": device}, output_loading_info=True
-    )
-    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
-        raise ValueError(
-            f"{name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it again"
-        )
+    weights, packed = read_weights(files, dtype, first_version=first_version, keep_packed=keep_packed)
+    model = _filled(name, plain, weights, packed, dtype, device)
     model.config.name_or_path = model.name_or_path = name
     try:
         model.generation_config = GenerationConfig.from_pretrained(
@@ -137,12 +140,41 @@ def load_quantised(
         )
     except OSError:  # it has none
         model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model, packed
+
+
+def _filled(
+    name: str,
+    config: PretrainedConfig,
+    weights: dict[str, Tensor],
+    packed: Mapping[str, FourBitWeight],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """transformers' model with these weights, and places without memory for those in 4 bits."""
+    broken = [module for module, weight in packed.items() if not weight.is_finite()]
+    if broken:
+        raise ValueError(f"{name} holds NaN or infinite scales, first in {broken[0]}: copy or download it again")
+    places = {
+        f"{module}.weight": torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
+        for module, weight in packed.items()
+    }
+    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=weights | places, dtype=dtype, device_map={"": device}, output_loading_info=True
+    )
+    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
+        raise ValueError(
+            f"{name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it again"
+        )
     return model
 
 
-def read_weights(files: Sequence[Path], dtype: torch.dtype, *, first_version: bool = True) -> dict[str, Tensor]:
+def read_weights(
+    files: Sequence[Path], dtype: torch.dtype, *, first_version: bool = True, keep_packed: bool = False
+) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]]:
     """All weights of safetensors files by their names in the unquantised checkpoint, floats in `dtype`.
 
+    keep_packed: matrices of layers stay in 4 bits where they can, and are returned by their modules' names beside the rest.
     first_version: see `packed_weights.dequantise`. Peak memory is the result and one module in float32.
     Raises ValueError that names the module whose tensors do not fit together.
     """
@@ -153,16 +185,22 @@ def read_weights(files: Sequence[Path], dtype: torch.dtype, *, first_version: bo
     quantised = modules_of(place)
     taken = {f"{module}.{part}" for module, parts in quantised.items() for part in parts}
     found: dict[str, Tensor] = {}
+    packed: dict[str, FourBitWeight] = {}
     for module, names in quantised.items():
         parts = {part: place[f"{module}.{part}"].get_tensor(f"{module}.{part}") for part in names}
+        keeps = keep_packed and module.startswith("model.layers.")
         try:
-            found[f"{module}.weight"] = dequantise(parts, first_version=first_version).to(dtype)
+            weight = in_four_bits(parts, first_version=first_version) if keeps else None
+            if weight is not None:
+                packed[module] = weight
+            else:
+                found[f"{module}.weight"] = dequantise(parts, first_version=first_version).to(dtype)
         except (ValueError, KeyError, RuntimeError) as error:
             raise ValueError(f"the quantised weight of {module} cannot be read: {error}") from error
     for name in place.keys() - taken:
         tensor = place[name].get_tensor(name)
         found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return found
+    return found, packed
 
 
 def _weight_files(name: str, revision: str | None, local_files_only: bool) -> list[Path]:

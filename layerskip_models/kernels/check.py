@@ -1,6 +1,6 @@
 """Whether the kernels keep their promise on this very machine: a compiler or a processor may be wrong.
 
-A few small layers with odd sizes, one matrix of every kind, go through them row by row and all rows together, on one thread
+A few small layers with odd sizes, and matrices of every kind, go through them row by row and all rows together, on one thread
 and on several. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what
 PyTorch computes in float64. Takes a few milliseconds.
 """
@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
+from layerskip_models.kernels.native_four_bits import NativeInt4Linear
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
@@ -23,6 +25,7 @@ from layerskip_models.norm import RMSNorm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
 LAYERS, WINDOW = 3, 6
+GROUPED = 192  # inputs of a matrix of 4 bits, which are not odd
 MANY = 4  # times ROWS: as many rows as the kernels treat in another way
 _BOUND = 1e-4  # of numbers around 1
 
@@ -94,6 +97,11 @@ class _Drawn:
             _Layer(*matrices, *before, None, None, *heads, rotated=False),
         ]
 
+    def four_bits(self) -> NativeInt4Linear:
+        """With an odd number of outputs, and offsets."""
+        weight = round_to_four_bits(self(INTERMEDIATE, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
+        return NativeInt4Linear(weight, self(INTERMEDIATE))
+
     def _norms(self, size: int) -> tuple[RMSNorm, RMSNorm]:
         return self.norm(size), self.norm(size)
 
@@ -106,7 +114,11 @@ def fault() -> str | None:
         layers = drawn.layers()
         linear, norm = layers[0].qkv, layers[0].input_norm
         assert norm is not None
-        return _fault_of_linears(linear, norm, x) or _fault_of_layers(layers, x, drawn(ROWS, HEAD_DIM // 2))
+        return (
+            _fault_of_linears(linear, norm, x)
+            or _fault_of_layers(layers, x, drawn(ROWS, HEAD_DIM // 2))
+            or _fault_of_linears(drawn.four_bits(), drawn.norm(GROUPED), drawn(ROWS, GROUPED))
+        )
 
 
 def _teams() -> list[int]:

@@ -155,7 +155,7 @@ class NativeLayers:
         for described, layer in zip(self._layers, layers):
             for name, size in sizes.items():
                 linear = getattr(layer, name)
-                if not isinstance(linear, NativeLinear) or tuple(linear.stored.shape) != size:
+                if not isinstance(linear, NativeLinear) or linear.shape != size:
                     raise ValueError(f"{name} must be a NativeLinear of [out, in] = {list(size)}")
                 setattr(described, name, linear.matrix)
                 self._alive += linear.tensors

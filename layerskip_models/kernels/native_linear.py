@@ -110,6 +110,11 @@ class NativeLinear:
         self.num_bytes = stored.numel() * stored.element_size() + (0 if scale is None else 4 * self._out)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self._out, self._in
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The memory that `matrix` points to."""
         return [tensor for tensor in (self.stored, self._scale, self._bias) if tensor is not None]

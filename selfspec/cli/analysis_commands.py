@@ -10,6 +10,7 @@ import typer
 from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
+from selfspec.analysis.quality import SAMPLE, quality_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import (
     POLICY_HELP,
@@ -18,6 +19,7 @@ from selfspec.cli.arguments import (
     ExitsOption,
     ModelOption,
     checked_output_file,
+    load_full_weights,
     load_generator,
     load_reference,
     notes_console,
@@ -86,6 +88,14 @@ def inspect_command(
         float,
         typer.Option(min=0, help="Fit exit adapters for so long, to say what train-exit would give; 5 is enough."),
     ] = 0.0,
+    quality: Annotated[
+        bool,
+        typer.Option(
+            "--quality",
+            help="Also compare weights in fewer bits (--dtype, or the checkpoint's) with the full ones, on the sample text "
+            "(default: one of 1,000 words).",
+        ),
+    ] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
@@ -94,13 +104,18 @@ def inspect_command(
     notes = notes_console(quiet=False)
     with one_line_errors():
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
+        full = load_full_weights(model, dtype, device, notes) if quality else None
         generator = load_generator(model, dtype, device, notes, exits=exits)
         with progress(2 * len(texts) + 2 + (probe_minutes > 0), notes) as advance:
             inspection = inspect_model(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance,
                 probe_seconds=60 * probe_minutes, say=lambda label: advance(label, 0),
             )  # fmt: skip
-    typer.echo("\n".join(inspection_lines(inspection)))
+        lines = inspection_lines(inspection)
+        if full is not None:
+            with notes.status("Comparing with the full weights ..."):
+                lines += quality_lines(generator, full, texts if text else [read_prompt(None, SAMPLE)])
+    typer.echo("\n".join(lines))
 
 
 def verify_command(

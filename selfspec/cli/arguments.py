@@ -14,8 +14,9 @@ from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from layerskip_models import DEMO_PATH, load_tokenizer
-from layerskip_models.checkpoints.loading import load_transformers
+from layerskip_models import DEMO_PATH, LayerSkipModel, load_model, load_tokenizer
+from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 
@@ -26,7 +27,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="auto, float32, bfloat16, float16, float64 or int8. On a CPU, 8- and 16-bit types apply to the weights only.",
+        help="auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
         rich_help_panel=MODEL_PANEL,
     ),
 ]
@@ -72,6 +73,22 @@ def load_generator(
             prefix_cache=prefix_cache,
             exits=None if exits == "none" else exits,
         )
+
+
+def load_full_weights(model: str | None, dtype: str, device: str, notes: Console) -> LayerSkipModel:
+    """The checkpoint with all bits of its weights, to compare one with. dtype: of that one.
+
+    Errors as `load_generator`'s; ValueError where that one has all bits, too.
+    """
+    with _loading(model, notes) as name:
+        local = model is None
+        few_bits = has_few_bits(load_config(name, local_files_only=local))
+        if dtype in ("float32", "float64") or (dtype == "auto" and not few_bits):
+            raise ValueError(
+                "--quality compares weights in fewer bits with the full ones: add --dtype int4, int8 or bfloat16, or name a "
+                "checkpoint that is quantised"
+            )
+        return load_model(name, dtype="float32", device=device, exits=None, local_files_only=local)
 
 
 def load_reference(

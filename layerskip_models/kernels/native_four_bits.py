@@ -1,0 +1,40 @@
+"""Linears on our own kernels with weights of 4 bits, in groups of inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from layerskip_models.compact_linear import four_bit_product
+from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.kernels.native_linear import NativeLinear
+
+
+class NativeInt4Linear(NativeLinear):
+    """x W^T + b with W in 4 bits; the inputs are not rounded.
+
+    Another model than the one with the full weights: "the model's own output" then means this one's.
+    Raises as `NativeLinear`.
+    """
+
+    def __init__(self, weight: FourBitWeight, bias: Tensor | None = None) -> None:
+        weight = weight.contiguous()
+        self._set(weight.packed, weight.factors, bias)
+        self.four_bits = weight
+        self._in = self.matrix.in_features = weight.shape[1]
+        self.matrix.groups, self.matrix.group = weight.groups.data_ptr(), weight.group
+        self.matrix.offsets = None if weight.offsets is None else weight.offsets.data_ptr()
+        self.num_bytes = weight.num_bytes
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory that `matrix` points to."""
+        more = (self.four_bits.groups, self.four_bits.offsets)
+        return [*(tensor for tensor in more if tensor is not None), *super().tensors]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in float32, [out, in]."""
+        return self.four_bits.values()
+
+    def _by_operators(self, x: Tensor) -> Tensor:
+        return four_bit_product(x, self.four_bits, self._bias)
