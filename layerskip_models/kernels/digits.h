@@ -114,7 +114,7 @@ INLINE v4i sum_4_integers(__m512i a, __m512i b, __m512i c, __m512i d) {
 /* sums += the products of 64 bytes without a sign and 64 with one, four by four. In assembler, because GCC 12 copies the sums of
  * the intrinsic about, and runs out of registers. */
 INLINE __m512i add_products(__m512i sums, __m512i plain, __m512i signs) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(plain), "v"(signs));
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(plain), "vm"(signs));
   return sums;
 }
 
@@ -164,21 +164,12 @@ static void dots_8(const Matrix *m, int64_t first, int64_t stride, const float *
   else dots_8_2(w, stride, (const char *)x, m->in, fetch, y);
 }
 
-/* 64 weights of 4 bits, 0 to 15. */
+/* 64 weights of 4 bits, 0 to 15: the bytes twice, and in the second half moved down. */
 INLINE __m512i weights_4(const uint8_t *p) {
-  __m256i pairs = _mm256_loadu_si256((const void *)p), low = _mm256_set1_epi8(15);
-  __m256i upper = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), low);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(pairs, low)), upper, 1);
+  __m512i pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)p));
+  __m512i down = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+  return _mm512_and_si512(_mm512_srlv_epi64(pairs, down), _mm512_set1_epi8(15));
 }
-
-typedef int32_t unaligned_pair __attribute__((aligned(2), may_alias));
-
-/* The scales of 64 inputs, one for every four of them: of two groups of 32, or of one of 64 or more. */
-INLINE __m512 scales_32(const uint16_t *p) {
-  __m256i spread = _mm256_set_epi64x(0x0302030203020302, 0x0302030203020302, 0x0100010001000100, 0x0100010001000100);
-  return _mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi32(*(const unaligned_pair *)p), spread));
-}
-INLINE __m512 scales_64(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_set1_epi16((int16_t)*p)); }
 
 /* What the offsets of an output add: these times the sums of their inputs. sums: of every 32 inputs. */
 INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
@@ -197,43 +188,45 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
   return _mm512_reduce_add_ps(total);
 }
 
+#define SCALES 16 /* that are converted at once */
+
 /* The same of 4-bit weights: sums are exact within a group, and groups are added in order. */
-#define DOTS_4(R, SCALES) \
-  INLINE void dots_4_##SCALES##_##R(const uint8_t *w, int64_t stride, const uint16_t *groups, int64_t num_groups, const char *x, \
-                                    int64_t in, int level, Fetch fetch, vf total[4][R]) { \
-    int64_t groups_stride = stride ? num_groups : 0; \
-    UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
-    for (int64_t c = 0; c < in / CHUNK_INPUTS; c++) { \
-      __m512i weights[4]; \
-      __m512 scales[4]; \
-      if (fetch.ahead && !(c & 1) && (c * 32 & fetch.mask) == fetch.place) \
-        UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * (in / 2) + c * 32); \
-      UNROLL for (int o = 0; o < 4; o++) { \
-        weights[o] = weights_4(w + o * stride + c * 32); \
-        scales[o] = SCALES(groups + o * groups_stride + (2 * c >> level)); \
-      } \
-      UNROLL for (int r = 0; r < R; r++, x += DIGITS * CHUNK_INPUTS) { \
-        __m512i digits[DIGITS]; \
-        UNROLL for (int d = 0; d < DIGITS; d++) digits[d] = _mm512_loadu_si512(x + d * CHUNK_INPUTS); \
-        UNROLL for (int o = 0; o < 4; o++) { \
-          __m512i sums = _mm512_setzero_si512(); \
-          UNROLL for (int d = 0; d < DIGITS; d++) \
-            sums = add_products(d ? _mm512_slli_epi32(sums, 8) : sums, weights[o], digits[d]); \
-          total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scales[o], (__m512)total[o][r]); \
-        } \
-      } \
-    } \
-  }
-#define DOTS_4_OF(R) \
-  DOTS_4(R, scales_32) DOTS_4(R, scales_64) \
+#define DOTS_4(R) \
   static void dots_4_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
     vf total[4][R]; \
     const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
-    int64_t num_groups = m->in / m->group, chunks = m->in / CHUNK_INPUTS; \
-    const uint16_t *groups = m->groups + first * num_groups; \
-    if (m->group == 32) dots_4_scales_32_##R(w, stride, groups, num_groups, x, m->in, 0, fetch, total); \
-    else dots_4_scales_64_##R(w, stride, groups, num_groups, x, m->in, m->group == 64 ? 1 : 2, fetch, total); \
-    const Fixed *fixed = (const Fixed *)(x + R * chunks * DIGITS * CHUNK_INPUTS); \
+    const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, apart = stride ? num_groups : 0; \
+    const int level = m->group == 32 ? 0 : m->group == 64 ? 1 : 2; \
+    const int64_t period = (SCALES / 2) << level; /* chunks of so many scales */ \
+    const __m512i half = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0); \
+    UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
+    for (int64_t start = 0; start < chunks; start += period) { \
+      const int64_t end = least(chunks, start + period), from = start * 2 >> level; \
+      const __mmask16 there = (1u << least(SCALES, num_groups - from)) - 1; \
+      __m512 scales[4]; \
+      if (fetch.ahead) \
+        UNROLL for (int o = 0; o < 4; o++) FETCH(m->groups + (first + o + fetch.ahead) * num_groups + from); \
+      UNROLL for (int o = 0; o < 4; o++) \
+        scales[o] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, m->groups + first * num_groups + o * apart + from)); \
+      for (int64_t c = start; c < end; c++) { \
+        const __m512i place = _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32(2 * (c - start)), half), level); \
+        if (fetch.ahead && !(c & 1) && (c * 32 & fetch.mask) == fetch.place) \
+          UNROLL for (int o = 0; o < 4; o++) FETCH(w + (o + fetch.ahead) * (m->in / 2) + c * 32); \
+        UNROLL for (int o = 0; o < 4; o++) { \
+          const __m512i weights = weights_4(w + o * stride + c * 32); \
+          const __m512 scale = _mm512_permutexvar_ps(place, scales[o]); \
+          UNROLL for (int r = 0; r < R; r++) { \
+            const char *digits = x + r * DIGITS * CHUNK_INPUTS; \
+            __m512i sums = add_products(_mm512_setzero_si512(), weights, _mm512_loadu_si512(digits)); \
+            UNROLL for (int d = 1; d < DIGITS; d++) \
+              sums = add_products(_mm512_slli_epi32(sums, 8), weights, _mm512_loadu_si512(digits + d * CHUNK_INPUTS)); \
+            total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, (__m512)total[o][r]); \
+          } \
+        } \
+        x += R * DIGITS * CHUNK_INPUTS; \
+      } \
+    } \
+    const Fixed *fixed = (const Fixed *)x; \
     const float *sums = (const float *)(fixed + R); \
     UNROLL for (int r = 0; r < R; r++) { \
       float parts[4]; \
@@ -242,7 +235,7 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
         y[r * BLOCK + o] = (parts[o] + offset_part(m, first + (stride ? o : 0), sums + r * 2 * chunks)) * fixed[r].unit; \
     } \
   }
-DOTS_4_OF(1) DOTS_4_OF(2) DOTS_4_OF(3) DOTS_4_OF(4)
+DOTS_4(1) DOTS_4(2) DOTS_4(3) DOTS_4(4)
 
 static void dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
   switch (rows) {
