@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from bench.trials.row_parts import digits, parts
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Matrix
 from layerskip_models.kernels.native_linear import NativeInt8Linear
@@ -94,3 +95,12 @@ def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
             assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
         expected = x.double() @ weight.T
         assert (alone - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_the_trial_of_parts_cuts_rows_as_the_kernels_do() -> None:
+    x = rows_of(9, 70)[3:]  # without the row whose largest number would need one bit more
+    q, unit = fixed_point(x)
+    assert torch.equal(digits(3)(x.double()), q * unit)
+    x = torch.randn(100, 100)
+    assert torch.equal(parts(3)(x), x)
+    assert not torch.equal(parts(2)(x), x)
