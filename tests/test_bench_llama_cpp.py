@@ -158,6 +158,20 @@ def test_a_run_does_not_depend_on_the_one_before() -> None:
     assert again.seconds == pytest.approx(again.time_to_first_token + again.decode_seconds)
 
 
+def test_texts_in_one_pass_are_the_texts_alone() -> None:
+    pytest.importorskip("llama_cpp")
+    from bench.engines.llama_cpp_batch import LlamaCppBatch
+
+    engine = LlamaCppBatch(llama(), "F16", 64)
+    prompts = [PROMPT, PROMPT[:5], PROMPT[3:]]
+    run = engine.run(prompts, 9)
+    alone = [list(engine.generate(prompt, 9).tokens) for prompt in prompts]
+    assert [len(text) for text in run.tokens] == [9, 9, 9]
+    same = sum(together == text for together, text in zip(run.tokens, alone))
+    assert same >= 2  # a near-tie may fall either way
+    assert run.decode_tokens == 3 * 8 and run.decode_seconds is not None and run.decode_seconds < run.seconds
+
+
 def test_peers_with_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llama_cpp")
     checkpoint, temporary, record = tmp_path / "tiny", tmp_path / "temporary", tmp_path / "peers.jsonl"

@@ -10,13 +10,24 @@ import typer
 from bench.commands.bench_options import (
     DeviceOption,
     DtypeOption,
+    LlamaCppOption,
     ModelOption,
     NewTokensOption,
     OutputOption,
     PromptsOption,
     PromptTokensOption,
 )
-from bench.commands.preparation import configuration, encoded, load_network, open_tokenizer, progress, recording, show
+from bench.commands.preparation import (
+    configuration,
+    encoded,
+    llama_cpp_batches,
+    llama_cpp_kinds,
+    load_network,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+)
 from bench.machine.throughput import BatchEngine, SelfSpecBatch, TransformersBatch, measure_batch, measure_joining
 from bench.provenance import provenance
 from bench.record import RecordWriter
@@ -40,6 +51,8 @@ def batch(
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' batched generate in the same run.")
     ] = True,
+    int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
+    llama_cpp: LlamaCppOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
@@ -51,9 +64,15 @@ def batch(
         samples = encoded(prompts, max(*sizes, 4), open_tokenizer(checkpoint), prompt_tokens)
         network = load_network(checkpoint, dtype, device)
         generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
-        engines: list[BatchEngine] = [SelfSpecBatch(generator, name, name) for name in policy or ["ar", "auto"]]
+        policies = policy or ["ar", "auto"]
+        engines: list[BatchEngine] = [SelfSpecBatch(generator, name, name) for name in policies]
         for engine in engines:
             generator.resolve_policy(engine.label)
+        if int8:
+            rounded = SelfSpecGenerator(from_transformers(network, layout="int8"), prefix_cache=0)
+            engines += [SelfSpecBatch(rounded, name, f"int8, {name}", weights="int8") for name in policies]
+        kinds = llama_cpp_kinds(llama_cpp or [], device)
+        engines += llama_cpp_batches(network, kinds, max(len(sample.ids) for sample in samples) + max_new_tokens)
     if peers:
         engines.append(TransformersBatch(network))
     ids = [sample.ids for sample in samples]
@@ -67,20 +86,21 @@ def batch(
         "provenance": provenance(network.device, network.dtype),
     }
     joins = joining_tokens > 0
+    plain = {next(each.name for each in engines if each.weights == weights) for weights in {e.weights for e in engines}}
     with recording(RecordWriter(output)) as record:
         record.write(description)
         with progress(len(engines) * len(sizes) * repeats + joins) as advance:
             for engine in engines:  # calibrates and warms up
                 engine.run(ids[:2], min(max_new_tokens, 16))
-            expected: dict[int, list[list[int]]] = {}
+            expected: dict[tuple[str | None, int], list[list[int]]] = {}
             for repeat in range(repeats):
                 for size in sizes:
                     for offset in range(len(engines)):
                         engine = engines[(repeat + offset) % len(engines)]
                         line, run = measure_batch(engine, ids[:size], max_new_tokens)
-                        if engine is engines[0]:
-                            expected[size] = run.tokens
-                        equal = run.tokens == expected.get(size, run.tokens)
+                        if engine.name in plain:
+                            expected[engine.weights, size] = run.tokens
+                        equal = run.tokens == expected.get((engine.weights, size), run.tokens)
                         record.write({**line, "repeat": repeat, "outputs_equal": equal})
                         advance(f"{engine.label}, {size} texts")
             if joins:

@@ -14,6 +14,7 @@ from bench.commands.batch_command import batch
 from bench.commands.bench_options import (
     DeviceOption,
     DtypeOption,
+    LlamaCppOption,
     ModelOption,
     NewTokensOption,
     NumSamplesOption,
@@ -32,7 +33,6 @@ from bench.commands.exit_adapters_command import exit_adapters
 from bench.commands.exit_losses_command import exit_losses
 from bench.commands.leaves_command import leaves
 from bench.commands.preparation import (
-    LLAMA_CPP_KINDS,
     configuration,
     encoded,
     exit_if_outputs_differ,
@@ -108,14 +108,7 @@ def peers(
     dtype: DtypeOption = "float32",
     int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
     int4: Annotated[bool, typer.Option("--int4", help="Run selfspec with weights in 4 bits, too.")] = False,
-    llama_cpp: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Run llama.cpp, too, on the same weights as {', '.join(LLAMA_CPP_KINDS)}; repeatable; 'all' means all "
-            "of them. Needs llama-cpp-python and gguf. The GGUF file is written to the temporary folder (TMPDIR) and "
-            "removed once it is loaded."
-        ),
-    ] = None,
+    llama_cpp: LlamaCppOption = None,
     device: DeviceOption = "auto",
     output: OutputOption = None,
 ) -> None:

@@ -59,6 +59,16 @@ SeedOption = Annotated[int | None, typer.Option(help="Random seed of the first r
 DtypeOption = Annotated[
     str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16, float64, int8 or int4 (weights).")
 ]
+LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
+"""What the weights are written as for llama.cpp."""
+LlamaCppOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"Run llama.cpp, too, on the same weights as {', '.join(LLAMA_CPP_KINDS)}; repeatable; 'all' means all "
+        "of them. Needs llama-cpp-python and gguf. The GGUF file is written to the temporary folder (TMPDIR) and "
+        "removed once it is loaded."
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 RunnerOption = Annotated[
     str, typer.Option(help="eager, captured (slow on a CPU, for tests), or auto: captured on CUDA, else eager.")

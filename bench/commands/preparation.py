@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bench.commands.bench_options import LLAMA_CPP_KINDS
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
 from bench.engines.own import Engine, Sampling
 from bench.engines.peers import (
@@ -22,6 +23,7 @@ from bench.engines.peers import (
     transformers_generate,
     transformers_static,
 )
+from bench.machine.throughput import BatchEngine
 from bench.provenance import weights_digest
 from bench.record import Line, RecordWriter
 from bench.report.markdown import headline, tables
@@ -37,8 +39,6 @@ from layerskip_models.checkpoints.loading import (
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
 from selfspec.cli.arguments import one_line_errors
 
-LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
-"""What the weights are written as for llama.cpp."""
 _LLAMA_CPP_PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 _errors = Console(stderr=True)
 
@@ -156,6 +156,15 @@ def llama_cpp_engines(network: PreTrainedModel, kinds: Sequence[str], max_tokens
     from bench.engines.llama_cpp import LlamaCppEngine  # its packages are optional
 
     return [LlamaCppEngine(network, kind, max_tokens) for kind in kinds]
+
+
+def llama_cpp_batches(network: PreTrainedModel, kinds: Sequence[str], max_tokens: int) -> list[BatchEngine]:
+    """The same with many texts in one pass."""
+    if not kinds:
+        return []
+    from bench.engines.llama_cpp_batch import LlamaCppBatch  # its packages are optional
+
+    return [LlamaCppBatch(network, kind, max_tokens) for kind in kinds]
 
 
 @contextmanager

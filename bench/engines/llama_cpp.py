@@ -56,9 +56,13 @@ class LlamaCppEngine:
         self._context = self._new_context()
         weakref.finalize(self, _free, self._greedy, self._context, self._model)
 
-    def _new_context(self) -> Any:
+    def _new_context(self, sequences: int = 1) -> Any:
+        """With room for so many texts, each with cells of its own."""
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = self._max_tokens
+        settings.n_ctx = settings.n_batch = sequences * (
+            -(-self._max_tokens // 256) * 256 if sequences > 1 else self._max_tokens
+        )
+        settings.n_seq_max = sequences
         settings.n_threads = settings.n_threads_batch = num_threads()
         return llama_cpp.llama_init_from_model(self._model, settings)
 

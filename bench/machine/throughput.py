@@ -34,10 +34,12 @@ class BatchRun:
 
 
 class BatchEngine(Protocol):
-    """Continues texts together, greedily and without EOS. name: for the record; label: for tables."""
+    """Continues texts together, greedily and without EOS. name: for the record; label: for tables. weights: what they are
+    rounded to, which makes another model; else None."""
 
     name: str
     label: str
+    weights: str | None
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
         """prompts: int64 [n] each."""
@@ -45,10 +47,11 @@ class BatchEngine(Protocol):
 
 
 class SelfSpecBatch:
-    """selfspec with one policy, which keeps what it learns."""
+    """selfspec with one policy, which keeps what it learns. weights: "int8" where they are rounded to that."""
 
-    def __init__(self, generator: SelfSpecGenerator, policy: str, label: str) -> None:
-        self.name, self.label = f"selfspec:{policy}", label
+    def __init__(self, generator: SelfSpecGenerator, policy: str, label: str, weights: str | None = None) -> None:
+        self.name, self.label = f"selfspec{'' if weights is None else f':{weights}'}:{policy}", label
+        self.weights = weights
         self._generator, self._policy = generator, policy
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
@@ -79,6 +82,7 @@ class TransformersBatch:
     """transformers' own greedy `generate`, the shorter prompts padded on the left."""
 
     name, label = "transformers:generate", "transformers generate"
+    weights: str | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
