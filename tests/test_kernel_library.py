@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KernelsUnavailableError, kernels, load, runnable_variants
+from layerskip_models.kernels.pages import use_large_pages
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "layerskip_models" / "kernels"
@@ -78,7 +80,7 @@ def test_switched_off_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFSPEC_NATIVE", "sse9")
-    with pytest.raises(ValueError, match=r"SELFSPEC_NATIVE must be 0, 1, require or one of vnni.*got 'sse9'"):
+    with pytest.raises(ValueError, match=r"SELFSPEC_NATIVE must be 0, 1, require or one of amx.*got 'sse9'"):
         kernels()
 
 
@@ -111,6 +113,15 @@ def test_a_truncated_library_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         library._library.cache_clear()
         with pytest.raises(KernelsUnavailableError, match=f"{size}.so"):
             load()
+
+
+def test_large_pages_change_no_number() -> None:
+    weight = torch.randn(3 << 20)[1:]
+    before = weight.clone()
+    use_large_pages(weight)
+    assert torch.equal(weight, before)
+    use_large_pages(torch.empty(0))
+    use_large_pages(torch.empty(100))
 
 
 @pytest.mark.slow
