@@ -208,8 +208,9 @@ typedef struct {
 
 /* Rows of one text: `rows` neighbours, the first of which is at `position`, and the text's own KV cache. */
 typedef struct {
-  float *keys, *values; /* of layer 0, [kv_heads, positions, head_dim] */
+  void *keys, *values; /* of layer 0, [kv_heads, positions, head_dim] */
   int64_t layer_stride, head_stride, position, rows;
+  int64_t kind; /* of keys and values, FLOAT32 or BFLOAT16 */
 } Span;
 
 /* ---- What Python calls ---------------------------------------------------------------------------------------------- */
@@ -259,7 +260,7 @@ typedef struct {
   const float *x, *rotary; /* of all positions */
   float *outputs, *scratch;
   int64_t first, count, rows, stride; /* layers first .. first + count - 1 */
-  int64_t furthest;                   /* positions that the longest text will have */
+  float *parts;                       /* see `Division`; NULL where there is no room for any */
 } Pass;
 
 INLINE const Span *spans_of(const Pass *a) { return a->spans ? a->spans : &a->only; }
@@ -279,8 +280,15 @@ INLINE const float *rotary_at(const Pass *a, const Layer *l, int64_t position) {
   return l->rotated ? a->rotary + position * a->shape.head_dim : NULL;
 }
 
+/* Numbers from `place` on of keys or values, in the kind that they are kept in. */
+INLINE void keep(const float *x, int64_t kind, void *numbers, int64_t place, int64_t dim) {
+  if (kind == FLOAT32) memcpy((float *)numbers + place, x, dim * sizeof(float));
+  else
+    for (int64_t i = 0; i < dim; i++) ((uint16_t *)numbers)[place + i] = to_bfloat16(x[i]);
+}
+
 /* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs.
- * room: for head_dim numbers. */
+ * room: for 2 * head_dim numbers. */
 static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv, float *room) {
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
@@ -298,64 +306,219 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
       const float *key = normed_head(a, l->key_norm, l->joint, keys, s->kv_heads, head, room);
       int64_t position = span->position + r - before;
       int64_t place = layer * span->layer_stride + head * span->head_stride + position * dim;
-      rotate(key, rotary_at(a, l, position), 1.0f, dim, span->keys + place);
-      memcpy(span->values + place, value, dim * sizeof(float));
+      float *rotated = span->kind == FLOAT32 ? (float *)span->keys + place : room + dim;
+      rotate(key, rotary_at(a, l, position), 1.0f, dim, rotated);
+      if (span->kind != FLOAT32) keep(rotated, span->kind, span->keys, place, dim);
+      keep(value, span->kind, span->values, place, dim);
     }
     pool_done(&phase, piece);
   }
 }
 
-/* Into how many pieces the queries of all rows and heads are divided: neighbours, counted head by head, share their keys. */
-static int64_t query_pieces(int64_t team, int64_t queries) {
-  return least(queries, most(team, least(team * POOL_PIECES, queries / QUERIES)));
+/* How a layer's attention is divided. The queries of a text and of a head are cut into chunks of at most QUERIES, which share
+ * their reading of keys and values. What a chunk does is one item; where a text is long beside what each thread has to do, and
+ * its queries are a single chunk, it is several items of some sections each. Their parts then go to memory that all threads
+ * see, and a second phase joins them. Nothing of this changes a result: sections are joined in order anyway. */
+typedef struct {
+  int64_t group, window;
+  int64_t spread; /* chunks instead of one, where there would be fewer items than threads */
+  int64_t each;   /* sections of an item, where a chunk is several items */
+  int64_t all;    /* sections of all chunks: pieces are cut from these */
+  int64_t pieces;
+  int64_t parted;  /* queries whose sections are several items' */
+  int64_t results; /* numbers that come out of a piece, at most */
+} Division;
+
+INLINE int64_t queries_of(const Division *d, const Span *s) { return s->rows * d->group; } /* and of one KV head */
+INLINE int64_t chunks_of(const Division *d, const Span *s) {
+  int64_t queries = queries_of(d, s);
+  return queries <= QUERIES ? least(queries, d->spread) : (queries + QUERIES - 1) / QUERIES;
+}
+INLINE int64_t first_section(const Division *d, const Span *s) { return most(0, s->position + 1 - d->window) / SECTION; }
+INLINE int64_t sections_of(const Division *d, const Span *s) {
+  return (s->position + s->rows - 1) / SECTION + 1 - first_section(d, s);
+}
+INLINE int64_t items_of_chunk(const Division *d, const Span *s) {
+  int64_t sections = sections_of(d, s);
+  return queries_of(d, s) <= QUERIES && sections > d->each ? (sections + d->each - 1) / d->each : 1;
 }
 
-/* Queries are counted span by span, in a span head by head, and for a head row by row.
- * room: for QUERIES * (dim + furthest + 2 * LANES) + dim numbers, and as many times dim as a piece has queries. */
-static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended, float *room) {
+static Division divide(const Pass *a, const Layer *l, int64_t team) {
+  const Shape *s = &a->shape;
+  Division d = {.group = s->heads / s->kv_heads, .window = l->window, .spread = 1, .each = INT64_MAX};
+  int64_t reads = 0, items = 0, largest = 0, before = 0;
+  const Span *span = spans_of(a);
+  for (; before < a->rows; before += span++->rows) {
+    int64_t chunks = s->kv_heads * chunks_of(&d, span);
+    d.all += chunks * sections_of(&d, span);
+    items += chunks;
+    reads += chunks * least(span->position + span->rows, l->window + span->rows) * s->head_dim * 8;
+    largest = most(largest, least(QUERIES, queries_of(&d, span)));
+  }
+  if (team > 1) {
+    if (a->parts) d.each = most(1, d.all / (4 * team));
+    if (d.all < team) d.spread = (team + d.all - 1) / d.all;
+  }
+  if (d.spread > 1 || d.each != INT64_MAX) {
+    d.all = items = 0;
+    for (span = spans_of(a), before = 0; before < a->rows; before += span++->rows) {
+      int64_t chunks = s->kv_heads * chunks_of(&d, span), each = items_of_chunk(&d, span);
+      d.all += chunks * sections_of(&d, span);
+      items += chunks * each;
+      if (each > 1) d.parted += span->rows * s->heads;
+    }
+  }
+  d.pieces = least(least(d.all, items), most(team, least(team * POOL_PIECES, reads / PIECE_BYTES)));
+  int64_t sections = (d.all + d.pieces - 1) / d.pieces;
+  d.results = least(sections, items) * largest * s->head_dim;
+  if (d.parted) d.results += (sections + d.each) * PART(largest, s->head_dim);
+  return d;
+}
+
+/* Where one is among the items, in the order of spans, heads, chunks and sections. */
+typedef struct {
+  const Span *span;
+  int64_t units, rows, parts; /* sections of all chunks, rows, and numbers of parts, of earlier spans */
+  int64_t head, start, count; /* queries start .. start + count - 1 of a head, which come row by row */
+  int64_t sections, first, last; /* of a chunk; of the item, counted from the chunk's first */
+  int64_t unit;                  /* where the item begins */
+  int is_part;
+} Item;
+
+static Item no_item(const Pass *a) { return (Item){.span = spans_of(a)}; }
+
+/* Go to the first item that begins at `unit` or behind it, and before `stop`. Returns whether there is one. */
+static int find_item(const Pass *a, const Division *d, Item *at, int64_t unit, int64_t stop) {
+  int64_t kv_heads = a->shape.kv_heads, heads = a->shape.heads;
+  if (unit < at->units) *at = no_item(a); /* pieces may come in any order */
+  for (; unit < stop; unit = most(unit, at->units)) {
+    const Span *s = at->span;
+    int64_t chunks = chunks_of(d, s), sections = sections_of(d, s), items = items_of_chunk(d, s);
+    int64_t all = kv_heads * chunks * sections, in = unit - at->units;
+    int64_t number = in / sections, item = (in % sections * items + sections - 1) / sections;
+    if (item == items) number++, item = 0;
+    if (in >= all || number >= kv_heads * chunks) { /* of the span */
+      if (items > 1) at->parts += s->rows * heads * sections * (a->shape.head_dim + 2);
+      at->units += all, at->rows += s->rows, at->span++;
+      continue;
+    }
+    int64_t queries = queries_of(d, s), chunk = number % chunks;
+    at->head = number / chunks;
+    at->start = queries * chunk / chunks, at->count = queries * (chunk + 1) / chunks - at->start;
+    at->sections = sections, at->first = sections * item / items, at->last = sections * (item + 1) / items;
+    at->unit = at->units + number * sections + at->first;
+    at->is_part = items > 1;
+    return at->unit < stop;
+  }
+  return 0;
+}
+
+/* Of an item's chunk: where the parts of its sections are, one behind the other. */
+INLINE float *parts_of_chunk(const Pass *a, const Division *d, const Item *at) {
+  int64_t earlier = at->head * queries_of(d, at->span) + at->start;
+  return a->parts + at->parts + earlier * at->sections * (a->shape.head_dim + 2);
+}
+
+/* Where the result of an item's query belongs. */
+INLINE float *place_of(const Pass *a, const Division *d, const Item *at, int64_t query, float *attended) {
+  int64_t row = at->rows + query / d->group, head = at->head * d->group + query % d->group;
+  return attended + (row * a->shape.heads + head) * a->shape.head_dim;
+}
+
+/* Numbers that come out of an item. */
+INLINE int64_t results_of(const Pass *a, const Item *at) {
+  return at->is_part ? (at->last - at->first) * PART(at->count, a->shape.head_dim) : at->count * a->shape.head_dim;
+}
+
+/* What an item is about, and its queries: normalised and rotated. normed, queries: room for dim and count * dim numbers. */
+static Head head_of(const Pass *a, const Division *d, int64_t layer, const Item *at, const float *qkv, float *normed, float *queries) {
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
-  const Span *span = spans_of(a);
-  int64_t dim = s->head_dim, group = s->heads / s->kv_heads, width = (s->heads + 2 * s->kv_heads) * dim;
-  int64_t all = a->rows * s->heads, longest = a->furthest + 2 * LANES, before = 0;
-  int64_t pieces = query_pieces(pool_team(member), all);
-  float *normed = room, *queries = normed + dim, *scores = queries + QUERIES * dim, *own = scores + QUERIES * longest;
-  int alone = pool_alone(member);
+  const Span *span = at->span;
+  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, size = bytes_of(span->kind);
+  int64_t offset = (layer * span->layer_stride + at->head * span->head_stride) * size;
+  Head h = {queries, (const char *)span->keys + offset, (const char *)span->values + offset, at->count, dim, size == 2};
+  for (int64_t q = 0; q < at->count; q++) {
+    int64_t row = (at->start + q) / d->group, head = at->head * d->group + (at->start + q) % d->group;
+    int64_t position = span->position + row;
+    const float *query = normed_head(a, l->query_norm, l->joint, qkv + (at->rows + row) * width, s->heads, head, normed);
+    rotate(query, rotary_at(a, l, position), s->scale, dim, queries + q * dim);
+    h.begins[q] = most(0, position + 1 - l->window);
+    h.ends[q] = position + 1;
+  }
+  return h;
+}
+
+/* The second phase: parts are joined. room: for the results of a piece's queries. */
+static void join_all(Member *member, const Pass *a, const Division *d, float *attended, float *room) {
+  int64_t dim = a->shape.head_dim, pieces = least(d->pieces, d->parted);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
-    int64_t start = all * piece / pieces, stop = all * (piece + 1) / pieces;
-    if (start < before * s->heads) span = spans_of(a), before = 0;
-    /* Where a query's result belongs: `in` is its number within the span. */
-#define PER_HEAD (span->rows * group)
-#define ROW(in) (before + (in) % PER_HEAD / group)
-#define PLACE(in) (attended + (ROW(in) * s->heads + (in) / PER_HEAD * group + (in) % group) * dim)
-    for (int64_t unit = start; unit < stop;) {
-      while (unit >= (before + span->rows) * s->heads) before += span++->rows;
-      int64_t in = unit - before * s->heads, head = in / PER_HEAD;
-      int64_t chosen = least(least(QUERIES, stop - unit), (head + 1) * PER_HEAD - in);
-      int64_t begins[QUERIES], ends[QUERIES], offset = layer * span->layer_stride + head * span->head_stride;
-      float *places[QUERIES];
-      for (int64_t q = 0; q < chosen; q++, unit++, in++) {
-        int64_t at = head * group + in % group, position = span->position + ROW(in) - before;
-        const float *query = normed_head(a, l->query_norm, l->joint, qkv + ROW(in) * width, s->heads, at, normed);
-        rotate(query, rotary_at(a, l, position), s->scale, dim, queries + q * dim);
-        begins[q] = most(0, position + 1 - l->window);
-        ends[q] = position + 1;
-        places[q] = alone ? PLACE(in) : own + (unit - start) * dim;
+    /* Chunks as in the first phase, each with what begins it. */
+    for (int writes = 0; writes < 2; writes++) {
+      Item at = no_item(a);
+      float *y = room;
+      if (writes && !pool_win(&phase, piece)) break;
+      for (int64_t unit = 0, before = 0; find_item(a, d, &at, unit, d->all); unit = at.unit - at.first + at.sections) {
+        if (!at.is_part) continue;
+        const float *parts = parts_of_chunk(a, d, &at);
+        int64_t first = d->parted * piece / pieces - before, last = d->parted * (piece + 1) / pieces - before;
+        for (int64_t q = most(0, first); q < least(at.count, last); q++, y += dim) {
+          float peak = 0, sum_of = 0, *place = place_of(a, d, &at, at.start + q, attended);
+          if (writes) {
+            memcpy(place, y, dim * sizeof(float));
+            continue;
+          }
+          for (int64_t i = 0; i < at.sections; i++) {
+            Part part = part_at((float *)parts + i * PART(at.count, dim), at.count, dim);
+            join_parts(y, &peak, &sum_of, part.out + q * dim, part.peaks[q], part.sums[q], dim);
+          }
+          divide_by_sum(y, sum_of, dim);
+        }
+        before += at.count;
       }
-      attend(queries, chosen, begins, ends, span->keys + offset, span->values + offset, dim, longest, scores, places);
+      if (writes) pool_done(&phase, piece);
     }
-    if (alone || !pool_win(&phase, piece)) continue;
-    if (start < before * s->heads) span = spans_of(a), before = 0;
-    for (int64_t unit = start; unit < stop; unit++) {
-      while (unit >= (before + span->rows) * s->heads) before += span++->rows;
-      memcpy(PLACE(unit - before * s->heads), own + (unit - start) * dim, dim * sizeof(float));
+  }
+}
+
+/* Numbers of `room` that `attend_all` needs. */
+static int64_t room_of_attention(const Pass *a, const Division *d) {
+  int64_t dim = a->shape.head_dim, pieces = least(d->pieces, d->parted);
+  int64_t joined = pieces ? (d->parted / pieces + 1) * dim : 0;
+  return most(joined, dim + QUERIES * dim + ATTEND_ROOM(dim) + d->results);
+}
+
+static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended, float *room) {
+  Division d = divide(a, a->layers + layer, pool_team(member));
+  int64_t dim = a->shape.head_dim;
+  float *normed = room, *queries = normed + dim, *inside = queries + QUERIES * dim, *own = inside + ATTEND_ROOM(dim);
+  Item at = no_item(a);
+  Phase phase = pool_phase(member, d.pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    int64_t start = d.all * piece / d.pieces, stop = d.all * (piece + 1) / d.pieces;
+    float *y = own;
+    for (int64_t unit = start; find_item(a, &d, &at, unit, stop); unit = at.unit + at.last - at.first, y += results_of(a, &at)) {
+      Head h = head_of(a, &d, layer, &at, qkv, normed, queries);
+      if (!at.is_part) {
+        attend(&h, inside, y);
+        continue;
+      }
+      int64_t section = (first_section(&d, at.span) + at.first) * SECTION;
+      for (int64_t i = 0; i < at.last - at.first; i++, section += SECTION)
+        attend_section(&h, section, keys_behind(&h, section), inside, part_at(y + i * PART(at.count, dim), at.count, dim));
+    }
+    if (!pool_win(&phase, piece)) continue;
+    y = own;
+    for (int64_t unit = start; find_item(a, &d, &at, unit, stop); unit = at.unit + at.last - at.first, y += results_of(a, &at)) {
+      if (at.is_part) memcpy(parts_of_chunk(a, &d, &at) + at.first * PART(at.count, dim), y, results_of(a, &at) * sizeof(float));
+      else
+        for (int64_t q = 0; q < at.count; q++)
+          memcpy(place_of(a, &d, &at, at.start + q, attended), y + q * dim, dim * sizeof(float));
     }
     pool_done(&phase, piece);
-#undef PLACE
-#undef ROW
-#undef PER_HEAD
   }
+  if (d.parted) join_all(member, a, &d, attended, room);
 }
 
 /* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is done where the result belongs. */
@@ -381,8 +544,12 @@ static void add(Member *member, const Pass *a, const Matrix *m, const float *x, 
 
 /* Numbers of `room` that `walk_layers` needs. */
 static int64_t room_of_pass(int64_t team, const Pass *a) {
-  int64_t rows = a->rows, dim = a->shape.head_dim, all = rows * a->shape.heads;
-  int64_t need = QUERIES * (dim + a->furthest + 2 * LANES) + (all / query_pieces(team, all) + 2) * dim;
+  int64_t rows = a->rows, need = 2 * a->shape.head_dim;
+  for (int64_t l = a->first; l < a->first + a->count; l++) {
+    if (l > a->first && a->layers[l].window == a->layers[l - 1].window) continue;
+    Division d = divide(a, a->layers + l, team);
+    need = most(need, room_of_attention(a, &d));
+  }
   const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
   for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
   return need;
@@ -564,6 +731,7 @@ typedef struct {
   float *numbers;
   const Adapter *adapter; /* that the rows pass before the head, or NULL */
   float *adapted;         /* [rows, rank + hidden], with an adapter */
+  float *parts;           /* room for `parts_size` numbers, or NULL: then no text's attention is divided among threads */
 } Step;
 
 typedef struct {
@@ -593,8 +761,24 @@ static int stepping(const void *arguments, Member *member) {
 
 _Static_assert(sizeof(Stepping) <= POOL_ARGUMENTS, "the arguments of a step are too large for the team");
 
+/* Of a layer's keys and values that a text's rows read, but for windows. */
+static int64_t cache_bytes(const Shape *s, const Span *span) {
+  return 2 * s->kv_heads * s->head_dim * (span->position + span->rows) * bytes_of(span->kind);
+}
+
+/* Numbers of `parts` that a step may want. */
+PUBLIC int64_t EXPORT(parts_size)(const Step *s) {
+  int64_t need = 0;
+  for (const Span *span = s->spans; span < s->spans + s->num_spans; span++) {
+    int64_t sections = (span->position + span->rows - 1) / SECTION + 1;
+    if (sections > 1 && span->rows * s->shape->heads / s->shape->kv_heads <= QUERIES)
+      need += span->rows * s->shape->heads * sections * (s->shape->head_dim + 2);
+  }
+  return need;
+}
+
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
-  int64_t hidden = s->shape->hidden, furthest = 0;
+  int64_t hidden = s->shape->hidden;
   if (s->embedding)
     for (int64_t i = 0; i < s->rows * hidden; i++) {
       int64_t at = s->embedded[i / hidden] * hidden + i % hidden;
@@ -602,13 +786,13 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
                 : s->kind == BFLOAT16 ? one_bfloat16((const uint16_t *)s->embedding + at)
                                       : one_float16((const uint16_t *)s->embedding + at);
     }
-  for (int64_t i = 0; i < s->num_spans; i++) furthest = most(furthest, s->spans[i].position + s->spans[i].rows);
   Stepping a = {
     .pass = {*s->shape, s->layers, *s->spans, s->num_spans > 1 ? s->spans : NULL, s->x, s->rotary, s->outputs, s->scratch,
-             s->first, s->count, s->rows, s->stride, furthest},
+             s->first, s->count, s->rows, s->stride, s->parts},
   };
   const float *result = s->stride ? s->outputs + (s->count - 1) * s->stride : s->outputs;
   int64_t bytes = s->count * layer_bytes(s->layers);
+  for (int64_t i = 0; i < s->num_spans; i++) bytes += s->count * cache_bytes(s->shape, s->spans + i);
   if (s->head) {
     a.picking = (Picking){*s->head, {result, s->norm, s->eps, s->rows}, s->summaries, s->spread};
     a.looks = 1;

@@ -29,6 +29,8 @@ VARIANTS = ("amx", "vnni", "avx512", "avx2", "neon", "baseline")
 """What the functions may have been compiled for, best first. setup.py says with which flags."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 """`enum Kind` of matrix.h, by the dtype that a weight is kept in; two weights of 4 bits are one uint8."""
+SECTION = 512
+"""Positions whose softmax is computed by itself (attention.h): longer texts may be divided among threads."""
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -101,6 +103,7 @@ class Span(Structure):
         ("head_stride", c_int64),
         ("position", c_int64),
         ("rows", c_int64),
+        ("kind", c_int64),
     )
 
 
@@ -133,6 +136,7 @@ class Step(Structure):
         ("numbers", c_void_p),
         ("adapter", c_void_p),
         ("adapted", c_void_p),
+        ("parts", c_void_p),
     )
 
 
@@ -148,6 +152,7 @@ class Kernels:
     pick_scratch: Callable[..., int]
     adapt: Callable[..., int]
     step: Callable[..., int]
+    parts_size: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -158,6 +163,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "pick_scratch": (c_int64, [c_void_p, c_int64]),
     "adapt": (c_int64, [c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "step": (c_int64, [c_void_p, c_int]),
+    "parts_size": (c_int64, [c_void_p]),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import Layer, Shape, Span, Step
+from layerskip_models.kernels.library import KINDS, SECTION, Layer, Shape, Span, Step
 from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.kv_cache import CacheRows, KVCache
@@ -51,6 +51,8 @@ class LayerWeights(Protocol):
 _OF_ROWS = ("input_norm", "post_attention_norm", "output_norm", "down_norm")
 _OF_HEADS = ("query_norm", "key_norm")
 _UNLIMITED = 2**62  # positions
+KV_DTYPES = (torch.float32, torch.bfloat16)
+"""What keys and values may be kept in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +67,8 @@ class Memory:
     @classmethod
     def checked(cls, keys: Tensor, values: Tensor, kv_heads: int, dim: int) -> Memory:
         """Raises ValueError unless both are in memory as the kernels read and write them."""
-        if not (values.dtype is keys.dtype is torch.float32 and values.is_cpu and keys.is_cpu):
-            raise ValueError("keys and values must be float32 on the CPU")
+        if not (values.dtype is keys.dtype and values.dtype in KV_DTYPES and values.is_cpu and keys.is_cpu):
+            raise ValueError("keys and values must be float32 on the CPU, or both bfloat16")
         strides = values.stride()
         if (
             values.dim() != 4
@@ -78,7 +80,8 @@ class Memory:
                 f"keys {list(keys.shape)}, strides {keys.stride()}, and values {list(values.shape)}, strides {strides}, must "
                 f"both be in memory as [layers, {kv_heads}, positions, {dim}], the last two without gaps"
             )
-        return cls(keys, values, Span(keys.data_ptr(), values.data_ptr(), strides[0], strides[1]), values.shape[0])
+        span = Span(keys.data_ptr(), values.data_ptr(), strides[0], strides[1], 0, 0, KINDS[values.dtype])
+        return cls(keys, values, span, values.shape[0])
 
 
 class Workspace:
@@ -88,7 +91,7 @@ class Workspace:
         self.step = Step(shape=layers.shape_address, layers=layers.first)
         self.only = Span()
         self._layers = layers
-        self._scratch = torch.empty(0)
+        self._scratch = self._parts = torch.empty(0)
 
     def reserve(self, rows: int) -> None:
         """Scratch for so many rows; it grows with their number."""
@@ -97,6 +100,13 @@ class Workspace:
             self._scratch = torch.empty(size, dtype=torch.float32, device="cpu")
             self.step.scratch = self._scratch.data_ptr()
 
+    def _reserve_parts(self) -> None:
+        """Room for what the threads find in parts of the texts that `step` describes."""
+        size = self._layers.parts_size(addressof(self.step))
+        if self._parts.numel() < size:
+            self._parts = torch.empty(size + size // 2, dtype=torch.float32, device="cpu")
+            self.step.parts = self._parts.data_ptr()
+
     def run(
         self, rows: CacheRows, positions: Sequence[int], start: int, stop: int, rotary: Tensor, *needed: object
     ) -> None:
@@ -104,7 +114,7 @@ class Workspace:
 
         positions: of each text's first row (`NativeLayers.check`). needed: what the description points to.
         """
-        step, count = self.step, 0
+        step, count, furthest = self.step, 0, 0
         # Threads that come late may still read what describes several texts: it is made anew for each call.
         spans = self.only if len(rows) == 1 else (Span * len(rows))()
         for span, (cache, number), position in zip((spans,) if isinstance(spans, Span) else spans, rows, positions):
@@ -112,13 +122,16 @@ class Workspace:
             assert isinstance(memory, Memory)
             span.keys, span.values = memory.span.keys, memory.span.values
             span.layer_stride, span.head_stride = memory.span.layer_stride, memory.span.head_stride
-            span.position, span.rows = position, number
+            span.position, span.rows, span.kind = position, number, memory.span.kind
             count += number
+            furthest = max(furthest, position + number)
         step.spans, step.num_spans, step.rows = addressof(spans), len(rows), count
         step.first, step.count, step.rotary = start, stop - start, rotary.data_ptr()
+        if furthest > SECTION:
+            self._reserve_parts()
         job = self._layers.run_step(addressof(step), num_threads())
         if job:
-            keep(job, self, spans, rotary, self._scratch, *needed, *(cache for cache, _ in rows))
+            keep(job, self, spans, rotary, self._scratch, self._parts, *needed, *(cache for cache, _ in rows))
         for cache, number in rows:
             cache.extend(start, stop, number)
 
@@ -178,7 +191,7 @@ class NativeLayers:
                 raise ValueError(f"a row must attend to at least one position, got a window of {window}")
             described.window, described.joint, described.rotated = window, joint, layer.rotated
         self.shape_address = addressof(self._shape)
-        self.run_step = chosen.step
+        self.run_step, self.parts_size = chosen.step, chosen.parts_size
         self._own = threading.local()
         self._rotary: Tensor | None = None  # the table that was checked last
 
