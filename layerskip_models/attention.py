@@ -38,7 +38,7 @@ class OperatorAttention:
 
     rows: of each text, in the order of the pass's rows. Raises ValueError where they do not fit into a cache.
     sliding_windows: of layers [start, stop), how many positions a row attends to, its own among them; None for all.
-    rotary: the model's table. unfused: whether a few rows take three kernels of their own. groups_rows: whether no fused
+    rotary: the model's table. dtype: of the arithmetic, whatever keys and values are kept in. unfused: whether a few rows take three kernels of their own. groups_rows: whether no fused
     kernel takes both a mask and grouped heads, as on CUDA.
     """
 
@@ -50,6 +50,7 @@ class OperatorAttention:
         *,
         rotary: Tensor,
         heads: int,
+        dtype: torch.dtype,
         sliding_windows: Sequence[int | None],
         unfused: bool,
         groups_rows: bool,
@@ -61,7 +62,7 @@ class OperatorAttention:
         self._texts = [
             _TextAttention(
                 list(cache.windows(start, stop, number)), position, number, heads,
-                sliding_windows=sliding_windows, unfused=unfused, groups_rows=groups_rows,
+                dtype=dtype, sliding_windows=sliding_windows, unfused=unfused, groups_rows=groups_rows,
             )
             for (cache, number), position in zip(rows, positions)
         ]  # fmt: skip
@@ -106,6 +107,7 @@ class _TextAttention:
         rows: int,
         heads: int,
         *,
+        dtype: torch.dtype,
         sliding_windows: Sequence[int | None],
         unfused: bool,
         groups_rows: bool,
@@ -116,15 +118,15 @@ class _TextAttention:
         # Scores of a few rows are small beside the layer's keys; of many they would not be.
         self._few = unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
         self._heads, self._group_rows = heads, groups_rows and heads != kv_heads
-        dtype, device = values.dtype, values.device
-        sights = {window: self._sight(position, rows, window, values) for window in set(sliding_windows)}
+        device = values.device
+        sights = {window: self._sight(position, rows, window, values, dtype) for window in set(sliding_windows)}
         self._sights = [sights[window] for window in sliding_windows]
         # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
         self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
 
-    def _sight(self, position: int, rows: int, window: int | None, values: Tensor) -> _Sight:
+    def _sight(self, position: int, rows: int, window: int | None, values: Tensor, dtype: torch.dtype) -> _Sight:
         """What rows from `position` on see in layers of this window. values: of one layer, up to and with these rows."""
-        (_, end, _), dtype, device = values.shape, values.dtype, values.device
+        (_, end, _), device = values.shape, values.device
         first = 0 if window is None else max(0, position - window + 1)
         mask: Tensor | None = None
         if rows > 1 and window is not None and end > window:
@@ -150,6 +152,7 @@ class _TextAttention:
         first, mask, grouped = self._sights[index]
         if first:
             keys, values = keys[..., first:], values[:, first:]
+        keys, values = keys.to(query.dtype), values.to(query.dtype)  # nothing where they are kept in it
         if self._few:
             return self._attend_few(query, keys, values, mask)
         if grouped:

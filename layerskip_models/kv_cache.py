@@ -23,7 +23,7 @@ class CacheShape(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def dtype(self) -> torch.dtype: ...
+    def kv_dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
     def prepare(self, max_length: int) -> None: ...
@@ -33,7 +33,8 @@ class KVCache:
     """Keys and values of every layer for up to `max_length` positions of one text, and how many rows each layer holds.
 
     values: [layers, num_kv_heads, max_length, head_dim]. keys: [layers, num_kv_heads, head_dim, max_length], as attention
-    multiplies queries by them; in memory they are like the values.
+    multiplies queries by them; in memory they are like the values. Both have the model's `kv_dtype`, to which rows are rounded
+    once, as they are written.
 
     A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
@@ -43,7 +44,7 @@ class KVCache:
     def __init__(self, model: CacheShape, max_length: int) -> None:
         model.prepare(max_length)
         shape = (model.num_layers, model.num_kv_heads, max_length, model.head_dim)
-        self.values = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self.values = torch.empty(shape, dtype=model.kv_dtype, device=model.device)
         self.keys = torch.empty_like(self.values).mT
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it

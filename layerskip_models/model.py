@@ -80,6 +80,20 @@ class Adapter(Protocol):
         ...
 
 
+def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a model that computes in `dtype` keeps keys and values in, asked for by name or as it is.
+
+    Raises ValueError for what is neither its own nor bfloat16.
+    """
+    own = str(dtype).removeprefix("torch.")
+    name = str(kv_dtype).removeprefix("torch.")
+    if name in ("auto", own):
+        return dtype
+    if name == "bfloat16":
+        return torch.bfloat16
+    raise ValueError(f"kv_dtype must be auto ({own}, which this model computes in) or bfloat16, got {name!r}")
+
+
 def interleave_heads(weight: Tensor, num_heads: int, rotated: int | None = None) -> Tensor:
     """Reorder the rows of a query or key projection so that rotary pairs (i, i + r/2) become (2i, 2i + 1).
 
@@ -96,9 +110,9 @@ class LayerSkipModel:
     """A model whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
     Attributes: config (transformers' own), generation_config (the checkpoint's defaults for `generate`), num_layers,
-    hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic, hidden states and KV cache),
-    weights_dtype (that the weights came in: bfloat16 ones are computed with in float32 on a CPU; of weights that were rounded
-    to 8 or 4 bits the arithmetic's), device, num_heads,
+    hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic and hidden states),
+    kv_dtype (that keys and values are kept in; see `with_kv_dtype`), weights_dtype (that the weights came in: bfloat16 ones
+    are computed with in float32 on a CPU; of weights that were rounded to 8 or 4 bits the arithmetic's), device, num_heads,
     num_kv_heads, head_dim, sliding_windows (of each layer, as `DecoderLayer` says), name (hub name or path, for finding the
     checkpoint's default setting), adapters (by exit layer, what drafts pass behind that exit; see `with_adapters`).
     """
@@ -130,7 +144,7 @@ class LayerSkipModel:
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.dtype = dtype
+        self.dtype = self.kv_dtype = dtype
         self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
         self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
@@ -241,8 +255,8 @@ class LayerSkipModel:
         if start == stop:
             return hidden
         attention = OperatorAttention(
-            rows, start, stop, rotary=self._rotary, heads=self.num_heads, sliding_windows=self.sliding_windows[start:stop],
-            unfused=self._unfused, groups_rows=self._groups_rows,
+            rows, start, stop, rotary=self._rotary, heads=self.num_heads, dtype=self.dtype,
+            sliding_windows=self.sliding_windows[start:stop], unfused=self._unfused, groups_rows=self._groups_rows,
         )  # fmt: skip
         hidden = self.walk(hidden, start, stop, attention, capture)
         for one, number in rows:
@@ -274,6 +288,17 @@ class LayerSkipModel:
         """The same model, weights shared, with these adapters behind its exits and no others."""
         other = copy.copy(self)
         other.adapters = dict(adapters)
+        return other
+
+    def with_kv_dtype(self, kv_dtype: str | torch.dtype) -> LayerSkipModel:
+        """The same model, weights shared, whose texts keep their keys and values in this dtype.
+
+        kv_dtype: "auto" or the model's own for the arithmetic's, which is what models begin with; or "bfloat16", which halves
+        their memory, and what attention reads, beside float32. Rows are rounded once, when they are written: the arithmetic
+        stays as it is, and drafts and verifications read the same numbers. Raises ValueError for another one.
+        """
+        other = copy.copy(self)
+        other.kv_dtype = resolve_kv_dtype(kv_dtype, self.dtype)
         return other
 
     def at_exit(self, hidden: Tensor, exit_layer: int) -> Tensor:

@@ -79,6 +79,8 @@ class SelfSpecGenerator:
         other batch size does. 0: every prompt is read from its beginning.
     exits: adapters behind the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or that lie beside
         a transformers model's checkpoint; a path: that folder's; None: bare exits.
+    kv_dtype: that keys and values are kept in. "auto": what the model was loaded with, which is the dtype of its arithmetic
+        unless it was told otherwise; "bfloat16": half the memory of float32, and another model, a little (docs/kernels.md).
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, another runner, or a size that is
     none.
@@ -93,8 +95,9 @@ class SelfSpecGenerator:
         runner: RunnerChoice = "auto",
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
+        kv_dtype: str | torch.dtype = "auto",
     ) -> None:
-        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache), exits)
+        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache), exits, kv_dtype)
         self.tokenizer = tokenizer
         self._lock = threading.Lock()  # of `_policies`
         self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
@@ -115,10 +118,11 @@ class SelfSpecGenerator:
         local_files_only: bool = False,
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
+        kv_dtype: str | torch.dtype = "auto",
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`."""
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-        model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, **options)
+        model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, kv_dtype=kv_dtype, **options)
         tokenizer = load_tokenizer(name_or_path, **options)
         return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
 

@@ -66,6 +66,7 @@ def load_model(
     revision: str | None = None,
     local_files_only: bool = False,
     exits: ExitsChoice = "auto",
+    kv_dtype: str | torch.dtype = "auto",
 ) -> LayerSkipModel:
     """Load a checkpoint of a supported family (`layerskip_models.families`) by hub name, local folder or GGUF file.
 
@@ -78,6 +79,7 @@ def load_model(
     layout: of the weights; None for the default on this device (`linear.default_layout`).
     exits: adapters to draft with: "auto" takes those in the folder `exits` beside a local checkpoint, if there is one; a path
         another folder's; None has bare exits. They change what is drafted and nothing else.
+    kv_dtype: that keys and values are kept in, "auto" or "bfloat16" (`LayerSkipModel.with_kv_dtype`).
     Only safetensors and GGUF files are read and no code of the checkpoint is run. Peak memory is the weights plus one layer.
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
@@ -91,7 +93,8 @@ def load_model(
         dtype, layout, keep_packed = torch.float32, "int8", True
     origin = {"revision": revision, "local_files_only": local_files_only}
     model, packed = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin, keep_packed)
-    return with_exits(from_transformers(model, layout=layout, release=True, packed=packed), exits)
+    loaded = from_transformers(model, layout=layout, release=True, packed=packed)
+    return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
 
 
 def _half_or_full(config: PreTrainedConfig) -> torch.dtype:

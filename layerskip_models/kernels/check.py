@@ -1,8 +1,8 @@
 """Whether the kernels keep their promise on this very machine: a compiler or a processor may be wrong.
 
 A few small layers with odd sizes, and matrices of every kind, go through them row by row and all rows together, on one thread
-and on several. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what
-PyTorch computes in float64. Takes a few milliseconds.
+and on several, behind a text that is long enough to be divided among threads. What comes out, and what is in the KV cache
+then, must be the same bit for bit, and within rounding what PyTorch computes in float64. Takes some ten milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_four_bits import NativeInt4Linear
-from layerskip_models.kernels.native_layers import NativeLayers
+from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import OneTeam, num_threads, on_threads
 from layerskip_models.kv_cache import KVCache
@@ -27,7 +27,9 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9
 LAYERS, WINDOW = 3, 6
 GROUPED = 192  # inputs of a matrix of 4 bits, which are not odd
 MANY = 4  # times ROWS: as many rows as the kernels treat in another way
+EARLIER = library.SECTION - 4  # positions before the rows, which then are in two sections
 _BOUND = 1e-4  # of numbers around 1
+_ROUNDED_BOUND = 3e-2  # of the same, where keys and values are rounded to bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +55,28 @@ class _SmallModel:
     num_layers: int = LAYERS
     num_kv_heads: int = KV_HEADS
     head_dim: int = HEAD_DIM
-    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def prepare(self, max_length: int) -> None:
         pass  # the rotary table is drawn
 
 
-def _cache() -> KVCache:
-    cache = KVCache(_SmallModel(), ROWS)
-    cache.keys.zero_()
-    cache.values.zero_()
-    return cache
+@dataclass(frozen=True, eq=False)
+class _Earlier:
+    """Keys and values before the rows: [layers, kv_heads, EARLIER, head_dim] each. Also what they are kept in."""
+
+    keys: Tensor
+    values: Tensor
+    kv_dtype: torch.dtype
+
+    def cache(self) -> KVCache:
+        cache = KVCache(_SmallModel(kv_dtype=self.kv_dtype), EARLIER + ROWS)
+        cache.keys.zero_()
+        cache.values.zero_()
+        cache.keys[..., :EARLIER], cache.values[:, :, :EARLIER] = self.keys.mT, self.values
+        cache.declare(EARLIER)
+        return cache
 
 
 class _Drawn:
@@ -114,11 +126,12 @@ def fault() -> str | None:
         layers = drawn.layers()
         linear, norm = layers[0].qkv, layers[0].input_norm
         assert norm is not None
-        return (
-            _fault_of_linears(linear, norm, x)
-            or _fault_of_layers(layers, x, drawn(ROWS, HEAD_DIM // 2))
-            or _fault_of_linears(drawn.four_bits(), drawn.norm(GROUPED), drawn(ROWS, GROUPED))
-        )
+        found = _fault_of_linears(linear, norm, x)
+        angles, size = drawn(EARLIER + ROWS, HEAD_DIM // 2), (LAYERS, KV_HEADS, EARLIER, HEAD_DIM)
+        for kv_dtype in KV_DTYPES:
+            keys, values = (drawn(*size).to(kv_dtype).float() for _ in range(2))
+            found = found or _fault_of_layers(layers, x, angles, _Earlier(keys, values, kv_dtype))
+        return found or _fault_of_linears(drawn.four_bits(), drawn.norm(GROUPED), drawn(ROWS, GROUPED))
 
 
 def _teams() -> list[int]:
@@ -145,15 +158,15 @@ def _fault_of_linears(linear: NativeLinear, norm: RMSNorm, x: Tensor) -> str | N
     return None
 
 
-def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor) -> str | None:
+def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor, earlier: _Earlier) -> str | None:
     layers = NativeLayers(described, hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
     rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    one = _cache()
+    one = earlier.cache()
     with on_threads(1):
         rows = [layers.run(row, 0, LAYERS, ((one, 1),), rotary, None) for row in x.split(1)]
     alone = torch.cat(rows)
     for threads in _teams():
-        many, other = _cache(), _cache()
+        many, other = earlier.cache(), earlier.cache()
         with on_threads(threads):
             first = layers.run(x[:2], 0, LAYERS, ((many, 2),), rotary, None)
             mixed = layers.run(torch.cat([x[2:], x[:2]]), 0, LAYERS, ((many, ROWS - 2), (other, 2)), rotary, None)
@@ -162,13 +175,14 @@ def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor) -> str 
         if not same or not torch.equal(many.keys, one.keys) or not torch.equal(many.values, one.values):
             return f"step computes a row otherwise in company, on {threads} threads"
     expected = x.double()
-    for layer in described:
-        expected = _reference(layer, expected, rotary)
-    return None if _near(alone, expected) else "step computes something else"
+    for index, layer in enumerate(described):
+        expected = _reference(layer, expected, rotary[EARLIER:], earlier.keys[index], earlier.values[index])
+    bound = _BOUND if earlier.kv_dtype == torch.float32 else _ROUNDED_BOUND
+    return None if _near(alone, expected, bound) else "step computes something else"
 
 
-def _reference(layer: _Layer, x: Tensor, rotary: Tensor) -> Tensor:
-    """The layer in float64 with PyTorch's operators. x: [rows, hidden]."""
+def _reference(layer: _Layer, x: Tensor, rotary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: of the rows. keys, values: of earlier ones."""
     qkv = _normed(x, layer.input_norm) @ layer.qkv.weight.double().T + layer.qkv.tensors[-1].double()
     query, key, value = qkv.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
     query, key = (
@@ -181,10 +195,13 @@ def _reference(layer: _Layer, x: Tensor, rotary: Tensor) -> Tensor:
             for part in (query, key)
         )
     key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for part in (key, value))
+    group = HEADS // KV_HEADS
+    key = torch.cat([keys.double().repeat_interleave(group, 0), key], 1)
+    value = torch.cat([values.double().repeat_interleave(group, 0), value], 1)
     scores = query.transpose(0, 1) @ key.mT * HEAD_DIM**-0.5
-    unseen = torch.ones(ROWS, ROWS, dtype=torch.bool, device="cpu").triu_(1)
+    unseen = torch.ones(ROWS, EARLIER + ROWS, dtype=torch.bool, device="cpu").triu_(1 + EARLIER)
     if layer.sliding_window is not None:
-        unseen |= ~torch.ones_like(unseen).triu_(1 - layer.sliding_window)
+        unseen |= ~torch.ones_like(unseen).triu_(1 + EARLIER - layer.sliding_window)
     attended = scores.masked_fill_(unseen, -torch.inf).softmax(-1) @ value  # [heads, rows, head_dim]
     x = x + _normed(attended.transpose(0, 1).flatten(1) @ layer.output.weight.double().T, layer.output_norm)
     gates = _normed(x, layer.post_attention_norm) @ layer.gate_up.weight.double().T + layer.gate_up.tensors[-1].double()
@@ -200,8 +217,8 @@ def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + norm.size * EPS).sqrt() * factors.double()
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    return bool(((found.double() - expected).abs() <= _BOUND * (1 + expected.abs())).all())
+def _near(found: Tensor, expected: Tensor, bound: float = _BOUND) -> bool:
+    return bool(((found.double() - expected).abs() <= bound * (1 + expected.abs())).all())
 
 
 def native_variant(device: torch.device, dtype: torch.dtype) -> str | None:

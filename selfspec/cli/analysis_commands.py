@@ -17,6 +17,7 @@ from selfspec.cli.arguments import (
     DeviceOption,
     DtypeOption,
     ExitsOption,
+    KvDtypeOption,
     ModelOption,
     checked_output_file,
     load_full_weights,
@@ -54,6 +55,7 @@ def trace_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
     notes = notes_console(quiet=False)
@@ -61,7 +63,7 @@ def trace_command(
         if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
             raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
         text = read_prompt(prompt, file)
-        generator = load_generator(model, dtype, device, notes, exits=exits)
+        generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
         with notes.status("Decoding ..."):
             result = generator.generate(
                 text, policy=policy, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], trace=True
@@ -99,13 +101,14 @@ def inspect_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
     notes = notes_console(quiet=False)
     with one_line_errors():
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
         full = load_full_weights(model, dtype, device, notes) if quality else None
-        generator = load_generator(model, dtype, device, notes, exits=exits)
+        generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
         with progress(2 * len(texts) + 2 + (probe_minutes > 0), notes) as advance:
             inspection = inspect_model(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance,

@@ -39,6 +39,14 @@ ExitsOption = Annotated[
         rich_help_panel=MODEL_PANEL,
     ),
 ]
+KvDtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="What keys and values are kept in: auto (the arithmetic's own) or bfloat16 (half the memory of float32, "
+        "and another model, a little).",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 POLICY_HELP = (
     'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
@@ -59,8 +67,9 @@ def load_generator(
     *,
     prefix_cache: int | str | None = None,
     exits: str = "auto",
+    kv_dtype: str = "auto",
 ) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache: see `SelfSpecGenerator`.
+    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache, kv_dtype: see `SelfSpecGenerator`.
 
     exits: as there, "none" for bare exits.
     """
@@ -72,6 +81,7 @@ def load_generator(
             local_files_only=model is None,
             prefix_cache=prefix_cache,
             exits=None if exits == "none" else exits,
+            kv_dtype=kv_dtype,
         )
 
 

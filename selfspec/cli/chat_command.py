@@ -19,6 +19,7 @@ from selfspec.cli.arguments import (
     DeviceOption,
     DtypeOption,
     ExitsOption,
+    KvDtypeOption,
     check_sampling,
     load_generator,
     notes_console,
@@ -78,13 +79,14 @@ def chat_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     notes = notes_console(False)
     with one_line_errors():
         template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
         # The last text is kept, on every device: an answer begins as soon as the new message is read.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=1, exits=exits)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=1, exits=exits, kv_dtype=kv_dtype)
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "

@@ -28,6 +28,7 @@ from selfspec.cli.arguments import (
     DeviceOption,
     DtypeOption,
     ExitsOption,
+    KvDtypeOption,
     ModelOption,
     check_sampling,
     checked_output_file,
@@ -125,6 +126,7 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
     policy: Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel=_SPECULATION)] = None,
     exit_layer: Annotated[
         int | None, typer.Option(help="Number of layers that draft; instead of --policy.", rich_help_panel=_SPECULATION)
@@ -256,14 +258,14 @@ def generate(
             copy_texts = read_copy_files(copy_from)
             given = {name: value for name, value in options.items() if value is not None}
             asked = read_prompts(prompts, given, copy_texts)
-            generator = load_generator(model, dtype, device, notes, exits=exits)
+            generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
             check_sampling(generator, options)
             store = store_for_lines(generator, asked, copy_texts)
             _generate_file(generator, asked, output, batch_size, notes, store)
             return
         text, copy_texts = read_prompt(prompt, file), read_copy_files(copy_from)
         # Runs of one prompt are timed beside each other: each reads it.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=0, exits=exits)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=0, exits=exits, kv_dtype=kv_dtype)
         greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             chosen = generator.resolve_policy(policy, exit_layer, num_speculations)

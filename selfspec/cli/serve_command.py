@@ -12,6 +12,7 @@ from selfspec.cli.arguments import (
     DeviceOption,
     DtypeOption,
     ExitsOption,
+    KvDtypeOption,
     load_generator,
     notes_console,
     one_line_errors,
@@ -28,6 +29,7 @@ def serve_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
     policy: Annotated[
         str | None, typer.Option(help=POLICY_HELP + " Requests may name another.", rich_help_panel=_SPECULATION)
     ] = None,
@@ -108,7 +110,7 @@ def serve_command(
             chat_template=template.source,
             chat_stops=template.stops,
         )
-        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits)
+        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits, kv_dtype=kv_dtype)
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
         own = generator.resolve_policy(policy)

@@ -40,10 +40,11 @@ class StaticAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.index_copy_(2, self._positions, rearrange(key, "rows kv dim -> kv dim rows"))
-        values.index_copy_(1, self._positions, rearrange(value, "rows kv dim -> kv rows dim"))
+        keys.index_copy_(2, self._positions, rearrange(key, "rows kv dim -> kv dim rows").to(keys.dtype))
+        values.index_copy_(1, self._positions, rearrange(value, "rows kv dim -> kv rows dim").to(values.dtype))
         mask = self._masks[self._windows[layer]]
-        return attend_grouped(query, keys[..., : self._span], values[:, : self._span], mask)
+        seen = keys[..., : self._span].to(query.dtype), values[:, : self._span].to(query.dtype)
+        return attend_grouped(query, *seen, mask)
 
 
 class StaticForward:

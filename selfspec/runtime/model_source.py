@@ -6,6 +6,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from layerskip_models import LayerSkipModel, from_transformers
@@ -42,8 +43,10 @@ class ModelSource:
         runner: RunnerChoice,
         prefixes: PrefixCache | None = None,
         exits: ExitsChoice = "auto",
+        kv_dtype: str | torch.dtype = "auto",
     ) -> None:
         self._runner: RunnerChoice = runner
+        self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
         self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
@@ -114,6 +117,8 @@ class ModelSource:
             return model
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
+        if self._kv_dtype != "auto":
+            model = model.with_kv_dtype(self._kv_dtype)
         pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._prefixes, self._give_up_graphs)
         return BoundModel(model, pool, PreVerifiers(model))
 

@@ -108,7 +108,7 @@ class RunnerPool:
         self.kind: RunnerName = kind
         self._on_giving_up = on_giving_up
         self._model, self._prefixes = model, prefixes
-        self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+        self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
         self._idle: list[Place] = []  # the one that was used last is last
         self._lent: list[Place] = []
         self._returned: list[Place] = []  # not among the idle ones yet

@@ -33,6 +33,7 @@ class ReplicaOptions(BaseModel):
     served_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    kv_dtype: str = "auto"
     policy: str | None = None
     chat_template: str | None = None
     api_key: str | None = None
@@ -72,7 +73,11 @@ def build(options: ReplicaOptions) -> Application:
             chat_stops=template.stops,
         )
         generator = SelfSpecGenerator.from_pretrained(
-            model, dtype=options.dtype, device=options.device, prefix_cache=options.prefix_cache
+            model,
+            dtype=options.dtype,
+            device=options.device,
+            prefix_cache=options.prefix_cache,
+            kv_dtype=options.kv_dtype,
         )
         return make_app(generator, settings)
 
