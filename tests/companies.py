@@ -55,12 +55,17 @@ def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
 
 
 @cache
-def shared_model(layout: Layout) -> LayerSkipModel:
-    return model_of(layout)
+def shared_model(layout: Layout, kv_dtype: str = "auto") -> LayerSkipModel:
+    return model_of(layout).with_kv_dtype(kv_dtype)
 
 
-def generator_of(layout: Layout) -> SelfSpecGenerator:
-    return SelfSpecGenerator(shared_model(layout), tiny_tokenizer())
+def generator_of(layout: Layout, kv_dtype: str = "auto") -> SelfSpecGenerator:
+    return SelfSpecGenerator(shared_model(layout, kv_dtype), tiny_tokenizer())
+
+
+def random_kv_dtype(random: Random, layout: Layout) -> str:
+    """On operators always the arithmetic's: there company changes last digits, and rounding may make more of them."""
+    return random.choice(["auto", "bfloat16"]) if layout == "native" else "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

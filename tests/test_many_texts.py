@@ -18,6 +18,7 @@ from companies import (
     Wish,
     assert_same,
     generator_of,
+    random_kv_dtype,
     random_wish,
     run_alone,
     run_together,
@@ -63,9 +64,11 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
             kept = ("max_new_tokens", "eos_token_id", "stop_strings")
             texts = [replace(t, options={k: v for k, v in t.options.items() if k in kept}) for t in texts]
         own: Layout = "int4" if seed % 3 == 0 and layout == "native" else layout
-        courses = run_together(generator_of(own), texts)
+        kv_dtype = random_kv_dtype(random, layout)
+        count[kv_dtype] += 1
+        courses = run_together(generator_of(own, kv_dtype), texts)
         for text, course in zip(texts, courses):
-            expected = run_alone(shared_model(own), text)
+            expected = run_alone(shared_model(own, kv_dtype), text)
             if course.result is None:
                 assert text.leaves is not None
                 assert course.tokens == expected.tokens[: len(course.tokens)]
@@ -89,7 +92,9 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     assert count["in company"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3
     assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 4
-    assert layout == "plain" or min(count["tokens"], count["rows"], count["int4"]) >= EXAMPLES // 2
+    if layout == "native":
+        assert min(count["tokens"], count["rows"], count["int4"]) >= EXAMPLES // 2
+        assert min(count["auto"], count["bfloat16"]) >= EXAMPLES // 6
 
 
 def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,12 +181,12 @@ def test_what_verification_computes_is_what_decoding_would_have(variant: str) ->
 
 @needs_native
 @pytest.mark.parametrize("name", EVERY_POLICY)
-@pytest.mark.parametrize("layout", ["native", "int8", "native with a draft head"])
+@pytest.mark.parametrize("layout", ["native", "int8", "native with a draft head", "native, small keys and values"])
 def test_every_policy_is_exact_bit_for_bit(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if "draft" in layout:
         monkeypatch.setattr(conversion, "DRAFT_HEAD_BYTES", 0)
-        layout = "native"
-    model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=layout)
+    model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=layout.split()[0].strip(","))
+    model = model.with_kv_dtype("bfloat16" if "small" in layout else "auto")
     plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
     speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
     assert torch.equal(speculative.generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences, plain)

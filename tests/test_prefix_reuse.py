@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from companies import BY_COMPANY, LAYOUTS, POLICIES, Course, Wish, assert_same, needs_native, run_alone, run_together
+from companies import (
+    BY_COMPANY,
+    LAYOUTS,
+    POLICIES,
+    Course,
+    Wish,
+    assert_same,
+    needs_native,
+    random_kv_dtype,
+    run_alone,
+    run_together,
+)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
@@ -26,7 +37,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.runtime.prefix_cache import num_alike, parse_bytes
 from selfspec.runtime.runner_pool import SMALL_LOSS, Place, RunnerPool
 
-EXAMPLES = {"native": 14, "plain": 5}
+EXAMPLES = {"native": 14, "plain": 7}
 POSITIONS = 320
 ROW_BYTES = 4 * 2 * 2 * 8 * 4
 """Keys and values of one position: layers, two of them, heads, head_dim, float32."""
@@ -74,7 +85,9 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
     def check(seed: int) -> None:
         random = Random(seed)
         kept = random.choice([150, 600, 5000]) * ROW_BYTES
-        generator = generator_of(layout, None if layout == "native" and random.random() < 0.25 else kept)
+        kv_dtype = random_kv_dtype(random, layout)
+        size = None if layout == "native" and random.random() < 0.25 else kept
+        generator = generator_of(layout, size, kv_dtype=kv_dtype)
         texts: list[list[int]] = []
         for _ in range(5):
             wishes = []
