@@ -38,8 +38,8 @@ class OperatorAttention:
 
     rows: of each text, in the order of the pass's rows. Raises ValueError where they do not fit into a cache.
     sliding_windows: of layers [start, stop), how many positions a row attends to, its own among them; None for all.
-    rotary: the model's table. dtype: of the arithmetic, whatever keys and values are kept in. unfused: whether a few rows take three kernels of their own. groups_rows: whether no fused
-    kernel takes both a mask and grouped heads, as on CUDA.
+    rotary: the model's table. dtype: of the arithmetic, whatever keys and values are kept in. unfused: whether a few rows
+    take three kernels of their own. groups_rows: whether no fused kernel takes both a mask and grouped heads, as on CUDA.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class KVCache:
     """Keys and values of every layer for up to `max_length` positions of one text, and how many rows each layer holds.
 
     values: [layers, num_kv_heads, max_length, head_dim]. keys: [layers, num_kv_heads, head_dim, max_length], as attention
-    multiplies queries by them; in memory they are like the values. Both have the model's `kv_dtype`, to which rows are rounded
-    once, as they are written.
+    multiplies queries by them; in memory they are like the values. Both have the model's `kv_dtype`, to which rows are
+    rounded once, as they are written.
 
     A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with

@@ -58,7 +58,7 @@ def test_what_it_may_be() -> None:
     assert model.with_kv_dtype("bfloat16").with_kv_dtype("auto").kv_dtype == torch.float64
     assert model.with_adapters({}).with_kv_dtype("bfloat16").with_adapters({}).kv_dtype == torch.bfloat16
     for wrong in ("float32", "float16", "int8", torch.float16):
-        with pytest.raises(ValueError, match="kv_dtype must be auto .float64, which this model computes in. or bfloat16"):
+        with pytest.raises(ValueError, match=r"must be auto \(float64, which this model computes in\) or bfloat16"):
             model.with_kv_dtype(wrong)
         with pytest.raises(ValueError, match="kv_dtype must be"):
             SelfSpecGenerator(model, kv_dtype=wrong)

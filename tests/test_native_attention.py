@@ -160,7 +160,20 @@ def test_attention_is_softmax(
 def test_rows_are_rounded_to_bfloat16_as_pytorch_does(variant: str) -> None:
     """Ties, subnormal numbers, what becomes infinite, infinities and NaN."""
     patterns = torch.tensor(
-        [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x3F818000, 0x3F80_8001, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0x7FC01234]
+        [
+            0,
+            1,
+            0x7FFF,
+            0x8000,
+            0x8001,
+            0x3F808000,
+            0x3F818000,
+            0x3F80_8001,
+            0x7F7F8000,
+            0x7F7F7FFF,
+            0x7F800000,
+            0x7FC01234,
+        ]
     )
     numbers = torch.cat([patterns.to(torch.int32).view(torch.float32), drawn(300)])
     numbers = torch.cat([numbers, -numbers]).unsqueeze(1)

@@ -18,6 +18,7 @@ WRITERS = [
     (bench.commands.bench_app.app, ["peers", "-o"]),
     (bench.commands.bench_app.app, ["roofline", "-o"]),
     (bench.commands.bench_app.app, ["context", "-o"]),
+    (bench.commands.bench_app.app, ["attention", "-o"]),
     (bench.commands.bench_app.app, ["busy", "-o"]),
     (bench.commands.bench_app.app, ["batch", "-o"]),
     (bench.commands.bench_app.app, ["serving", "-o"]),

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
+from bench.commands.attention_command import attention
 from bench.commands.batch_command import batch
 from bench.commands.bench_options import (
     DeviceOption,
@@ -79,6 +80,7 @@ app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
+app.command()(attention)
 app.command()(soak)
 app.command()(busy)
 app.command()(batch)

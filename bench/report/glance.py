@@ -18,7 +18,7 @@ EARLY_EXIT = "transformers:early-exit"
 def glance(lines: Sequence[Line]) -> list[Table]:
     """One table, or none where a record's tables are as short themselves."""
     command = lines[0]["command"]
-    if command in ("busy", "batch", "serving", "copying-gain", "exit-adapters", "exit-losses") or (
+    if command in ("attention", "busy", "batch", "serving", "copying-gain", "exit-adapters", "exit-losses") or (
         command == "sweep" and len(Sweep.of(lines).axes) != 2
     ):
         return []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bench.record import KEPT, Line
 from bench.report.at_exit_layer import exit_layer_tables
+from bench.report.attention_tables import attention_headline, attention_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
@@ -47,6 +48,7 @@ HEADINGS = {
     "contexts": "Speed over the length of the context",
     "turns": "The next turn of a conversation",
     "memory": "Memory",
+    "attention": "Attention",
     "decoding": "Throughput while all texts decode",
     "batch": "Throughput with prompts",
     "joining": "A long prompt that joins",
@@ -82,6 +84,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
     "sweep": sweep_tables,
     "roofline": roofline_tables,
     "context": context_tables,
+    "attention": attention_tables,
     "busy": busy_tables,
     "batch": batch_tables,
     "serving": serving_tables,
@@ -92,6 +95,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
 _HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
     "roofline": roofline_headline,
     "context": context_headline,
+    "attention": attention_headline,
     "busy": busy_headline,
     "batch": batch_headline,
     "serving": serving_headline,

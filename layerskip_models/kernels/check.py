@@ -182,7 +182,7 @@ def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor, earlier
 
 
 def _reference(layer: _Layer, x: Tensor, rotary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: of the rows. keys, values: of earlier ones."""
+    """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: theirs. keys, values: of earlier ones."""
     qkv = _normed(x, layer.input_norm) @ layer.qkv.weight.double().T + layer.qkv.tensors[-1].double()
     query, key, value = qkv.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
     query, key = (

@@ -110,7 +110,9 @@ def serve_command(
             chat_template=template.source,
             chat_stops=template.stops,
         )
-        generator = load_generator(model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits, kv_dtype=kv_dtype)
+        generator = load_generator(
+            model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits, kv_dtype=kv_dtype
+        )
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
         own = generator.resolve_policy(policy)

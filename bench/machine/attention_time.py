@@ -1,18 +1,21 @@
 """Attention by itself over a long context: its seconds beside those that its keys and values take at the memory's bandwidth.
 
 The layers that are timed have a hidden size so small that their matrices weigh next to nothing: what is left of a pass is
-attention. It runs on our own kernels, and the keys and values are random.
+attention. It runs on our own kernels, and the keys and values are random. With several rows, or several heads to a head of
+keys and values, attention is no longer limited by memory but by arithmetic: that speed is measured beside the bandwidth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from time import perf_counter
 
 import torch
 
-from bench.machine.bandwidth import BandwidthInTurn
+from bench.machine.bandwidth import measure_bandwidth
+from bench.record import Line
+from layerskip_models.checkpoints.synthetic import SHAPES
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kv_cache import KVCache
@@ -22,6 +25,8 @@ from layerskip_models.norm import RMSNorm
 _HIDDEN = 16
 _BYTES = 256 << 20  # of all layers' keys and values: beyond any cache
 _CPU = torch.device("cpu")
+_SQUARE, _PRODUCTS = 768, 60
+_PASSES = 3  # of which the fastest counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +39,29 @@ class HeadShape:
     head_dim: int
     kv_dtype: torch.dtype = torch.float32
 
+    @classmethod
+    def of(cls, name: str, kv_dtype: torch.dtype) -> HeadShape:
+        """Of a shape that synthetic weights have. Raises ValueError for any other."""
+        if name not in SHAPES:
+            raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {name!r}")
+        shape = SHAPES[name]
+        heads = shape["num_attention_heads"]
+        dim = shape.get("head_dim", shape["hidden_size"] // heads)
+        return cls(
+            name=name, num_heads=heads, num_kv_heads=shape["num_key_value_heads"], head_dim=dim, kv_dtype=kv_dtype
+        )
+
+    def layer_products(self, rows: int, context: int) -> int:
+        """Multiplications with addition that `rows` rows at the end of a context take in a layer."""
+        return 2 * self.num_heads * self.head_dim * rows * context
+
     def layer_bytes(self, positions: int) -> int:
         """Bytes of one layer's keys and values."""
         return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize * positions
 
 
 class AttentionLayers:
-    """Layers of this shape behind `context` positions of random keys and values, float32 on a CPU.
+    """Layers of this shape behind `context` positions of random keys and values, on a CPU.
 
     Raises RuntimeError where there are no native kernels.
     """
@@ -65,7 +86,7 @@ class AttentionLayers:
         self.shape, self.context = shape, context
         self.num_layers = max(1, -(-_BYTES // shape.layer_bytes(context)))
         self.num_kv_heads, self.head_dim = kv_heads, dim
-        self.dtype, self.kv_dtype, self.device = torch.float32, shape.kv_dtype, _CPU
+        self.kv_dtype, self.device = shape.kv_dtype, _CPU
         self._layers = NativeLayers(
             [layer] * self.num_layers, hidden_size=_HIDDEN, heads=heads, kv_heads=kv_heads, head_dim=dim, eps=1e-5
         )
@@ -73,7 +94,7 @@ class AttentionLayers:
         angles = torch.rand(length, dim // 2, generator=generator)
         self._rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
         self._cache = KVCache(self, length)
-        for part in (self._cache.keys, self._cache.values):
+        for part in (self._cache.keys.mT, self._cache.values):
             part.normal_(generator=generator)
         self._x = torch.randn(most_rows, _HIDDEN, generator=generator)
 
@@ -87,3 +108,44 @@ class AttentionLayers:
         with torch.inference_mode():
             self._layers.run(self._x[:rows], 0, self.num_layers, ((self._cache, rows),), self._rotary, None)
         return (perf_counter() - start) / self.num_layers
+
+    def measure(self, rows: int) -> Line:
+        """The fastest of a few passes, by layer."""
+        shape = self.shape
+        return {
+            "kind": "attention",
+            "shape": shape.name,
+            "kv_dtype": str(shape.kv_dtype).removeprefix("torch."),
+            "context": self.context,
+            "rows": rows,
+            "seconds": min(self.seconds(rows) for _ in range(_PASSES)),
+            "bytes": shape.layer_bytes(self.context),
+            "products": shape.layer_products(rows, self.context),
+        }
+
+
+def measure_machine() -> Line:
+    """What the machine gives now: bytes per second of one large tensor, and multiplications with addition per second.
+
+    The latter are of PyTorch's products of matrices that are in a cache.
+    """
+    left = torch.ones(_SQUARE, _SQUARE)
+    right = torch.ones(_SQUARE, _SQUARE)
+    best = float("inf")
+    for _ in range(_PRODUCTS):
+        start = perf_counter()
+        torch.mm(left, right)
+        best = min(best, perf_counter() - start)
+    return {"kind": "machine", "bytes_per_second": measure_bandwidth(_CPU), "products_per_second": _SQUARE**3 / best}
+
+
+def measure_attention(shapes: Sequence[HeadShape], context: int, rows: Sequence[int], repeats: int) -> Iterator[Line]:
+    """In each repeat the machine before each shape, and then attention with so many rows."""
+    for repeat in range(repeats):
+        for shape in shapes:
+            layers = AttentionLayers(shape, context, max(rows))
+            for number in rows:  # the path that is timed
+                layers.seconds(number)
+            yield {**measure_machine(), "shape": shape.name, "repeat": repeat}
+            for number in rows:
+                yield {**layers.measure(number), "repeat": repeat}
