@@ -20,7 +20,7 @@ from layerskip_models.model import DecoderLayer
 from layerskip_models.norm import RMSNorm
 
 HIDDEN, LAYERS = 6, 2
-shapes = st.sampled_from([(4, 2, 18), (3, 1, 64), (5, 5, 34), (12, 1, 16), (8, 2, 82)])
+shapes = st.sampled_from([(4, 2, 18), (3, 1, 64), (5, 5, 34), (12, 1, 16), (8, 2, 82), (6, 2, 256)])
 """Heads, heads of keys and values, and their size: whole vectors and not, groups of all sizes that are computed together."""
 
 

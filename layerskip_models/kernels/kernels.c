@@ -315,6 +315,8 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
   }
 }
 
+#define ITEM_BYTES (512 << 10) /* of keys and values, at least, that are worth a second phase */
+
 /* How a layer's attention is divided. The queries of a text and of a head are cut into chunks of at most QUERIES, which share
  * their reading of keys and values. What a chunk does is one item; where a text is long beside what each thread has to do, and
  * its queries are a single chunk, it is several items of some sections each. Their parts then go to memory that all threads
@@ -343,32 +345,38 @@ INLINE int64_t items_of_chunk(const Division *d, const Span *s) {
   return queries_of(d, s) <= QUERIES && sections > d->each ? (sections + d->each - 1) / d->each : 1;
 }
 
+/* Count what there is to divide. Returns the number of items. */
+static int64_t count_items(const Pass *a, Division *d) {
+  int64_t items = 0, before = 0;
+  d->all = d->parted = 0;
+  for (const Span *span = spans_of(a); before < a->rows; before += span++->rows) {
+    int64_t chunks = a->shape.kv_heads * chunks_of(d, span), each = items_of_chunk(d, span);
+    d->all += chunks * sections_of(d, span);
+    items += chunks * each;
+    if (each > 1) d->parted += span->rows * a->shape.heads;
+  }
+  return items;
+}
+
 static Division divide(const Pass *a, const Layer *l, int64_t team) {
   const Shape *s = &a->shape;
   Division d = {.group = s->heads / s->kv_heads, .window = l->window, .spread = 1, .each = INT64_MAX};
-  int64_t reads = 0, items = 0, largest = 0, before = 0;
-  const Span *span = spans_of(a);
-  for (; before < a->rows; before += span++->rows) {
-    int64_t chunks = s->kv_heads * chunks_of(&d, span);
-    d.all += chunks * sections_of(&d, span);
-    items += chunks;
-    reads += chunks * least(span->position + span->rows, l->window + span->rows) * s->head_dim * 8;
+  int64_t items = count_items(a, &d), section = SECTION * s->head_dim * 2 * (int64_t)sizeof(float);
+  if (team > 1 && a->parts) {
+    d.each = most((ITEM_BYTES + section - 1) / section, d.all / (4 * team));
+    items = count_items(a, &d);
+  }
+  if (items < team) {
+    d.spread = (team + items - 1) / items;
+    items = count_items(a, &d);
+  }
+  int64_t reads = 0, largest = 0, before = 0;
+  for (const Span *span = spans_of(a); before < a->rows; before += span++->rows) {
+    int64_t positions = least(span->position, l->window) + span->rows;
+    reads += s->kv_heads * chunks_of(&d, span) * positions * (section / SECTION);
     largest = most(largest, least(QUERIES, queries_of(&d, span)));
   }
-  if (team > 1) {
-    if (a->parts) d.each = most(1, d.all / (4 * team));
-    if (d.all < team) d.spread = (team + d.all - 1) / d.all;
-  }
-  if (d.spread > 1 || d.each != INT64_MAX) {
-    d.all = items = 0;
-    for (span = spans_of(a), before = 0; before < a->rows; before += span++->rows) {
-      int64_t chunks = s->kv_heads * chunks_of(&d, span), each = items_of_chunk(&d, span);
-      d.all += chunks * sections_of(&d, span);
-      items += chunks * each;
-      if (each > 1) d.parted += span->rows * s->heads;
-    }
-  }
-  d.pieces = least(least(d.all, items), most(team, least(team * POOL_PIECES, reads / PIECE_BYTES)));
+  d.pieces = least(items, most(team, least(team * POOL_PIECES, reads / PIECE_BYTES)));
   int64_t sections = (d.all + d.pieces - 1) / d.pieces;
   d.results = least(sections, items) * largest * s->head_dim;
   if (d.parted) d.results += (sections + d.each) * PART(largest, s->head_dim);
