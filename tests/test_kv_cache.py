@@ -15,8 +15,9 @@ from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.large_pages import PAGE, ask_for_large_pages
 from policies import Policy
 from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner
@@ -211,6 +212,19 @@ def test_a_window_is_the_cache_itself() -> None:
         assert not keys[..., 2:].any()
         assert not values[:, 2:].any()
         assert keys[..., :2].all()
+
+
+def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 MiB of float64 are 32,768 positions of a head of 8 numbers. What the system says to it is its own affair."""
+    asked: list[Tensor] = []
+    monkeypatch.setattr(kv_cache, "ask_for_large_pages", asked.append)
+    KVCache(LAYERS, 32767)
+    assert not asked
+    cache = KVCache(LAYERS, 32768)
+    assert [memory.data_ptr() for memory in asked] == [cache.keys.data_ptr(), cache.values.data_ptr()]
+    memory = torch.empty(3 * PAGE, dtype=torch.uint8)
+    assert ask_for_large_pages(memory) in (0, 2 * PAGE, 3 * PAGE)
+    assert ask_for_large_pages(memory[: PAGE // 2]) == 0
 
 
 def test_size_in_bytes() -> None:
