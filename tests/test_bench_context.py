@@ -83,11 +83,15 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     page = record.with_suffix(".html")
     assert CliRunner().invoke(app, ["report", str(record), "-o", str(page)]).exit_code == 0
     assert page.read_text(encoding="utf-8").count("<svg") == 1
-    unread = ["--no-prefill", "--no-peers", "--no-memory", "--output", str(record)]
+    assert "Keys and values" not in parts["headline"]
+    unread = ["--no-prefill", "--no-peers", "--no-memory", "--kv-dtype", "bfloat16", "--output", str(record)]
     result = CliRunner().invoke(app, ["context", "--model", str(checkpoint), *arguments[:-2], *unread])
     assert result.exit_code == 0, result.output
     parts = sections(read_record(record))
     assert set(parts) == {"headline", "glance", "contexts", "machine"}
+    assert parts["headline"].startswith("Keys and values in bfloat16. ")
+    limits = next(line for line in read_record(record) if line["kind"] == "limits")
+    assert limits["kv_bytes"] == 2 * 8 * 2  # keys and values, head_dim, bytes
     assert "was not read): runs whose text is not plain decoding's: 0." in parts["headline"]
     assert all(row.endswith("| – | – |") for row in parts["contexts"].splitlines()[4:])  # neither's first token
     both = CliRunner().invoke(app, ["context", "--model", str(checkpoint), "--no-prefill"])

@@ -69,6 +69,9 @@ LlamaCppOption = Annotated[
         "removed once it is loaded."
     ),
 ]
+KvDtypeOption = Annotated[
+    str, typer.Option(help="What our engine keeps keys and values in: auto (the arithmetic's own) or bfloat16.")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 RunnerOption = Annotated[
     str, typer.Option(help="eager, captured (slow on a CPU, for tests), or auto: captured on CUDA, else eager.")

@@ -9,6 +9,7 @@ import typer
 from bench.commands.bench_options import (
     DeviceOption,
     DtypeOption,
+    KvDtypeOption,
     MemoryOption,
     ModelOption,
     NewTokensOption,
@@ -54,6 +55,7 @@ def context(
         ),
     ] = True,
     dtype: DtypeOption = "auto",
+    kv_dtype: KvDtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
 ) -> None:
@@ -71,6 +73,7 @@ def context(
         tokenizer = open_tokenizer(checkpoint)
         network = load_network(checkpoint, dtype, device) if peers else None
         skip = open_model(checkpoint, dtype, device) if network is None else from_transformers(network)
+        skip = skip.with_kv_dtype(kv_dtype)
         lengths = usable_contexts(wanted, max_new_tokens, skip.max_positions)
     for left_out in sorted(set(wanted) - set(lengths)):
         typer.echo(f"{left_out} tokens of context: beyond the model's {skip.max_positions} positions", err=True)
@@ -86,6 +89,7 @@ def context(
             **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
             "num_layers": skip.num_layers,
             "prefill": prefill,
+            "kv_dtype": str(skip.kv_dtype).removeprefix("torch."),
             "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
         },
         "engines": {},

@@ -28,7 +28,7 @@ def time_beside_reading(lines: Sequence[Line], context: int) -> float:
 
 def context_headline(lines: Sequence[Line]) -> str:
     """What a long context costs."""
-    configuration = lines[0]["configuration"]
+    configuration, where = lines[0]["configuration"], lines[0]["provenance"]
     contexts = _contexts(lines)
     differing = sum(not line["outputs_equal"] for line in lines if line["kind"] == "decode")
     unread = "" if configuration["prefill"] else " (keys and values random: the prompt was not read)"
@@ -37,6 +37,8 @@ def context_headline(lines: Sequence[Line]) -> str:
         f"{configuration['max_new_tokens']} new tokens behind {', '.join(map(str, contexts))}{unread}: runs whose text "
         f"is not plain decoding's: {differing}."
     )
+    if configuration.get("kv_dtype", where["dtype"]) != where["dtype"]:
+        text = f"Keys and values in {configuration['kv_dtype']}. {text}"
     if len(contexts) > 1:
         short, long = contexts[0], contexts[-1]
         ratio = time_beside_reading(lines, short) / time_beside_reading(lines, long)
