@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerskip_models.large_pages import PAGE, ask_for_large_pages
+from layerskip_models.kernels.pages import LARGE, expect_large_pages
 
 LayerWindow = tuple[Tensor, Tensor, Tensor, Tensor]
 """New keys and new values to write, [rows, num_kv_heads, head_dim]; then all keys, [num_kv_heads, head_dim, end], and values,
@@ -50,9 +50,9 @@ class KVCache:
         keys = torch.empty_like(self.values)
         self.keys = keys.mT
         # Where a head's rows take whole pages: in a shorter cache they would be memory that no row fills.
-        if model.device.type == "cpu" and max_length * model.head_dim * model.kv_dtype.itemsize >= PAGE:
+        if model.device.type == "cpu" and max_length * model.head_dim * model.kv_dtype.itemsize >= LARGE:
             for memory in (keys, self.values):
-                ask_for_large_pages(memory)
+                expect_large_pages(memory)
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it
         self._rows = [0] * model.num_layers

@@ -17,7 +17,6 @@ from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.large_pages import PAGE, ask_for_large_pages
 from policies import Policy
 from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner
@@ -215,16 +214,13 @@ def test_a_window_is_the_cache_itself() -> None:
 
 
 def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 MiB of float64 are 32,768 positions of a head of 8 numbers. What the system says to it is its own affair."""
+    """2 MiB of float64 are 32,768 positions of a head of 8 numbers."""
     asked: list[Tensor] = []
-    monkeypatch.setattr(kv_cache, "ask_for_large_pages", asked.append)
+    monkeypatch.setattr(kv_cache, "expect_large_pages", asked.append)
     KVCache(LAYERS, 32767)
     assert not asked
     cache = KVCache(LAYERS, 32768)
     assert [memory.data_ptr() for memory in asked] == [cache.keys.data_ptr(), cache.values.data_ptr()]
-    memory = torch.empty(3 * PAGE, dtype=torch.uint8)
-    assert ask_for_large_pages(memory) in (0, 2 * PAGE, 3 * PAGE)
-    assert ask_for_large_pages(memory[: PAGE // 2]) == 0
 
 
 def test_size_in_bytes() -> None:

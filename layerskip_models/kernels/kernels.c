@@ -331,6 +331,7 @@ typedef struct {
   int64_t results; /* numbers that come out of a piece, at most */
 } Division;
 
+INLINE int64_t number_bytes(const Span *s) { return s->kind == FLOAT32 ? 4 : 2; } /* of a key or a value */
 INLINE int64_t queries_of(const Division *d, const Span *s) { return s->rows * d->group; } /* and of one KV head */
 INLINE int64_t chunks_of(const Division *d, const Span *s) {
   int64_t queries = queries_of(d, s);
@@ -443,7 +444,7 @@ static Head head_of(const Pass *a, const Division *d, int64_t layer, const Item 
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
   const Span *span = at->span;
-  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, size = bytes_of(span->kind);
+  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, size = number_bytes(span);
   int64_t offset = (layer * span->layer_stride + at->head * span->head_stride) * size;
   Head h = {queries, (const char *)span->keys + offset, (const char *)span->values + offset, at->count, dim, size == 2};
   for (int64_t q = 0; q < at->count; q++) {
@@ -771,7 +772,7 @@ _Static_assert(sizeof(Stepping) <= POOL_ARGUMENTS, "the arguments of a step are 
 
 /* Of a layer's keys and values that a text's rows read, but for windows. */
 static int64_t cache_bytes(const Shape *s, const Span *span) {
-  return 2 * s->kv_heads * s->head_dim * (span->position + span->rows) * bytes_of(span->kind);
+  return 2 * s->kv_heads * s->head_dim * (span->position + span->rows) * number_bytes(span);
 }
 
 /* Numbers of `parts` that a step may want. */

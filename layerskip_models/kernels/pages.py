@@ -1,4 +1,4 @@
-"""Weights in large pages of memory: finding a page costs as much as reading a good part of it."""
+"""Weights, keys and values in large pages of memory: finding a page costs as much as reading a good part of it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,18 @@ def use_large_pages(tensor: Tensor) -> None:
 
     Where the system has none, or will not, for example because the memory is a mapped file, nothing happens.
     """
+    _ask(tensor, _ADVISE_LARGE)
+    _ask(tensor, _COLLAPSE)
+
+
+def expect_large_pages(tensor: Tensor) -> None:
+    """The same before anything was written to it: the memory is taken as it is written, in large pages from the beginning."""
+    _ask(tensor, _ADVISE_LARGE)
+
+
+def _ask(tensor: Tensor, advice: int) -> None:
     first = -(-tensor.data_ptr() // LARGE) * LARGE
     size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // LARGE * LARGE
     advise = _advise()
     if advise is not None and size > 0:
-        advise(first, size, _ADVISE_LARGE)
-        advise(first, size, _COLLAPSE)
+        advise(first, size, advice)
