@@ -49,7 +49,7 @@ INLINE void rotate(const float *restrict x, const float *restrict rotary, float 
 #define SMALL_TILE 16 /* the same of keys; a multiple of KEYS */
 #define STRIDE (SECTION + 16) /* between two queries' scores, which then are not all in the same few places of the cache */
 #define KEYS 4      /* that queries are multiplied by side by side */
-#define PARTS 4     /* vectors of a value that are summed up side by side */
+#define COLUMNS 4   /* vectors of a value that are summed up side by side */
 #define GROUPED (MANY_REGISTERS ? 4 : 2) /* queries that use a key or a value while it is in a register */
 
 /* The nearest bfloat16, of two equally near ones the even one. NaN stays NaN. */
@@ -113,21 +113,21 @@ INLINE void fetch_share(Ahead *a) {
   INLINE void sums_##KIND##_##Q(const float *weights, const T *values, int64_t first, int64_t last, int64_t dim, int64_t begin, \
                                 int64_t end, Ahead *ahead, float *out) { \
     int64_t d = begin; \
-    for (; d + PARTS * LANES <= end; d += PARTS * LANES) { \
-      vf total[Q][PARTS]; \
+    for (; d + COLUMNS * LANES <= end; d += COLUMNS * LANES) { \
+      vf total[Q][COLUMNS]; \
       UNROLL for (int q = 0; q < Q; q++) \
-        UNROLL for (int k = 0; k < PARTS; k++) total[q][k] = load(out + q * dim + d + k * LANES); \
+        UNROLL for (int k = 0; k < COLUMNS; k++) total[q][k] = load(out + q * dim + d + k * LANES); \
       for (int64_t p = first; p < last; p++) { \
-        vf value[PARTS]; \
+        vf value[COLUMNS]; \
         fetch_share(ahead); \
-        UNROLL for (int k = 0; k < PARTS; k++) value[k] = load_##KIND(values + p * dim + d + k * LANES); \
+        UNROLL for (int k = 0; k < COLUMNS; k++) value[k] = load_##KIND(values + p * dim + d + k * LANES); \
         UNROLL for (int q = 0; q < Q; q++) { \
           vf weight = all(weights[q * STRIDE + p]); \
-          UNROLL for (int k = 0; k < PARTS; k++) total[q][k] = multiply_add(weight, value[k], total[q][k]); \
+          UNROLL for (int k = 0; k < COLUMNS; k++) total[q][k] = multiply_add(weight, value[k], total[q][k]); \
         } \
       } \
       UNROLL for (int q = 0; q < Q; q++) \
-        UNROLL for (int k = 0; k < PARTS; k++) store(out + q * dim + d + k * LANES, total[q][k]); \
+        UNROLL for (int k = 0; k < COLUMNS; k++) store(out + q * dim + d + k * LANES, total[q][k]); \
     } \
     for (int q = 0; q < Q; q++) { \
       int64_t i = d; \
@@ -268,10 +268,10 @@ static void attend_section(const Head *h, int64_t section, const char *next, flo
   memset(part.out, 0, h->count * h->dim * sizeof(float));
   for (int64_t tile = first; tile < last; tile += TILE) {
     const char *then = tile + TILE < last ? position_of(h, h->values, tile + TILE) : next;
-    int64_t turns = (h->dim + PARTS * LANES - 1) / (PARTS * LANES);
+    int64_t turns = (h->dim + COLUMNS * LANES - 1) / (COLUMNS * LANES);
     Ahead ahead = ahead_of(then, TILE * bytes, groups * turns * TILE);
-    for (int64_t begin = 0; begin < h->dim; begin += PARTS * LANES)
-      add_tile(h, tile, least(tile + TILE, last), begin, least(begin + PARTS * LANES, h->dim), &ahead, scores, part.out);
+    for (int64_t begin = 0; begin < h->dim; begin += COLUMNS * LANES)
+      add_tile(h, tile, least(tile + TILE, last), begin, least(begin + COLUMNS * LANES, h->dim), &ahead, scores, part.out);
   }
 }
 
