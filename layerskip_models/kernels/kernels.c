@@ -446,7 +446,9 @@ static Head head_of(const Pass *a, const Division *d, int64_t layer, const Item 
   const Span *span = at->span;
   int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, size = number_bytes(span);
   int64_t offset = (layer * span->layer_stride + at->head * span->head_stride) * size;
-  Head h = {queries, (const char *)span->keys + offset, (const char *)span->values + offset, at->count, dim, size == 2};
+  Head h = {.queries = queries, .count = at->count, .dim = dim, .small = size == 2};
+  h.keys = (const char *)span->keys + offset;
+  h.values = (const char *)span->values + offset;
   for (int64_t q = 0; q < at->count; q++) {
     int64_t row = (at->start + q) / d->group, head = at->head * d->group + (at->start + q) % d->group;
     int64_t position = span->position + row;
