@@ -55,7 +55,7 @@ class Matrix(Structure):
 
 
 class Layer(Structure):
-    """`Layer` of kernels.c."""
+    """`Layer` of pass.h."""
 
     _fields_ = (
         ("qkv", Matrix),
@@ -81,7 +81,7 @@ class Adapter(Structure):
 
 
 class Shape(Structure):
-    """`Shape` of kernels.c."""
+    """`Shape` of pass.h."""
 
     _fields_ = (
         ("hidden", c_int64),
@@ -94,7 +94,7 @@ class Shape(Structure):
 
 
 class Span(Structure):
-    """`Span` of kernels.c: neighbouring rows of one text, and its KV cache."""
+    """`Span` of pass.h: neighbouring rows of one text, and its KV cache."""
 
     _fields_ = (
         ("keys", c_void_p),

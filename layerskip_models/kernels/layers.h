@@ -1,0 +1,95 @@
+/* Decoder layers on a team of threads, phase by phase. */
+#ifndef SELFSPEC_LAYERS_H
+#define SELFSPEC_LAYERS_H
+#include "multiply.h"
+#include "shared_attention.h"
+
+/* Numbers from `place` on of keys or values, in the kind that they are kept in. */
+INLINE void keep(const float *x, int64_t kind, void *numbers, int64_t place, int64_t dim) {
+  if (kind == FLOAT32) memcpy((float *)numbers + place, x, dim * sizeof(float));
+  else
+    for (int64_t i = 0; i < dim; i++) ((uint16_t *)numbers)[place + i] = to_bfloat16(x[i]);
+}
+
+/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs.
+ * room: for 2 * head_dim numbers. */
+static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv, float *room) {
+  const Shape *s = &a->shape;
+  const Layer *l = a->layers + layer;
+  const Span *span = spans_of(a);
+  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows of earlier spans */
+  int64_t units = a->rows * s->kv_heads, pieces = least(units, pool_team(member));
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    if (!pool_win(&phase, piece)) continue;
+    for (int64_t unit = units * piece / pieces; unit < units * (piece + 1) / pieces; unit++) {
+      int64_t r = unit / s->kv_heads, head = unit % s->kv_heads;
+      if (r < before) span = spans_of(a), before = 0; /* pieces may come in any order */
+      while (r >= before + span->rows) before += span++->rows;
+      const float *keys = qkv + r * width + s->heads * dim, *value = keys + (s->kv_heads + head) * dim;
+      const float *key = normed_head(a, l->key_norm, l->joint, keys, s->kv_heads, head, room);
+      int64_t position = span->position + r - before;
+      int64_t place = layer * span->layer_stride + head * span->head_stride + position * dim;
+      float *rotated = span->kind == FLOAT32 ? (float *)span->keys + place : room + dim;
+      rotate(key, rotary_at(a, l, position), 1.0f, dim, rotated);
+      if (span->kind != FLOAT32) keep(rotated, span->kind, span->keys, place, dim);
+      keep(value, span->kind, span->values, place, dim);
+    }
+    pool_done(&phase, piece);
+  }
+}
+
+/* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is done where the result belongs. */
+static void add_normalised(Member *member, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
+  int64_t size = a->shape.hidden, pieces = least(a->rows, pool_team(member));
+  Phase phase = pool_phase(member, pieces);
+  for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
+    if (!pool_win(&phase, piece)) continue;
+    for (int64_t r = a->rows * piece / pieces; r < a->rows * (piece + 1) / pieces; r++) {
+      float factor = norm_factor(x + r * size, a->shape.eps, size);
+      for (int64_t i = r * size; i < (r + 1) * size; i++) y[i] = residual[i] + x[i] * factor * norm[i - r * size];
+    }
+    pool_done(&phase, piece);
+  }
+}
+
+/* y = residual + norm(x W^T), without a norm in one phase, else in two. added: room for [rows, hidden]. */
+static void add(Member *member, const Pass *a, const Matrix *m, const float *x, const float *norm, const float *residual,
+                float *y, float *added, float *room) {
+  multiply(member, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y, room);
+  if (norm) add_normalised(member, a, added, norm, residual, y);
+}
+
+/* Numbers of `room` that `walk_layers` needs. */
+static int64_t room_of_pass(int64_t team, const Pass *a) {
+  int64_t rows = a->rows, need = 2 * a->shape.head_dim;
+  for (int64_t l = a->first; l < a->first + a->count; l++) {
+    if (l > a->first && a->layers[l].window == a->layers[l - 1].window) continue;
+    Division d = divide(a, a->layers + l, team);
+    need = most(need, room_of_attention(a, &d));
+  }
+  const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
+  for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
+  return need;
+}
+
+static void walk_layers(Member *member, const Pass *a, float *room) {
+  const Shape *s = &a->shape;
+  int64_t rows = a->rows, dim = s->head_dim, size = s->hidden;
+  float *qkv = a->scratch, *attended = qkv + rows * (s->heads + 2 * s->kv_heads) * dim;
+  float *gated = attended + rows * s->heads * dim, *middle = gated + rows * a->layers->down.in;
+  float *between = middle + rows * size, *added = between + rows * size;
+  const float *input = a->x;
+  for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
+    const Layer *layer = a->layers + a->first + l;
+    float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? between : a->outputs;
+    multiply(member, &layer->qkv, &(Input){input, layer->input_norm, s->eps, rows}, 0, NULL, qkv, room);
+    write_caches(member, a, a->first + l, qkv, room);
+    attend_all(member, a, a->first + l, qkv, attended, room);
+    add(member, a, &layer->output, attended, layer->output_norm, input, middle, added, room);
+    multiply(member, &layer->gate_up, &(Input){middle, layer->post_attention_norm, s->eps, rows}, 1, NULL, gated, room);
+    add(member, a, &layer->down, gated, layer->down_norm, middle, result, added, room);
+    input = result;
+  }
+}
+#endif
