@@ -94,7 +94,8 @@ def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
         for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
             assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
         expected = x.double() @ weight.T
-        assert (alone - expected).abs().max() < 1e-5 * expected.abs().max()
+        bound = 2e-4 if variant in ("vnni", "amx") else 1e-5  # there rows are cut to 16 bits
+        assert (alone - expected).abs().max() < bound * expected.abs().max()
 
 
 def test_the_trial_of_parts_cuts_rows_as_the_kernels_do() -> None:

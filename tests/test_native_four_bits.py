@@ -122,7 +122,7 @@ def test_layers_are_those_of_operators(variant: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(model, "_native", None)
         with operators_only():
             other = model.run_layers(model.embed(tokens), 0, 3, KVCache(model, len(tokens)))
-    torch.testing.assert_close(alone, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    torch.testing.assert_close(alone, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
 
 
 @needs_native

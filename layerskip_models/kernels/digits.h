@@ -1,8 +1,9 @@
 /* Rows as integers, for weights of 8 and 4 bits: sums of products that are exact, so that nothing depends on their order.
  *
- * A row becomes fixed-point numbers q * unit, `unit` a power of two that fits its largest number, and q is cut into DIGITS signed
- * bytes. The processor multiplies 64 of these with 64 weights and adds them up in one instruction. What this rounds are the
- * row's small numbers alone: to within 2^-23 of its largest one, about as float32 rounds a sum of them.
+ * A row becomes fixed-point numbers q * unit, `unit` a power of two that fits its largest number, and q is cut into signed
+ * bytes, its digits: three for weights of 8 bits, two for weights of 4 bits. The processor multiplies 64 of these with 64 weights
+ * and adds them up in one instruction. What this rounds are the row's small numbers alone: to within 2^-23 of its largest one,
+ * about as float32 rounds a sum of them, or with two digits to within 2^-15.
  */
 #ifndef SELFSPEC_DIGITS_H
 #define SELFSPEC_DIGITS_H
@@ -20,10 +21,13 @@ INLINE int as_integers(const Matrix *m) {
   return (VNNI && (m->kind == INT8 || m->kind == INT4)) || (m->kind == INT8 && on_tiles(m));
 }
 
-#define DIGITS 3
+#define DIGITS 3        /* of a row that meets weights of 8 bits */
+#define NIBBLE_DIGITS 2 /* and of 4 bits: what that costs is a hundred-thousandth of what the weights have lost */
 #define CHUNK_INPUTS 64 /* that one instruction multiplies */
 #define INTEGER_ROWS 2  /* that a weight of 8 bits serves at once, and of 4 bits: each has a sum per digit, or one */
 #define NIBBLE_ROWS 4
+
+INLINE int digits_for(const Matrix *m) { return m->kind == INT4 ? NIBBLE_DIGITS : DIGITS; }
 
 /* What a row's digits are times, and the sum of its q. */
 typedef struct {
@@ -35,26 +39,27 @@ INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / C
 
 /* Numbers of room that a row takes: its digits, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
 INLINE int64_t digits_room(const Matrix *m) {
-  return chunks_of_inputs(m->in) * (DIGITS * CHUNK_INPUTS / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
+  return chunks_of_inputs(m->in) * (digits_for(m) * CHUNK_INPUTS / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
 }
 
 #if INTEGERS
-/* The exponent by which numbers up to `largest` become integers of DIGITS bytes. */
-static int fixed_exponent(float largest) {
-  const double most = 127 * 65536 + 127 * 256 + 127;
+/* The exponent by which numbers up to `largest` become integers of so many bytes. */
+static int fixed_exponent(float largest, int digits) {
+  const double most = digits == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
   int exponent;
   frexpf(largest, &exponent);
-  exponent = 8 * DIGITS - 1 - exponent;
+  exponent = 8 * digits - 1 - exponent;
   return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
 }
 
 /* Rows [rows, in] become digits, highest first: chunk by chunk of 64 inputs, there row by row and digit by digit; for tiles digit by
  * digit, four neighbouring inputs after another, and for these row by row. Behind them come each row's `Fixed`, and with
  * `grouped` each row's sums of 32. A row with NaN or an infinity comes to NaN. */
-static void to_digits(const float *x, int64_t rows, int64_t in, int grouped, int tiles, float *room) {
-  int64_t chunks = chunks_of_inputs(in);
+static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
+  const int64_t in = m->in, chunks = chunks_of_inputs(in);
+  const int count = digits_for(m), grouped = m->kind == INT4, tiles = on_tiles(m);
   char *digits = (char *)room;
-  Fixed *fixed = (Fixed *)(digits + rows * chunks * DIGITS * CHUNK_INPUTS);
+  Fixed *fixed = (Fixed *)(digits + rows * chunks * count * CHUNK_INPUTS);
   float *sums = (float *)(fixed + rows);
   for (int64_t r = 0; r < rows; r++, x += in) {
     int32_t top = 0; /* of the bits without the sign, which are in the order of the numbers; infinity and NaN come last */
@@ -66,29 +71,30 @@ static void to_digits(const float *x, int64_t rows, int64_t in, int grouped, int
     }
     const float largest = of_bits(top);
     const int odd = top >= 0x7f800000;
-    int exponent = odd || largest == 0 ? 0 : fixed_exponent(largest);
+    int exponent = odd || largest == 0 ? 0 : fixed_exponent(largest, count);
     /* Two steps, since one power of two may be beyond float32. */
     float factor = ldexpf(1, exponent / 2), rest = ldexpf(1, exponent - exponent / 2);
     int64_t total = 0;
     for (int64_t c = 0; c < chunks; c++) {
-      int64_t count = odd ? 0 : least(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
+      int64_t inputs = odd ? 0 : least(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
       int32_t q[CHUNK_INPUTS] = {0}, halves[2] = {0, 0};
       int8_t cut[DIGITS][CHUNK_INPUTS];
-      if (count == CHUNK_INPUTS)
+      if (inputs == CHUNK_INPUTS)
         for (int i = 0; i < CHUNK_INPUTS; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
       else
-        for (int i = 0; i < count; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
+        for (int i = 0; i < inputs; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
       for (int i = 0; i < CHUNK_INPUTS / 2; i++) halves[0] += q[i], halves[1] += q[i + CHUNK_INPUTS / 2];
       for (int i = 0; i < CHUNK_INPUTS; i++) {
-        cut[DIGITS - 1][i] = (int8_t)q[i];
-        cut[DIGITS - 2][i] = (int8_t)((q[i] + 128) >> 8);
         cut[0][i] = (int8_t)((q[i] + 128 + 128 * 256) >> 16);
+        cut[1][i] = (int8_t)((q[i] + 128) >> 8);
+        cut[2][i] = (int8_t)q[i];
       }
-      if (!tiles || rows == 1) memcpy(digits + (c * rows + r) * DIGITS * CHUNK_INPUTS, cut, sizeof cut);
+      const int8_t(*used)[CHUNK_INPUTS] = cut + DIGITS - count;
+      if (!tiles || rows == 1) memcpy(digits + (c * rows + r) * count * CHUNK_INPUTS, used, count * CHUNK_INPUTS);
       else
-        for (int d = 0; d < DIGITS; d++)
+        for (int d = 0; d < count; d++)
           for (int i = 0; i < CHUNK_INPUTS; i += 4)
-            memcpy(digits + ((c * DIGITS + d) * CHUNK_INPUTS + i) * rows + 4 * r, cut[d] + i, 4);
+            memcpy(digits + ((c * count + d) * CHUNK_INPUTS + i) * rows + 4 * r, used[d] + i, 4);
       if (grouped) sums[r * 2 * chunks + 2 * c] = halves[0], sums[r * 2 * chunks + 2 * c + 1] = halves[1];
       total += halves[0] + (int64_t)halves[1];
     }
@@ -216,14 +222,14 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
           const __m512i weights = weights_4(w + o * stride + c * 32); \
           const __m512 scale = _mm512_permutexvar_ps(place, scales[o]); \
           UNROLL for (int r = 0; r < R; r++) { \
-            const char *digits = x + r * DIGITS * CHUNK_INPUTS; \
+            const char *digits = x + r * NIBBLE_DIGITS * CHUNK_INPUTS; \
             __m512i sums = add_products(_mm512_setzero_si512(), weights, _mm512_loadu_si512(digits)); \
-            UNROLL for (int d = 1; d < DIGITS; d++) \
+            UNROLL for (int d = 1; d < NIBBLE_DIGITS; d++) \
               sums = add_products(_mm512_slli_epi32(sums, 8), weights, _mm512_loadu_si512(digits + d * CHUNK_INPUTS)); \
             total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, (__m512)total[o][r]); \
           } \
         } \
-        x += R * DIGITS * CHUNK_INPUTS; \
+        x += R * NIBBLE_DIGITS * CHUNK_INPUTS; \
       } \
     } \
     const Fixed *fixed = (const Fixed *)x; \

@@ -30,7 +30,7 @@ INLINE int as_it_is(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
 INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *room) {
 #if INTEGERS
   if (as_integers(m)) {
-    to_digits(x, rows, m->in, m->kind == INT4, on_tiles(m), room);
+    to_digits(x, rows, m, room);
     return;
   }
 #endif
