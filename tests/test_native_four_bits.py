@@ -61,13 +61,17 @@ def test_the_product_is_what_the_numbers_say(
         linear = NativeInt4Linear(weight, shift)
     assert torch.equal(linear.weight, weight.values()) and linear.shape == (outputs, inputs)
     exact = F.linear(x.double(), weight.values().double(), None if shift is None else shift.double())
-    bound = {"rtol": 0, "atol": 2e-5 * (1 + float(exact.abs().max()))}
+    largest = 1 + float(exact.abs().max())
+    bound = {
+        "rtol": 0,
+        "atol": (2e-4 if variant in ("vnni", "amx") else 2e-5) * largest,
+    }  # there rows are cut to 16 bits
     torch.testing.assert_close(linear(x).double(), exact, **bound)
     torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, **bound)
     norm = RMSNorm(1 + 0.1 * drawn(inputs, seed=seed + 6), 1e-5)
-    torch.testing.assert_close(linear.of_normalised(norm, x), linear(norm(x)), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(linear.of_normalised(norm, x), linear(norm(x)), rtol=0, atol=2e-4 * largest)
     with operators_only():
-        torch.testing.assert_close(linear(x).double(), exact, **bound)
+        torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=2e-5 * largest)
 
 
 @needs_native
