@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from typing import Protocol
 
 import torch
@@ -36,7 +37,7 @@ class KVCache:
 
     values: [layers, num_kv_heads, max_length, head_dim]. keys: [layers, num_kv_heads, head_dim, max_length], as attention
     multiplies queries by them; in memory they are like the values. Both have the model's `kv_dtype`, to which rows are
-    rounded once, as they are written.
+    rounded once, as they are written. With layers on several devices each device has a part, and these two are not there.
 
     A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
@@ -45,14 +46,20 @@ class KVCache:
 
     def __init__(self, model: CacheShape, max_length: int) -> None:
         model.prepare(max_length)
-        shape = (model.num_layers, model.num_kv_heads, max_length, model.head_dim)
-        self.values = torch.empty(shape, dtype=model.kv_dtype, device=model.device)
-        keys = torch.empty_like(self.values)
-        self.keys = keys.mT
-        # Where a head's rows take whole pages: in a shorter cache they would be memory that no row fills.
-        if model.device.type == "cpu" and max_length * model.head_dim * model.kv_dtype.itemsize >= LARGE:
-            for memory in (keys, self.values):
-                expect_large_pages(memory)
+        devices = getattr(model, "layer_devices", None) or (model.device,) * model.num_layers
+        self._parts: list[tuple[Tensor, Tensor]] = []  # values and keys of layers that follow each other on a device
+        for device, layers in groupby(devices):
+            shape = (len(list(layers)), model.num_kv_heads, max_length, model.head_dim)
+            values = torch.empty(shape, dtype=model.kv_dtype, device=device)
+            keys = torch.empty_like(values)
+            self._parts.append((values, keys.mT))
+            # Where a head's rows take whole pages: in a shorter cache they would be memory that no row fills.
+            if values.is_cpu and max_length * model.head_dim * model.kv_dtype.itemsize >= LARGE:
+                for memory in (keys, values):
+                    expect_large_pages(memory)
+        if len(self._parts) == 1:
+            ((self.values, self.keys),) = self._parts
+            self._parts = []
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it
         self._rows = [0] * model.num_layers
@@ -63,9 +70,17 @@ class KVCache:
         return min(self._rows)
 
     @property
+    def memory(self) -> list[Tensor]:
+        """All of it."""
+        return [stored for part in self._all_parts() for stored in part]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated, whatever the length."""
-        return 2 * self.values.numel() * self.values.element_size()
+        return sum(stored.numel() * stored.element_size() for stored in self.memory)
+
+    def _all_parts(self) -> list[tuple[Tensor, Tensor]]:
+        return self._parts or [(self.values, self.keys)]
 
     def position(self, start: int, stop: int) -> int:
         """Where the next row of layers [start, stop) belongs: the number of rows they hold.
@@ -97,10 +112,16 @@ class KVCache:
         """
         position = self.room(start, stop, rows)
         end = position + rows
-        keys, values = self.keys[start:stop, :, :, :end], self.values[start:stop, :, :end]
-        new_keys = keys[..., position:].permute(0, 3, 1, 2)
-        new_values = values[:, :, position:].transpose(1, 2)
-        return zip(new_keys.unbind(0), new_values.unbind(0), keys.unbind(0), values.unbind(0))
+        if not self._parts:
+            return _windows(self.values, self.keys, start, stop, position, end)
+        found: list[Iterator[LayerWindow]] = []
+        first = 0
+        for values, keys in self._parts:
+            last = first + values.shape[0]
+            if first < stop and start < last:
+                found.append(_windows(values, keys, max(start - first, 0), min(stop, last) - first, position, end))
+            first = last
+        return chain.from_iterable(found)
 
     def roll_back(self, length: int) -> None:
         """Forget all rows but the first `length`. Copies nothing.
@@ -128,14 +149,22 @@ class KVCache:
         """
         self.declare(length)
         with torch.inference_mode():  # either cache may have been made in it
-            self.values[:, :, :length] = source.values[:, :, :length]
-            self.keys[..., :length] = source.keys[..., :length]
+            for (values, keys), (their_values, their_keys) in zip(self._all_parts(), source._all_parts()):
+                values[:, :, :length] = their_values[:, :, :length]
+                keys[..., :length] = their_keys[..., :length]
 
     def declare(self, length: int) -> None:
         """Every layer holds exactly these rows: written by somebody else than `run_layers`, by captured graphs for one."""
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length must be in [0, {self.max_length}], got {length}")
         self._rows = [length] * len(self._rows)
+
+
+def _windows(values: Tensor, keys: Tensor, start: int, stop: int, position: int, end: int) -> Iterator[LayerWindow]:
+    keys, values = keys[start:stop, :, :, :end], values[start:stop, :, :end]
+    new_keys = keys[..., position:].permute(0, 3, 1, 2)
+    new_values = values[:, :, position:].transpose(1, 2)
+    return zip(new_keys.unbind(0), new_values.unbind(0), keys.unbind(0), values.unbind(0))
 
 
 CacheRows = Sequence[tuple[KVCache, int]]

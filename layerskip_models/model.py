@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +202,24 @@ class LayerSkipModel:
         """The same of the head that drafts are chosen with."""
         return self._draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
 
+    @property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        """Where each layer's weights are, and its part of a KV cache."""
+        return (self.device,) * self.num_layers
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes hold the model together (`layerskip_models.parallel`)."""
+        return 1
+
+    def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
+        """What the first of the processes that hold the model together says; of a model in one process, these numbers.
+
+        Times are measured differently by every process, and decisions must be one. same: a number below 2^48 that must be
+        equal on all of them.
+        """
+        return [*numbers]
+
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
 
@@ -252,10 +270,19 @@ class LayerSkipModel:
         rows = cache_rows(cache, hidden.shape[0])
         if self._native is not None:
             return self._native.run(hidden, start, stop, rows, self._rotary, capture)
-        if start == stop:
-            return hidden
+        return hidden if start == stop else self._by_operators(hidden, start, stop, rows, self._rotary, capture)
+
+    def _by_operators(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rows: CacheRows,
+        rotary: Tensor,
+        capture: Callable[[int, Tensor], None] | None,
+    ) -> Tensor:
         attention = OperatorAttention(
-            rows, start, stop, rotary=self._rotary, heads=self.num_heads, dtype=self.dtype,
+            rows, start, stop, rotary=rotary, heads=self.num_heads, dtype=self.dtype,
             sliding_windows=self.sliding_windows[start:stop], unfused=self._unfused, groups_rows=self._groups_rows,
         )  # fmt: skip
         hidden = self.walk(hidden, start, stop, attention, capture)

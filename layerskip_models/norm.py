@@ -31,6 +31,13 @@ class RMSNorm:
         """sqrt(h) weight, float32 [hidden]; None in other dtypes, of a live weight, and once the next matrix has them."""
         return None if self._through_float32 else self._weight
 
+    @property
+    def weight(self) -> Tensor:
+        """[hidden], as the checkpoint has it. ValueError once the next matrix has it."""
+        if self._weight is None:
+            raise ValueError("the next matrix has this norm's weight")
+        return self._weight if self._through_float32 else self._weight / self.size**0.5
+
     def fold(self) -> Tensor | None:
         """Stop applying the factors and return them, [hidden]: the caller multiplies the next matrix's columns by them.
 

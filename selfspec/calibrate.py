@@ -19,6 +19,7 @@ from policies import FixedExit, MeasuredCost, Needs, NeverStop, Policy
 from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.hidden_states import HiddenStates
+from selfspec.parallel.agreement import agree_on_seconds
 from selfspec.passes import RunnerName, Turn
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.sampling import Sampler
@@ -62,12 +63,13 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
     cache = KVCache(model, context)
     with engine_mode(model.device), model.on_one_team():
         own = torch.Generator(model.device)
-        for stored in (cache.keys, cache.values):
-            stored.normal_(generator=own)  # not leftover memory: infinities there are slow on some processors
+        for stored in cache.memory:
+            # Not leftover memory: infinities there are slow on some processors.
+            stored.normal_(generator=own if stored.device == own.device else None)
         make = _captured_calls if runner == "captured" else _eager_calls
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
-        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model.device)
+        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model)
         adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
     layers, heads = passes[-2::-2], passes[::-2]
     if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
@@ -94,7 +96,7 @@ def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) 
     calls = [
         _draft_call(one, cache, runner, exit_layer) for exit_layer in exits for one in (model, model.with_adapters({}))
     ]
-    seconds = _timed(calls, model.device)
+    seconds = _timed(calls, model)
     added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
@@ -195,17 +197,21 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
         return lambda: states.shadow_tokens(count, target[:count])
 
     with engine_mode(model.device), model.on_one_team():
-        return dict(zip(rows, _timed([learn(count) for count in rows], model.device)))
+        return dict(zip(rows, _timed([learn(count) for count in rows], model)))
 
 
-def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each call, the calls taken in turn: the lower quartile, since a busy machine only ever adds."""
+def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[float]:
+    """Seconds of each call, the calls taken in turn: the lower quartile, since a busy machine only ever adds.
+
+    Where several processes hold the model, each makes the same calls, and takes rank 0's times.
+    """
+    device = model.device
     for call in calls:
         call()
     seconds: list[list[float]] = [[] for _ in calls]
     started = perf_counter()
     for repeat in range(_REPEATS):
-        if repeat >= 2 and perf_counter() - started > _SECONDS:
+        if repeat >= 2 and agree_on_seconds(model, perf_counter() - started) > _SECONDS:
             break
         for call, times in zip(calls, seconds):
             synchronize(device)
@@ -213,7 +219,7 @@ def _timed(calls: list[Callable[[], object]], device: torch.device) -> list[floa
             call()
             synchronize(device)
             times.append(perf_counter() - start)
-    return [sorted(times)[len(times) // 4] for times in seconds]
+    return model.agree([sorted(times)[len(times) // 4] for times in seconds])
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from layerskip_models.kernels.threads import settle as settle_threads
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
 from selfspec.messages import Messages
+from selfspec.parallel.agreement import agree_on_call
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
 from selfspec.round import Committed, read_prompts, run_round
@@ -268,6 +269,7 @@ class _Seat:
             self._place = self._held.enter_context(
                 bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens, request.prompt)
             )
+            agree_on_call(bound.model, request, checked.policy)
             policy, self.at_work = self._held.enter_context(company.use(checked.policy))
             self.captured = self._place.captured
             with engine_mode(bound.model.device), self.at_work:

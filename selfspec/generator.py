@@ -10,7 +10,7 @@ from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from transformers import (
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.exits.lean import ExitsChoice
+from layerskip_models.parallel.shard_loading import load_shard
+from layerskip_models.parallel.spread_model import load_spread
 from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
@@ -35,6 +37,7 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine import Checked, Engine, GenerationResult
 from selfspec.messages import Messages, encode_messages
 from selfspec.pacer.inference import PreVerifiers
+from selfspec.parallel.launch import TensorParallel, divides
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
 from selfspec.request import GenerationHost, Request, check_context, make_request, refuse_unknown
 from selfspec.runtime.model_source import BoundModel, ModelSource
@@ -119,10 +122,27 @@ class SelfSpecGenerator:
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
+        tensor_parallel: TensorParallel = None,
+        device_map: Literal["auto"] | None = None,
     ) -> SelfSpecGenerator:
-        """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`."""
+        """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
+
+        tensor_parallel: "auto" divides the model over the processes that torchrun has launched, or the number of them, to be
+            sure of it; each loads its part, and must make the same calls as the others (docs/many-devices.md). None: this
+            process holds all of the model.
+        device_map: "auto" spreads the layers over all GPUs of this machine, for a model that one of them does not hold. One
+            GPU works at a time, and rounds are not captured.
+        """
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-        model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, kv_dtype=kv_dtype, **options)
+        if device_map is not None:
+            if device_map != "auto" or device != "auto" or divides(tensor_parallel):
+                raise ValueError("device_map must be 'auto' or None, and goes without device and tensor_parallel")
+            model: LayerSkipModel = load_spread(name_or_path, dtype=dtype, exits=exits, **options)
+        else:
+            load = load_shard if divides(tensor_parallel) else load_model
+            model = load(name_or_path, dtype=dtype, device=device, exits=exits, **options)
+        if kv_dtype != "auto":
+            model = model.with_kv_dtype(kv_dtype)
         tokenizer = load_tokenizer(name_or_path, **options)
         return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
 

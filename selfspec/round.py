@@ -14,6 +14,7 @@ import torch
 
 from layerskip_models.prefill import MOST_ROWS, Piece, read_pieces
 from policies import RoundRecord
+from selfspec.parallel.agreement import agree_on_round
 from selfspec.passes import Passes
 from selfspec.text import Planned, Text
 
@@ -49,7 +50,8 @@ def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes) -> list[
     passes.verify(turns)  # 3. the other layers look at all of them at once
     verified = perf_counter()
     outcomes = passes.accept(turns)  # 4. those that the model itself would have said hold, and one token more
-    shares = (drafted - started) / len(going), (verified - drafted) / len(going)
+    seconds = (drafted - started) / len(going), (verified - drafted) / len(going)
+    shares = agree_on_round(going[0][0].model, seconds, turns, outcomes)
     going[0][0].stats.accept_seconds += perf_counter() - verified
     results = []
     for (text, planned), outcome in zip(going, outcomes):

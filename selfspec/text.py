@@ -6,7 +6,7 @@ policy state and statistics are its own. So texts that share a pass need no padd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -20,6 +20,7 @@ from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, che
 from selfspec.copying.copy_index import CopyIndex
 from selfspec.copying.copy_sources import copies_drafts
 from selfspec.hidden_states import HiddenStates, KeptStates
+from selfspec.parallel.agreement import agree_on_seconds, agree_on_stop
 from selfspec.passes import Outcome, Passes, RunnerName, Turn
 from selfspec.request import Request
 from selfspec.sampling import Sampler, non_finite
@@ -231,6 +232,8 @@ class Text:
         speculative = turn.exit_layer is not None
         drafting = speculative or bool(turn.copied)
         spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else Spent()
+        if spent.layers:
+            spent = replace(spent, seconds=agree_on_seconds(self.model, spent.seconds))
         num_layers = self.model.num_layers
         record = RoundRecord(
             index=planned.context.round_index,
@@ -283,6 +286,8 @@ class Text:
             self.tokens[0, self.length : end].copy_(found, non_blocking=True)
         sound = block if failure is None else block[:-1]
         count, self.stop_reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
+        if self._on_host is not None:
+            count, self.stop_reason = agree_on_stop(self.model, count, self.stop_reason)
         if failure is not None and self.stop_reason is None:
             raise failure
         if self.num_new:

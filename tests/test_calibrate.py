@@ -99,6 +99,6 @@ def test_a_device_that_works_behind_the_hosts_back(monkeypatch) -> None:  # type
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     from selfspec import calibrate as module
 
-    device = SimpleNamespace(type="cuda")
-    module._timed([lambda: None], device)  # type: ignore[arg-type]
+    model = SimpleNamespace(device=SimpleNamespace(type="cuda"), num_ranks=1, agree=lambda numbers: numbers)
+    module._timed([lambda: None], model)  # type: ignore[arg-type]
     assert len(waits) == 2 * module._REPEATS

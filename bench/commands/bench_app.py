@@ -33,6 +33,7 @@ from bench.commands.copying_gain_command import copying_gain
 from bench.commands.exit_adapters_command import exit_adapters
 from bench.commands.exit_losses_command import exit_losses
 from bench.commands.leaves_command import leaves
+from bench.commands.overlap_command import overlap
 from bench.commands.preparation import (
     configuration,
     encoded,
@@ -52,6 +53,7 @@ from bench.commands.run_command import run
 from bench.commands.serving_command import serving, serving_soak
 from bench.commands.shapes_command import shapes
 from bench.commands.soak_command import soak
+from bench.commands.stages_command import stages
 from bench.commands.sweep_command import sweep
 from bench.engines.own import Engine, SelfSpecEngine
 from bench.measure import measure, num_runs
@@ -91,6 +93,8 @@ app.command()(copying_accuracy)
 app.command()(copying_gain)
 app.command()(exit_losses)
 app.command()(leaves)
+app.command()(overlap)
+app.command()(stages)
 app.command()(copy_index)
 app.command()(exit_adapters)
 

@@ -75,7 +75,7 @@ def from_transformers(
     if share and (reason := why_not_shared(model, layout)) is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        return _convert(model, config, "plain" if share else layout, release, share, packed)
+        return convert(model, config, "plain" if share else layout, release, share, packed)
 
 
 def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
@@ -92,14 +92,20 @@ def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str 
     return None
 
 
-def _convert(
+def convert(
     model: PreTrainedModel,
     config: PreTrainedConfig,
     layout: Layout | None,
     release: bool,
-    share: bool,
-    packed: Packed,
+    share: bool = False,
+    packed: Packed = _NOTHING,
+    fill: Callable[[str, nn.Module], None] = lambda name, module: None,
+    only: range | None = None,
 ) -> LayerSkipModel:
+    """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
+
+    only: the layers of the result, if it is to be a part of the model.
+    """
     decoder = model.model
     stored = decoder.norm.weight.dtype
     dtype = arithmetic_dtype(stored, decoder.norm.weight.device)
@@ -114,6 +120,9 @@ def _convert(
     inv_freq = _inv_freq(decoder.rotary_emb)
     layers = []
     for index, layer in enumerate(decoder.layers):
+        if only is not None and index not in only:
+            continue
+        fill(f"model.layers.{index}", layer)
         layers.append(
             convert_layer(
                 layer,
@@ -131,7 +140,7 @@ def _convert(
 
     embedding = decoder.embed_tokens.weight.detach()
     head_weight = model.lm_head.weight.detach()
-    tied = head_weight.data_ptr() == embedding.data_ptr()
+    tied = head_weight.device == embedding.device and head_weight.data_ptr() == embedding.data_ptr()
     if not release and not share:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from layerskip_models.checkpoints.synthetic import SHAPES
 from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.analysis.quality import SAMPLE, quality_lines
+from selfspec.analysis.shape_report import shape_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import (
     POLICY_HELP,
@@ -98,14 +100,37 @@ def inspect_command(
             "(default: one of 1,000 words).",
         ),
     ] = False,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a checkpoint: what a model of this shape would hold, read and send. "
+            f"One of {', '.join(SHAPES)}, or a folder with config.json.",
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="With --shape: processes that the model is divided over.")
+    ] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="With --shape: tokens of a text (default: as many as the model takes).")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     exits: ExitsOption = "auto",
     kv_dtype: KvDtypeOption = "auto",
 ) -> None:
-    """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured."""
+    """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured.
+
+    With --shape: the memory and traffic of each process, without loading anything.
+    """
     notes = notes_console(quiet=False)
     with one_line_errors():
+        if shape is not None:
+            if model is not None:
+                raise ValueError("give a checkpoint or --shape, not both")
+            typer.echo("\n".join(shape_lines(shape, tensor_parallel, dtype, device, context)))
+            return
+        if tensor_parallel > 1 or context is not None:
+            raise ValueError("--tensor-parallel and --context go with --shape")
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
         full = load_full_weights(model, dtype, device, notes) if quality else None
         generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)

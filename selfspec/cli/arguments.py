@@ -18,7 +18,9 @@ from layerskip_models import DEMO_PATH, LayerSkipModel, load_model, load_tokeniz
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
+from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.parallel.launch import TensorParallel, be_silent_unless_first, divides, speaks
 
 MODEL_PANEL = "Model"
 ModelOption = Annotated[
@@ -56,7 +58,7 @@ POLICY_HELP = (
 
 def notes_console(quiet: bool) -> Console:
     """Where everything but the generated text goes: standard error."""
-    return Console(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    return Console(stderr=True, quiet=quiet or not speaks(), highlight=False, markup=False, soft_wrap=True)
 
 
 def load_generator(
@@ -68,11 +70,16 @@ def load_generator(
     prefix_cache: int | str | None = None,
     exits: str = "auto",
     kv_dtype: str = "auto",
+    tensor_parallel: TensorParallel = 1,
 ) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer. prefix_cache, kv_dtype: see `SelfSpecGenerator`.
+    """The checkpoint, the demo if none is named, with its tokenizer. The last arguments are those of `SelfSpecGenerator`.
 
-    exits: as there, "none" for bare exits.
+    exits: as there, "none" for bare exits. Raises ValueError for a command that knows one process, if several were launched.
     """
+    if tensor_parallel == 1 and launched_ranks() > 1:
+        raise ValueError("this command runs in one process: start it without torchrun")
+    if divides(tensor_parallel if launched_ranks() > 1 else None):
+        be_silent_unless_first()
     with _loading(model, notes) as name:
         return SelfSpecGenerator.from_pretrained(
             name,
@@ -82,6 +89,7 @@ def load_generator(
             prefix_cache=prefix_cache,
             exits=None if exits == "none" else exits,
             kv_dtype=kv_dtype,
+            tensor_parallel=tensor_parallel,
         )
 
 
@@ -176,12 +184,13 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-    except (NonFiniteLogitsError, torch.OutOfMemoryError) as error:
+    except (NonFiniteLogitsError, torch.OutOfMemoryError, RankError) as error:
         _fail(error, 1)
     except (ValueError, TypeError, OSError) as error:
         _fail(error, 2)
 
 
 def _fail(error: Exception, status: int) -> NoReturn:
-    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+    if speaks():
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
     raise typer.Exit(status) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from selfspec.copying.copy_index import CopyStore
 from selfspec.copying.copy_sources import copies_drafts
 from selfspec.engine import Checked
 from selfspec.messages import Messages, are_messages
+from selfspec.parallel.launch import from_first, speaks
 
 OWN_OPTIONS = (
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
@@ -138,20 +140,24 @@ def generate_file(
     batch_size: int,
     notes: Console,
     store: CopyStore | None = None,
+    only: Collection[str | int] | None = None,
 ) -> int:
     """Decode what has no result yet, `batch_size` at a time; each result is written as it comes. Returns how many failed.
+
+    only: ids of the prompts that are this process's, None for all.
 
     store: what lines may copy from that have no texts of their own, if their policy copies at all. A prompt that cannot be
     decoded (too long, say) gets a line with its error, and the others go on.
     """
-    done = results_so_far(output, prompts)
-    left = [line for line in prompts if line.id not in done]
+    done = from_first(generator.model, lambda: results_so_far(output, prompts))
+    left = [line for line in prompts if line.id not in done and (only is None or line.id in only)]
     if done:
         notes.print(f"{len(done)} of {len(prompts)} results are in {output} already")
     failed = tokens = 0
+    writes = speaks() or generator.model.num_ranks == 1  # of processes that decode the same texts one
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
-        output.open("a", encoding="utf-8") as file,
+        (output if writes else Path(os.devnull)).open("a", encoding="utf-8") as file,
         Progress(*columns, TimeRemainingColumn(), console=notes, disable=notes.quiet) as bar,
     ):
         task = bar.add_task("Decoding", total=len(prompts), completed=len(done))

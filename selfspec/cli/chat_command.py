@@ -29,6 +29,7 @@ from selfspec.cli.conversation import Conversation
 from selfspec.cli.copy_files import CopyFromOption, read_copy_files, store_of_files
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.messages import has_template, template_of
+from selfspec.parallel.launch import from_first, speaks
 
 COMMANDS = {
     "/help": "what can be typed",
@@ -86,7 +87,9 @@ def chat_command(
     with one_line_errors():
         template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
         # The last text is kept, on every device: an answer begins as soon as the new message is read.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=1, exits=exits, kv_dtype=kv_dtype)
+        generator = load_generator(
+            model, dtype, device, notes, prefix_cache=1, exits=exits, kv_dtype=kv_dtype, tensor_parallel="auto"
+        )
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
@@ -123,7 +126,8 @@ def chat_command(
         notes.print(_greeting(model, generator))
         if show_drafts:
             chat.command("/drafts")
-        chat.run(_line_reader())
+        read_line = _line_reader()
+        chat.run(lambda prompt: from_first(generator.model, lambda: read_line(prompt)))
 
 
 class Chat:
@@ -179,7 +183,8 @@ class Chat:
         elif name == "/save":
             if not text:
                 raise ValueError("say where: /save FILE")
-            conversation.save(Path(text).expanduser())
+            if speaks():
+                conversation.save(Path(text).expanduser())
             self._notes.print(f"saved to {text}")
         elif name == "/clear":
             conversation.clear()

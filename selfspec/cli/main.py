@@ -7,6 +7,7 @@ call ends with status 2 and one line that says what to do, Ctrl-C with 130, and 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
+from layerskip_models.parallel.ranks import launched_ranks
 from layerskip_models.training.loop import train_command
 from layerskip_models.training.options import command_for_config
 from selfspec import GenerationResult, SelfSpecGenerator, __version__
@@ -36,7 +38,7 @@ from selfspec.cli.arguments import (
     notes_console,
     one_line_errors,
 )
-from selfspec.cli.batch_file import PromptLine, generate_file, read_prompts, store_for_lines
+from selfspec.cli.batch_file import generate_file, read_prompts, store_for_lines
 from selfspec.cli.chat_command import chat_command
 from selfspec.cli.copy_files import CopyFromOption, read_copy_files, store_of_files
 from selfspec.cli.display import (
@@ -54,11 +56,12 @@ from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
-from selfspec.copying.copy_index import CopyStore
+from selfspec.cli.shared_prompts import generate_shared
 from selfspec.exits.exit_settings import ExitTraining
 from selfspec.exits.train_exit import train_exit
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
+from selfspec.parallel.launch import TensorParallel, from_first, own_device, speaks
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 app = typer.Typer(
@@ -122,6 +125,15 @@ def generate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="With --prompts: texts that are decoded together.", rich_help_panel=_MANY)
     ] = DEFAULT_BATCH_SIZE,
+    data_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--data-parallel",
+            help="With --prompts, under accelerate launch or torchrun: each process holds the whole model and takes a share "
+            "of the prompts. Without it the model is divided over torchrun's processes.",
+            rich_help_panel=_MANY,
+        ),
+    ] = False,
     model: ModelOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -250,6 +262,8 @@ def generate(
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
         if (prompts is None) != (output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
+        if data_parallel and prompts is None:
+            raise ValueError("--data-parallel shares out the prompts of a file: add --prompts and --output")
         if prompts is not None and output is not None:
             if any((prompt, file, compare_modes, show_drafts, svg, as_json, trace, explain_run)):
                 raise ValueError(
@@ -258,14 +272,23 @@ def generate(
             copy_texts = read_copy_files(copy_from)
             given = {name: value for name, value in options.items() if value is not None}
             asked = read_prompts(prompts, given, copy_texts)
-            generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
+            divided: TensorParallel = None if data_parallel else "auto"
+            own = own_device(device) if data_parallel else device
+            generator = load_generator(
+                model, dtype, own, notes, exits=exits, kv_dtype=kv_dtype, tensor_parallel=divided
+            )
             check_sampling(generator, options)
             store = store_for_lines(generator, asked, copy_texts)
-            _generate_file(generator, asked, output, batch_size, notes, store)
+            decode = generate_shared if data_parallel and launched_ranks() > 1 else generate_file
+            run = partial(decode, generator, asked, output, batch_size=batch_size, notes=notes, store=store)
+            _generate_file(run, len(asked), output, notes)
             return
-        text, copy_texts = read_prompt(prompt, file), read_copy_files(copy_from)
+        text, copy_texts = read_prompt(prompt, file) if speaks() else "", read_copy_files(copy_from)
         # Runs of one prompt are timed beside each other: each reads it.
-        generator = load_generator(model, dtype, device, notes, prefix_cache=0, exits=exits, kv_dtype=kv_dtype)
+        generator = load_generator(
+            model, dtype, device, notes, prefix_cache=0, exits=exits, kv_dtype=kv_dtype, tensor_parallel="auto"
+        )
+        text = from_first(generator.model, lambda: text)
         greedy = check_sampling(generator, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             chosen = generator.resolve_policy(policy, exit_layer, num_speculations)
@@ -275,7 +298,7 @@ def generate(
             if compare_modes:
                 session.warm_up()
             result = session.run(show_drafts=show_drafts, silent=as_json, trace=trace, show_prompt=compare_modes)
-            if svg is not None:
+            if svg is not None and speaks():
                 save_drafts(svg, f"selfspec generate --policy {result.policy} --show-drafts", text, session.shown)
             explanation = session.explain(greedy) if explain_run and not session.interrupt.requested else None
             comparison = session.compare(repeats, greedy) if compare_modes else None
@@ -292,21 +315,15 @@ def generate(
         raise typer.Exit(130)
 
 
-def _generate_file(
-    generator: SelfSpecGenerator,
-    prompts: list[PromptLine],
-    output: Path,
-    batch_size: int,
-    notes: Console,
-    store: CopyStore | None,
-) -> None:
+def _generate_file(decode: Callable[[], int], count: int, output: Path, notes: Console) -> None:
+    """decode: returns how many of `count` prompts failed."""
     try:
-        failed = generate_file(generator, prompts, output, batch_size=batch_size, notes=notes, store=store)
+        failed = decode()
     except KeyboardInterrupt:
         notes.print(f"interrupted: what is complete is in {output}; run the same command again to go on")
         raise typer.Exit(130) from None
     if failed:
-        notes.print(f"{failed} of {len(prompts)} prompts failed: their lines in {output} say why")
+        notes.print(f"{failed} of {count} prompts failed: their lines in {output} say why")
         raise typer.Exit(1)
 
 
@@ -366,7 +383,7 @@ class _Session:
             raise
         if not silent:
             writer.write("\n")
-        if trace is not None:
+        if trace is not None and speaks():
             write_trace(trace, result.trace or ())
         return result
 

@@ -20,6 +20,8 @@ from selfspec.cli.arguments import (
 from selfspec.cli.copy_files import CopyFromOption, read_copy_files
 from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import template_of
+from selfspec.parallel.launch import speaks
+from selfspec.parallel.mirrored_engine import end_followers
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 
@@ -91,13 +93,13 @@ def serve_command(
     notes = notes_console(False)
     with one_line_errors():
         try:
-            from selfspec.serve.app import make_app
+            from selfspec.serve.app import follow_server, make_app
             from selfspec.serve.running import open_socket, run
             from selfspec.serve.server_settings import ServerSettings, default_name
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
         template, copy_texts = template_of(model, chat_template), tuple(read_copy_files(copy_from))
-        listening = open_socket(host, port)
+        listening = open_socket(host, port) if speaks() else None
         settings = ServerSettings(
             model_name=served_name or default_name(str(DEMO_PATH) if model is None else model),
             policy=policy,
@@ -111,8 +113,18 @@ def serve_command(
             chat_stops=template.stops,
         )
         generator = load_generator(
-            model, dtype, device, notes, prefix_cache=prefix_cache, exits=exits, kv_dtype=kv_dtype
+            model,
+            dtype,
+            device,
+            notes,
+            prefix_cache=prefix_cache,
+            exits=exits,
+            kv_dtype=kv_dtype,
+            tensor_parallel="auto",
         )
+        if listening is None:
+            follow_server(generator, settings)
+            return
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings)
         own = generator.resolve_policy(policy)
@@ -120,4 +132,7 @@ def serve_command(
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
-        run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))
+        try:
+            run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))
+        finally:
+            end_followers(generator)

@@ -23,6 +23,7 @@ from selfspec.pacer.network import (
     lean,
     load_preverifier,
 )
+from selfspec.parallel.agreement import agree_on_seconds
 from selfspec.runtime.torch_mode import engine_mode
 
 _TIMED_POSITIONS, _TIMED_COMMITTED = 320, 4  # of a text while passes are timed, and how many rows each adds to it
@@ -37,8 +38,9 @@ class PreVerification:
     the cache is rolled back with the main one, by a number.
     """
 
-    def __init__(self, network: LeanPreVerifier) -> None:
+    def __init__(self, network: LeanPreVerifier, model: LayerSkipModel | None = None) -> None:
         self.network = network
+        self._model = model  # that the drafts are of: its processes take one of their times
         self._caches: dict[int, KVCache] = {}
         self._committed: dict[int, int] = {}  # exit layer -> committed rows in its cache
         self._reliability = 1.0  # chance that all drafts of the round so far are accepted
@@ -46,7 +48,7 @@ class PreVerification:
 
     def __deepcopy__(self, memo: dict[int, object]) -> PreVerification:
         """For another text at the same time: the same network, with caches of its own."""
-        return PreVerification(self.network)
+        return PreVerification(self.network, self._model)
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
@@ -117,7 +119,8 @@ class PreVerification:
                 start = perf_counter()
                 asked.estimate(text, layer, position, 1, hidden, features, None)
                 times.append(perf_counter() - start)
-        return sorted(times[1:])[len(times) // 4]  # the first had all the text before it
+        seconds = sorted(times[1:])[len(times) // 4]  # the first had all the text before it
+        return seconds if self._model is None else agree_on_seconds(self._model, seconds)
 
     def _context(self, context: ContextStates, exit_layer: int, start: int, stop: int) -> Tensor:
         return self.network.context_inputs(context.rows(exit_layer, start, stop), exit_layer)
@@ -161,7 +164,7 @@ class PreVerifiers:
             module = load_preverifier(path)
             check_fits(module.config, self._model, path)
             self._loaded[path] = lean(module, self._model.dtype, self._model.device)
-        return PreVerification(self._loaded[path])
+        return PreVerification(self._loaded[path], self._model)
 
     def beside(self) -> str:
         """The folder of the pre-verifier that lies beside the model's weights. ValueError if there is none."""

@@ -117,9 +117,14 @@ class ModelSource:
             return model
 
     def _bound(self, model: LayerSkipModel) -> BoundModel:
+        runner = self._runner
+        if len(set(model.layer_devices)) > 1:
+            if runner == "captured":
+                raise ValueError("rounds of a model on several devices are not captured: take runner='auto' or 'eager'")
+            runner = "eager"
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)
-        pool = RunnerPool(model, resolve_runner(self._runner, model.device), self._prefixes, self._give_up_graphs)
+        pool = RunnerPool(model, resolve_runner(runner, model.device), self._prefixes, self._give_up_graphs)
         return BoundModel(model, pool, PreVerifiers(model))
 
     def _give_up_graphs(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from openai.types import Model
 from starlette.types import Message, Receive, Scope, Send
 
 from selfspec import SelfSpecGenerator
+from selfspec.parallel.mirrored_engine import follow, leading_engine
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import ApiError
@@ -39,6 +41,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
+    make_engine = leading_engine(generator, settings.policy)
     created = int(time())
     served = Model(
         id=settings.model_name,
@@ -50,7 +53,9 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.scheduler = Scheduler(metrics, batch_size=settings.batch_size, max_waiting=settings.max_waiting)
+        app.state.scheduler = Scheduler(
+            metrics, batch_size=settings.batch_size, max_waiting=settings.max_waiting, make_engine=make_engine
+        )
         try:
             yield
         finally:
@@ -107,6 +112,13 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
     return app
+
+
+def follow_server(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
+    """What the other ranks do while rank 0 serves a model that is divided over them. Returns when the server has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 says when it is over
+    translator = Translator(generator, settings)
+    follow(generator, settings.policy, translator.copies)
 
 
 async def _translated(request: Request, body: GenerationRequest, translate: Callable[[], list[Choice]]) -> list[Choice]:

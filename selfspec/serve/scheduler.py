@@ -68,8 +68,10 @@ class ClosedError(RuntimeError):
 class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread."""
 
-    def __init__(self, metrics: ServerMetrics, *, batch_size: int, max_waiting: int) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: ServerMetrics, *, batch_size: int, max_waiting: int, make_engine: Callable[[], Engine] = Engine
+    ) -> None:
+        self._metrics, self._make_engine = metrics, make_engine
         self._batch_size, self._max_waiting = batch_size, max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -141,7 +143,7 @@ class Scheduler:
 
     def _run_until_idle(self) -> None:
         """One engine, until nobody is left: all that it holds is then given back."""
-        with Engine() as engine:
+        with self._make_engine() as engine:
             while self._admit(engine):
                 self._metrics.round_texts.observe(len(self._jobs))
                 self._metrics.cache_bytes.set(engine.cache_bytes)

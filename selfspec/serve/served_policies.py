@@ -61,6 +61,11 @@ class ServedPolicies:
 
     def _parse(self, name: str, *, measured: bool) -> Policy:
         model = self._generator.model
+        if model.num_ranks > 1 and "pacer" in name:
+            raise ValueError(
+                "over several processes a request may not name pacer, whose time they would have to measure together: make "
+                "it the server's policy"
+            )
         measure = partial(measured_cost, model, self._generator.runner) if measured else _refuse_measuring
         return parse_policy(name, num_layers=model.num_layers, measure=measure, preverifier=self._beside_the_model)
 

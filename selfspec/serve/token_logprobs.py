@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,6 +34,10 @@ class LogprobRecorder(LogitsProcessor):
         self._rows[input_ids.shape[1]] = scores[0].clone()
         return scores
 
+    def __reduce__(self) -> tuple[Callable[[], LogitsProcessor], tuple[()]]:
+        """In another process that decodes the same text, nobody reads what would be remembered."""
+        return _Unchanged, ()
+
     def committed(self, tokens: Sequence[int]) -> list[TokenLogprob]:
         """The log-probabilities of tokens that were committed now. Called once for each block, in order."""
         found = []
@@ -45,3 +49,10 @@ class LogprobRecorder(LogitsProcessor):
             self._next += 1
         self._rows = {place: row for place, row in self._rows.items() if place >= self._next}
         return found
+
+
+class _Unchanged(LogitsProcessor):
+    """Stands where a recorder does on rank 0."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores

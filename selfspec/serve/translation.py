@@ -54,7 +54,7 @@ class Translator:
         self._generator, self._settings = generator, settings
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self._policies = ServedPolicies(generator, settings.policy)
-        self._copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
+        self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
         self._template = ChatTemplate(settings.chat_template, settings.chat_stops)
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
@@ -139,7 +139,7 @@ class Translator:
             ids,
             max_new_tokens=max_new_tokens,
             policy=policy,
-            copy_from=self._copies if copies_drafts(policy.needs, self._generator.runner) else None,
+            copy_from=self.copies if copies_drafts(policy.needs, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=criteria,
             **sampling,
@@ -189,6 +189,12 @@ class Translator:
         elif isinstance(body.response_format, JsonSchemaFormat):
             schema = body.response_format.json_schema.schema_
         if schema is not None:
+            if self._generator.model.num_ranks > 1:
+                raise ApiError(
+                    "this server's model is divided over several processes, which cannot follow a JSON schema: leave "
+                    "out response_format",
+                    param="response_format",
+                )
             try:
                 matcher = self.vocabulary.matcher(schema)
             except ValueError as error:

@@ -1,0 +1,222 @@
+"""Reads this rank's part of a checkpoint, tensor by tensor out of its safetensors files: nobody holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.conversion import convert
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype
+from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.exits.lean import ExitsChoice, with_exits
+from layerskip_models.families import family_of
+from layerskip_models.linear import Layout
+from layerskip_models.model import LayerSkipModel
+from layerskip_models.parallel.ranks import Ranks
+from layerskip_models.parallel.shard_plan import ShardPlan
+from layerskip_models.parallel.sharded_model import ShardedModel
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_shard(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    layout: Layout | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    exits: ExitsChoice = "auto",
+) -> ShardedModel:
+    """This process's part of a checkpoint whose other parts the processes launched with it load; arguments as `load_model`'s.
+
+    Every process must call it. On CUDA each takes the device of its local rank. Peak memory is the part, and one layer of it.
+    Raises what `load_model` raises; ValueError for a checkpoint that is quantised or GGUF, or that cannot be divided;
+    RankError if the processes do not find each other.
+    """
+    target = _own_device(resolve_device(device))
+    if dtype == "int4":
+        raise ValueError("weights of 4 bits have scales for groups of inputs, which parts would cut: take dtype='int8'")
+    if dtype == "int8":
+        dtype, layout = torch.float32, "int8"
+    name = resolve_checkpoint(name_or_path)
+    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    config = load_config(name, **origin)
+    if gguf_file(name) is not None or quantisation_of(config) is not None:
+        raise ValueError(
+            f"{name} is quantised, and its packed weights cannot be divided over processes: load it in one process, or give "
+            "the checkpoint that it was made from (with dtype='int8' for weights of 8 bits)"
+        )
+    chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
+    ranks = Ranks.join(target)
+    plan = ShardPlan.of(config, ranks.rank, ranks.size)
+    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
+        part = load_part(files, plan, chosen, lambda module: target, layout, generation_config(name, config, origin))
+    model = ShardedModel(part, plan, ranks)
+    ranks.collect(None)  # nobody begins before all have read theirs, which may take longer than an answer
+    return _with_exits(model, exits)
+
+
+def load_layers(
+    name_or_path: str | Path,
+    layers: range,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> LayerSkipModel:
+    """Some layers of a checkpoint that follow each other, with embedding, last norm and head, as a model of their own.
+
+    Its layers count from 0. Arguments and errors as those of `load_shard`, but for those of ranks.
+    """
+    name = resolve_checkpoint(name_or_path)
+    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    config, target = load_config(name, **origin), resolve_device(device)
+    if gguf_file(name) is not None or quantisation_of(config) is not None:
+        raise ValueError(f"{name} is quantised, and its layers cannot be read one by one: load it whole")
+    if not 0 <= layers.start < layers.stop <= config.num_hidden_layers:
+        raise ValueError(
+            f"layers {layers.start} to {layers.stop} are not among the {config.num_hidden_layers} of {name}"
+        )
+    chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
+    plan = ShardPlan.of(config, 0, 1)
+    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
+        found = generation_config(name, config, origin)
+        return load_part(files, plan, chosen, lambda module: target, None, found, only=layers)
+
+
+def _with_exits(model: ShardedModel, exits: ExitsChoice) -> ShardedModel:
+    found = with_exits(model, exits)
+    assert isinstance(found, ShardedModel)
+    return found
+
+
+def _own_device(device: torch.device) -> torch.device:
+    if device.type != "cuda" or device.index is not None:
+        return device
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(own)
+    return own
+
+
+def generation_config(name: str, config: Any, origin: Mapping[str, Any]) -> GenerationConfig:
+    """The checkpoint's, or what follows from its configuration."""
+    try:
+        return GenerationConfig.from_pretrained(name, **origin)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
+
+
+def make_shell(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers' model without memory."""
+    with torch.device("meta"):
+        return family_of(config).model(config).to(dtype)
+
+
+def load_part(
+    files: Parts,
+    plan: ShardPlan,
+    dtype: torch.dtype,
+    device_of: Callable[[str], torch.device],
+    layout: Layout | None,
+    generation_config: GenerationConfig,
+    only: range | None = None,
+) -> LayerSkipModel:
+    """A model as large as the part, in which one layer after the other gets its weights.
+
+    device_of: a module, by its name. only: the layers to read, None for all.
+    """
+    local: Any = plan.local_config()
+    shell = make_shell(local, dtype)
+    decoder: Any = shell.model
+    for index in range(len(decoder.layers)):
+        if only is not None and index not in only:
+            decoder.layers[index] = nn.Identity()
+    tied = bool(local.tie_word_embeddings)
+
+    def fill(name: str, module: nn.Module) -> None:
+        for own, _ in [*module.named_parameters()]:
+            value = files.read(f"{name}.{own}", plan, dtype, device_of(name))
+            place, _, kind = own.rpartition(".")
+            setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
+
+    decoder.rotary_emb = type(decoder.rotary_emb)(local).to(device_of("model.embed_tokens"))
+    fill("model.embed_tokens", decoder.embed_tokens)
+    fill("model.norm", decoder.norm)
+    if tied:
+        shell.lm_head.weight = decoder.embed_tokens.weight
+    else:
+        fill("lm_head", shell.lm_head)
+    shell.generation_config = generation_config
+    return convert(shell, local, layout, release=True, fill=fill, only=only)
+
+
+class Parts:
+    """The tensors of a checkpoint's safetensors files, of which parts are read. Used in a `with` statement."""
+
+    def __init__(self, name: str, origin: Mapping[str, Any]) -> None:
+        self._name = name
+        self._where = _files(name, origin)
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+
+    def read(self, name: str, plan: ShardPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """This rank's part of one parameter. Raises ValueError for one that is missing, of another shape, or not finite."""
+        path = self._where.get(name)
+        if path is None:
+            raise ValueError(
+                f"{self._name} holds no {name}: the checkpoint is not complete, or of another architecture"
+            )
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        stored, pieces = self._open[path].get_slice(name), plan.pieces(name)
+        if pieces is None:
+            value: Tensor = stored[:]
+        else:
+            dim, parts = pieces
+            if parts[-1].stop > stored.get_shape()[dim]:
+                raise ValueError(
+                    f"{self._name}: {name} has shape {stored.get_shape()}, which its config.json does not fit"
+                )
+            cut = [stored[p.start : p.stop] if dim == 0 else stored[:, p.start : p.stop] for p in parts]
+            value = cut[0] if len(cut) == 1 else torch.cat(cut)
+        if plan.added_once(name) and plan.rank:
+            value = torch.zeros_like(value)
+        # A copy, since what is cut may be a view of the whole, mapped file.
+        value = value.to(device=device, dtype=dtype, copy=True).contiguous()
+        if not bool(value.isfinite().all()):
+            raise ValueError(
+                f"{self._name} holds NaN or infinite weights, in {name}: the checkpoint is damaged or its training diverged; "
+                "load another one"
+            )
+        return value
+
+
+def _files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
+    """The file of every tensor."""
+    index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False, **origin)
+    if index is None:
+        path = Path(str(cached_file(name, _FILE, **origin)))
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    listed = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"]
+    paths = {file: Path(str(cached_file(name, file, **origin))) for file in sorted(set(listed.values()))}
+    return {tensor: paths[file] for tensor, file in listed.items()}

@@ -1,0 +1,139 @@
+"""Which part of every weight a rank holds: heads and the inner width of the MLP are split, and the vocabulary of the head.
+
+Query, key, value, gate and up lose rows, output and down lose columns, so that what a rank computes of attention and of the
+MLP needs nothing of the others until its very end, where one sum over ranks follows. The parts are cut before anything is
+fused. Norms are on every rank.
+Source of the scheme: Shoeybi et al. 2019, *Megatron-LM*, section 3.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from layerskip_models.families import family_of
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Numbers [start, stop) of one dimension."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @classmethod
+    def of(cls, total: int, rank: int, ranks: int) -> Part:
+        """A rank's share, the first ones larger by one where it does not divide."""
+        base, more = divmod(total, ranks)
+        start = rank * base + min(rank, more)
+        return cls(start, start + base + (rank < more))
+
+    def times(self, width: int) -> Part:
+        """The same of things that are so wide each."""
+        return Part(self.start * width, self.stop * width)
+
+    def after(self, offset: int) -> Part:
+        """The same behind so many others."""
+        return Part(self.start + offset, self.stop + offset)
+
+
+Pieces = tuple[int, tuple[Part, ...]] | None
+"""The dimension that is cut, and the parts of it that are kept, one behind the other; None for the whole weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """A rank's part of a model: query heads, key-value heads, inner width and vocabulary.
+
+    With fewer key-value heads than ranks, ranks whose query heads share one hold a copy of it each, and these query heads
+    need not divide: the first ranks may have one more.
+    """
+
+    config: PreTrainedConfig
+    rank: int
+    ranks: int
+    head_dim: int
+    heads: Part
+    kv_heads: Part
+    inner: Part
+    vocab: Part
+
+    @classmethod
+    def of(cls, config: Any, rank: int, ranks: int) -> ShardPlan:
+        """Raises ValueError for a number of ranks that heads cannot be divided by."""
+        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        fitting = [n for n in range(1, heads + 1) if kv_heads % n == 0 or n % kv_heads == 0]
+        if ranks not in fitting or config.vocab_size < 2 * ranks or config.intermediate_size < ranks:
+            raise ValueError(
+                f"{heads} heads on {kv_heads} key-value heads cannot be divided over {ranks} processes: "
+                f"take {', '.join(map(str, fitting))}"
+            )
+        shared = max(ranks // kv_heads, 1)  # ranks on one key-value head
+        own = Part.of(kv_heads, rank // shared, ranks // shared)
+        group = heads // kv_heads
+        queries = Part.of(group, rank % shared, shared).after(own.start * group) if shared > 1 else own.times(group)
+        return cls(
+            config=config,
+            rank=rank,
+            ranks=ranks,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            heads=queries,
+            kv_heads=own,
+            inner=Part.of(int(config.intermediate_size), rank, ranks),
+            vocab=Part.of(int(config.vocab_size), rank, ranks),
+        )
+
+    def local_config(self) -> PreTrainedConfig:
+        """Of a model that is as large as this part."""
+        local: Any = copy.deepcopy(self.config)
+        local.head_dim = self.head_dim
+        local.num_attention_heads, local.num_key_value_heads = self.heads.size, self.kv_heads.size
+        local.intermediate_size, local.vocab_size = self.inner.size, self.vocab.size
+        local.pad_token_id = None  # may lie in another part
+        return local
+
+    def pieces(self, name: str) -> Pieces:
+        """What to keep of a parameter, by its name in transformers' model.
+
+        A bias that is added after the sum over ranks is whole: rank 0 alone adds it (`added_once`).
+        """
+        *_, module, kind = name.split(".")
+        config: Any = self.config
+        query = self.heads.times(self.head_dim)
+        keys = self.kv_heads.times(self.head_dim)
+        all_queries, all_keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        rows: dict[str, tuple[Part, ...]] = {
+            "q_proj": (query,),
+            "k_proj": (keys,),
+            "v_proj": (keys,),
+            "qkv_proj": (query, keys.after(all_queries), keys.after(all_queries + all_keys)),
+            "gate_proj": (self.inner,),
+            "up_proj": (self.inner,),
+            "gate_up_proj": (self.inner, self.inner.after(int(config.intermediate_size))),
+            "embed_tokens": (self.vocab,),
+            "lm_head": (self.vocab,),
+        }
+        if module in rows:
+            return 0, rows[module]
+        if self.joint_norms and module in ("q_norm", "k_norm"):
+            return 0, (query if module == "q_norm" else keys,)
+        if kind == "weight" and module in ("o_proj", "down_proj"):
+            return 1, (query if module == "o_proj" else self.inner,)
+        return None
+
+    def added_once(self, name: str) -> bool:
+        """Whether this is a bias that one rank alone must add."""
+        return name.endswith(("o_proj.bias", "down_proj.bias"))
+
+    @property
+    def joint_norms(self) -> bool:
+        """Whether queries and keys are normed over all heads of a row together, and not each by itself."""
+        family = family_of(self.config)
+        return family.query_norm is not None and self.config.model_type == "olmo2"

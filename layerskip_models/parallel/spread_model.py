@@ -1,0 +1,148 @@
+"""A model whose layers lie on several devices of one process, one after the other: for one that no device holds alone.
+
+Rows go from device to device as they go from layer to layer, so one device works at a time: nothing is faster for it. The
+numbers are those of the layers, wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import infer_auto_device_map
+from accelerate.utils import get_balanced_memory
+from torch import Tensor
+
+from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.loading import load_config, resolve_dtype
+from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.choices import Choices, Detail
+from layerskip_models.exits.lean import ExitsChoice, with_exits
+from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
+from layerskip_models.linear import Linear
+from layerskip_models.model import LayerSkipModel
+from layerskip_models.parallel.shard_loading import Parts, generation_config, load_part, make_shell
+from layerskip_models.parallel.shard_plan import ShardPlan
+
+_LAYER = "model.layers.{}"
+_FIRST, _LAST = "model.embed_tokens", ("model.norm", "lm_head")
+
+
+class SpreadModel(LayerSkipModel):
+    """A model with layers where they are. Hidden states come in and go out on `device`, that of the embedding."""
+
+    def __init__(self, model: LayerSkipModel, devices: Sequence[torch.device], last: torch.device) -> None:
+        """devices: of the layers. last: of the last norm and the head."""
+        vars(self).update(vars(model))
+        self._native = None
+        self._devices, self._last_device = tuple(devices), last
+        self._tables: dict[torch.device, Tensor] = {}
+
+    @property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        return self._devices
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        cache: KVCache | CacheRows,
+        capture: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        rows = cache_rows(cache, hidden.shape[0])
+        layer = start
+        for device, layers in groupby(self._devices[start:stop]):
+            upto = layer + len(list(layers))
+            seen = None if capture is None else partial(self._bring, capture)
+            hidden = self._by_operators(hidden.to(device), layer, upto, rows, self._rotary_on(device), seen)
+            layer = upto
+        return hidden.to(self.device)
+
+    def _bring(self, capture: Callable[[int, Tensor], None], layers_done: int, hidden: Tensor) -> None:
+        capture(layers_done, hidden.to(self.device))
+
+    def _rotary_on(self, device: torch.device) -> Tensor:
+        table = self._tables.get(device)
+        if table is None or table.shape != self._rotary.shape:
+            table = self._tables[device] = self._rotary.to(device)
+        return table
+
+    def _choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
+        found = super()._choices(head, hidden, detail)
+        return Choices(found.tokens.to(self.device), found.numbers.to(self.device))
+
+    def _logits(self, head: Linear, hidden: Tensor) -> Tensor:
+        return super()._logits(head, hidden.to(self._last_device)).to(self.device)
+
+
+def load_spread(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    local_files_only: bool = False,
+    exits: ExitsChoice = "auto",
+    max_memory: Mapping[int, int] | None = None,
+) -> LayerSkipModel:
+    """A checkpoint over all GPUs of this machine, as accelerate divides it; arguments as of `load_model`.
+
+    max_memory: bytes of each GPU that may be used, by its number; None for nearly all that are free.
+    Raises what `load_model` raises; ValueError without two GPUs, for quantised checkpoints, and where all GPUs together do
+    not hold the model: a part on the processor would make every token wait for it.
+    """
+    name = resolve_checkpoint(name_or_path)
+    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    config = load_config(name, **origin)
+    if gguf_file(name) is not None or quantisation_of(config) is not None:
+        raise ValueError(f"{name} is quantised, and loads on one device only: leave out device_map")
+    if max_memory is None and torch.cuda.device_count() < 2:
+        raise ValueError(
+            f"device_map='auto' spreads a model over several GPUs, and this machine has {torch.cuda.device_count()}: "
+            "leave it out"
+        )
+    chosen = resolve_dtype(dtype, torch.device("cuda"), getattr(config, "dtype", None))
+    where = places(config, chosen, max_memory)
+    plan = ShardPlan.of(config, 0, 1)
+    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
+        model = load_part(files, plan, chosen, where.__getitem__, "plain", generation_config(name, config, origin))
+    devices = [where[_LAYER.format(index)] for index in range(model.num_layers)]
+    return with_exits(SpreadModel(model, devices, where[_LAST[1]]), exits)
+
+
+def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None = None) -> dict[str, torch.device]:
+    """The device of the embedding, of each layer, of the last norm and of the head, by their names.
+
+    Raises ValueError where they do not fit.
+    """
+    shell = make_shell(config, dtype)
+    shell.tie_weights()
+    whole = [type(shell.model.layers[0]).__name__]
+    limits: Any = None if max_memory is None else {**max_memory, "cpu": 0}
+    balanced = get_balanced_memory(shell, max_memory=limits, dtype=dtype, no_split_module_classes=whole)
+    found: dict[str, Any] = infer_auto_device_map(
+        shell, max_memory=balanced, dtype=dtype, no_split_module_classes=whole
+    )
+    names = [_FIRST, *(_LAYER.format(index) for index in range(config.num_hidden_layers)), *_LAST]
+    placed = {name: _of(name, found) for name in names}
+    if missing := [name for name, place in placed.items() if not isinstance(place, int)]:
+        raise ValueError(
+            f"the GPUs of this machine do not hold the model: {len(missing)} of its {len(names)} parts are left over, first "
+            f"{missing[0]}; take a smaller dtype, or more GPUs"
+        )
+    if config.tie_word_embeddings:
+        placed["lm_head"] = placed[_FIRST]
+    placed["model.norm"] = placed["lm_head"]
+    return {name: torch.device("cuda", place) for name, place in placed.items()}
+
+
+def _of(name: str, found: Mapping[str, Any]) -> Any:
+    """The place of a module, or of what it is in."""
+    while name not in found and name:
+        name = name.rpartition(".")[0]
+    return found.get(name)

@@ -1,0 +1,88 @@
+"""`selfspec generate --prompts FILE --data-parallel`: prompts shared out over processes, each of which holds the whole model.
+
+Each process writes what it completes to a part file of its own beside the output, at once. At the end the first one puts all
+parts together, in the order of the prompts. Where a process is lost, the parts stay, and the same command goes on from them,
+with as many processes as it then has.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from layerskip_models.parallel.ranks import Ranks
+from selfspec import SelfSpecGenerator
+from selfspec.cli.batch_file import PromptLine, generate_file
+from selfspec.copying.copy_index import CopyStore
+
+
+def generate_shared(
+    generator: SelfSpecGenerator,
+    prompts: list[PromptLine],
+    output: Path,
+    *,
+    batch_size: int,
+    notes: Console,
+    store: CopyStore | None = None,
+) -> int:
+    """This process's share of the prompts; arguments as `generate_file`'s. Returns how many failed in all processes.
+
+    Files need not be shared: what a process finds beside its own output counts for all. Raises RankError if another process
+    ends before its share is complete.
+    """
+    ranks = Ranks.join(torch.device("cpu"))
+    found = _results(output, prompts)
+    done = {one for others in ranks.collect([*found]) for one in others}
+    left = [line.id for line in prompts if line.id not in done]
+    own = _part(output, ranks.rank)
+    mine = left[ranks.rank :: ranks.size]
+    failed = generate_file(generator, prompts, own, batch_size=batch_size, notes=notes, store=store, only=mine)
+    parts = ranks.collect((failed, {**found, **_lines(own)}))
+    if ranks.rank == 0:
+        together = {key: line for _, lines in parts for key, line in lines.items()}
+        written = "".join(f"{together[line.id]}\n" for line in prompts if line.id in together)
+        whole = output.with_name(f"{output.name}.new")
+        whole.write_text(written, encoding="utf-8")
+        whole.replace(output)
+    ranks.collect(None)  # nobody's part goes before all are in the output
+    for part in _parts(output):
+        part.unlink(missing_ok=True)
+    return sum(count for count, _ in parts)
+
+
+def _part(output: Path, rank: int) -> Path:
+    return output.with_name(f"{output.name}.part-{rank}")
+
+
+def _parts(output: Path) -> list[Path]:
+    return sorted(output.parent.glob(f"{output.name}.part-*"))
+
+
+def _results(output: Path, prompts: list[PromptLine]) -> dict[str | int, str]:
+    """Lines of complete results that lie here, by id, of an earlier run's output and parts; nothing is written.
+
+    Raises ValueError for results of other prompts or options.
+    """
+    keys = {line.id: line.key for line in prompts}
+    found: dict[str | int, str] = {}
+    for path in (output, *_parts(output)):
+        for key, line in _lines(path).items():
+            values = json.loads(line)
+            if keys.get(key) != values.get("key"):
+                raise ValueError(f"{path} holds results of other prompts or options: give another --output")
+            if "error" not in values:  # what failed is tried again
+                found[key] = line
+    return found
+
+
+def _lines(path: Path) -> dict[str | int, str]:
+    """By id, those that are whole."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found[json.loads(line)["id"]] = line
+    return found

@@ -1,0 +1,86 @@
+"""Runs a function in several processes that find each other as torchrun's do, and brings back what each returned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+_SECONDS = 90.0
+
+
+class RankFailed(Exception):
+    """A rank raised; the message is its traceback."""
+
+
+def on_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None
+) -> list:
+    """What the function returned on each rank, or the traceback of what it raised; None of one that ended otherwise.
+
+    Processes are forked: importing everything anew would take longer than the tests.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes, ends = [], []
+    for rank in range(ranks):
+        mine, theirs = context.Pipe(duplex=False)
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), **(environment or {}),
+        }  # fmt: skip
+        process = context.Process(target=_run, args=(theirs, variables, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        ends.append(mine)
+    found = _collect(ends)
+    for process in processes:
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+    return found
+
+
+def results_of(ranks: int, function: Callable[..., Any], *arguments: Any) -> list:
+    """The same; raises RankFailed with the first traceback, if any rank failed."""
+    found = on_ranks(ranks, function, *arguments)
+    for one in found:
+        if isinstance(one, RankFailed):
+            raise one
+    assert None not in found
+    return found
+
+
+def _collect(ends: Sequence[Connection]) -> list:
+    found: dict[int, Any] = {}
+    waiting = {end: rank for rank, end in enumerate(ends)}
+    while waiting:
+        ready = wait([*waiting], timeout=_SECONDS)
+        if not ready:
+            raise RankFailed(f"ranks {[*waiting.values()]} did not end")
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting.pop(end)
+            try:
+                found[rank] = end.recv()
+            except EOFError:
+                found[rank] = None
+    return [found[rank] for rank in range(len(ends))]
+
+
+def _run(end: Connection, variables: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    try:
+        end.send(function(*arguments))
+    except BaseException as error:
+        end.send(RankFailed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    os._exit(0)  # nothing of the parent's is torn down here
