@@ -37,9 +37,12 @@ typedef struct {
 
 INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / CHUNK_INPUTS; }
 
-/* Numbers of room that a row takes: its digits, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
+/* Bytes of a row's chunk: its digits, and for 4-bit weights what is added to each four products (`to_digits`). */
+INLINE int64_t chunk_bytes(const Matrix *m) { return (digits_for(m) + (m->kind == INT4)) * CHUNK_INPUTS; }
+
+/* Numbers of room that a row takes: its chunks, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
 INLINE int64_t digits_room(const Matrix *m) {
-  return chunks_of_inputs(m->in) * (digits_for(m) * CHUNK_INPUTS / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
+  return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
 }
 
 #if INTEGERS
@@ -53,13 +56,14 @@ static int fixed_exponent(float largest, int digits) {
 }
 
 /* Rows [rows, in] become digits, highest first: chunk by chunk of 64 inputs, there row by row and digit by digit; for tiles digit by
- * digit, four neighbouring inputs after another, and for these row by row. Behind them come each row's `Fixed`, and with
- * `grouped` each row's sums of 32. A row with NaN or an infinity comes to NaN. */
+ * digit, four neighbouring inputs after another, and for these row by row. Behind a chunk for 4-bit weights without offsets come its
+ * sums of four q times -8, which make the weights 0 .. 15 to -8 .. 7. Behind all come each row's `Fixed`, and for 4-bit weights
+ * each row's sums of 32. A row with NaN or an infinity comes to NaN. */
 static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
   const int64_t in = m->in, chunks = chunks_of_inputs(in);
-  const int count = digits_for(m), grouped = m->kind == INT4, tiles = on_tiles(m);
+  const int count = digits_for(m), grouped = m->kind == INT4, tiles = on_tiles(m), shift = m->offsets ? 0 : -8;
   char *digits = (char *)room;
-  Fixed *fixed = (Fixed *)(digits + rows * chunks * count * CHUNK_INPUTS);
+  Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m));
   float *sums = (float *)(fixed + rows);
   for (int64_t r = 0; r < rows; r++, x += in) {
     int32_t top = 0; /* of the bits without the sign, which are in the order of the numbers; infinity and NaN come last */
@@ -90,12 +94,18 @@ static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room
         cut[2][i] = (int8_t)q[i];
       }
       const int8_t(*used)[CHUNK_INPUTS] = cut + DIGITS - count;
-      if (!tiles || rows == 1) memcpy(digits + (c * rows + r) * count * CHUNK_INPUTS, used, count * CHUNK_INPUTS);
+      char *place = digits + (c * rows + r) * chunk_bytes(m);
+      if (!tiles || rows == 1) memcpy(place, used, count * CHUNK_INPUTS);
       else
         for (int d = 0; d < count; d++)
           for (int i = 0; i < CHUNK_INPUTS; i += 4)
             memcpy(digits + ((c * count + d) * CHUNK_INPUTS + i) * rows + 4 * r, used[d] + i, 4);
-      if (grouped) sums[r * 2 * chunks + 2 * c] = halves[0], sums[r * 2 * chunks + 2 * c + 1] = halves[1];
+      if (grouped) {
+        int32_t added[CHUNK_INPUTS / 4];
+        for (int i = 0; i < CHUNK_INPUTS / 4; i++) added[i] = shift * (q[4 * i] + q[4 * i + 1] + q[4 * i + 2] + q[4 * i + 3]);
+        memcpy(place + count * CHUNK_INPUTS, added, sizeof added);
+        sums[r * 2 * chunks + 2 * c] = halves[0], sums[r * 2 * chunks + 2 * c + 1] = halves[1];
+      }
       total += halves[0] + (int64_t)halves[1];
     }
     fixed[r] = (Fixed){odd ? (double)NAN : ldexp(1.0, -exponent), total};
@@ -186,9 +196,7 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
   for (int64_t i = 0; i < count; i += 16) {
     int64_t left = least(16, count - i), first = at + i / each;
     __mmask16 here = (1u << left) - 1, groups = (1u << (left + each - 1) / each) - 1;
-    __m512 offsets = m->offsets ? _mm512_maskz_loadu_ps(groups, m->offsets + first)
-                                : _mm512_mul_ps(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(groups, m->groups + first)),
-                                              _mm512_set1_ps(-8.0f));
+    __m512 offsets = _mm512_maskz_loadu_ps(groups, m->offsets + first);
     total = _mm512_fmadd_ps(_mm512_permutexvar_ps(place, offsets), _mm512_maskz_loadu_ps(here, sums + i), total);
   }
   return _mm512_reduce_add_ps(total);
@@ -222,14 +230,14 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
           const __m512i weights = weights_4(w + o * stride + c * 32); \
           const __m512 scale = _mm512_permutexvar_ps(place, scales[o]); \
           UNROLL for (int r = 0; r < R; r++) { \
-            const char *digits = x + r * NIBBLE_DIGITS * CHUNK_INPUTS; \
+            const char *digits = x + r * (NIBBLE_DIGITS + 1) * CHUNK_INPUTS; \
             __m512i sums = add_products(_mm512_setzero_si512(), weights, _mm512_loadu_si512(digits)); \
-            UNROLL for (int d = 1; d < NIBBLE_DIGITS; d++) \
-              sums = add_products(_mm512_slli_epi32(sums, 8), weights, _mm512_loadu_si512(digits + d * CHUNK_INPUTS)); \
+            sums = _mm512_add_epi32(_mm512_slli_epi32(sums, 8), _mm512_loadu_si512(digits + 2 * CHUNK_INPUTS)); \
+            sums = add_products(sums, weights, _mm512_loadu_si512(digits + CHUNK_INPUTS)); \
             total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, (__m512)total[o][r]); \
           } \
         } \
-        x += R * NIBBLE_DIGITS * CHUNK_INPUTS; \
+        x += R * (NIBBLE_DIGITS + 1) * CHUNK_INPUTS; \
       } \
     } \
     const Fixed *fixed = (const Fixed *)x; \
@@ -237,8 +245,10 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
     UNROLL for (int r = 0; r < R; r++) { \
       float parts[4]; \
       sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts); \
-      for (int o = 0; o < 4; o++) \
-        y[r * BLOCK + o] = (parts[o] + offset_part(m, first + (stride ? o : 0), sums + r * 2 * chunks)) * fixed[r].unit; \
+      for (int o = 0; o < 4; o++) { \
+        if (m->offsets) parts[o] += offset_part(m, first + (stride ? o : 0), sums + r * 2 * chunks); \
+        y[r * BLOCK + o] = parts[o] * fixed[r].unit; \
+      } \
     } \
   }
 DOTS_4(1) DOTS_4(2) DOTS_4(3) DOTS_4(4)
