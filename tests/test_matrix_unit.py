@@ -36,7 +36,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
     folder = tmp_path_factory.mktemp("emulated")
     (folder / "yes.c").write_text(SAYS_YES)
     flags = runpy.run_path(str(ROOT / "setup.py"))["FLAGS"]
-    options = [*flags, "-fPIC", "-shared", "-fvisibility=default", "-DVARIANT=emulated", "-DEMULATED_TILES"]
+    options = [*flags, "-fPIC", "-shared", "-fvisibility=default", "-DVARIANT=emulated", "-DEMULATED_TILES", "-O2"]
     sources = [KERNELS / "kernels.c", KERNELS / "pool.c", folder / "yes.c"]
     subprocess.run(["cc", *options, "-o", folder / "libkernels.so", *sources, "-lm"], check=True)
     caches = library._library, library.load, library.kernels, library.pool

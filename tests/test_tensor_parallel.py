@@ -152,6 +152,7 @@ def _captured(path: Path) -> list[tuple[list[int], str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_captures")
 def test_captured_rounds_hold_the_sums(folder: Path) -> None:
     """The stand-in for graphs replays them on every rank, and notes that its first rounds are those of eager passes."""
