@@ -59,6 +59,16 @@ def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
 
 
 @integers
+@pytest.mark.parametrize("width", [1 << 16, 70_016])
+def test_no_sum_is_too_large_for_its_integer(width: int) -> None:
+    """The largest weights and digits: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
+    linear = NativeInt8Linear(torch.full((8, width), 127.0))
+    for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in digits
+        expected = (x.double() @ linear.weight.double().T).float()
+        torch.testing.assert_close(product("vnni", linear.matrix, x, 8), expected, rtol=1e-3, atol=0)
+
+
+@integers
 def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
     linear = NativeInt8Linear(torch.randn(13, 70))
     x = torch.randn(5, 70)

@@ -86,7 +86,6 @@ def batch(
         "provenance": provenance(network.device, network.dtype),
     }
     joins = joining_tokens > 0
-    plain = {next(each.name for each in engines if each.weights == weights) for weights in {e.weights for e in engines}}
     with recording(RecordWriter(output)) as record:
         record.write(description)
         with progress(len(engines) * len(sizes) * repeats + joins) as advance:
@@ -98,9 +97,7 @@ def batch(
                     for offset in range(len(engines)):
                         engine = engines[(repeat + offset) % len(engines)]
                         line, run = measure_batch(engine, ids[:size], max_new_tokens)
-                        if engine.name in plain:
-                            expected[engine.weights, size] = run.tokens
-                        equal = run.tokens == expected.get((engine.weights, size), run.tokens)
+                        equal = run.tokens == expected.setdefault((engine.weights, size), run.tokens)
                         record.write({**line, "repeat": repeat, "outputs_equal": equal})
                         advance(f"{engine.label}, {size} texts")
             if joins:

@@ -126,9 +126,9 @@ def load_transformers(
     """
     name = resolve_checkpoint(name_or_path)
     origin = {"revision": revision, "local_files_only": local_files_only}
-    return _load(name, load_config(name, revision=revision, local_files_only=local_files_only), dtype, device, origin)[
-        0
-    ]
+    config = load_config(name, revision=revision, local_files_only=local_files_only)
+    model, _ = _load(name, config, dtype, device, origin)
+    return model
 
 
 def _load(

@@ -52,20 +52,11 @@ INLINE void rotate(const float *restrict x, const float *restrict rotary, float 
 #define COLUMNS 4   /* vectors of a value that are summed up side by side */
 #define GROUPED (MANY_REGISTERS ? 4 : 2) /* queries that use a key or a value while it is in a register */
 
-/* The nearest bfloat16, of two equally near ones the even one. NaN stays NaN. */
-INLINE uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
-}
-
 /* Memory that is read next, fetched step by step: `share` lines of 64 bytes at each. It may end before that. */
 typedef struct {
   const char *at, *end;
   int64_t share;
 } Ahead;
-
 
 /* steps: in which `bytes` are fetched. p: NULL fetches nothing. */
 INLINE Ahead ahead_of(const char *p, int64_t bytes, int64_t steps) {

@@ -18,7 +18,7 @@
 
 /* Whether rows are multiplied as integers by this matrix. */
 INLINE int as_integers(const Matrix *m) {
-  return (VNNI && (m->kind == INT8 || m->kind == INT4)) || (m->kind == INT8 && on_tiles(m));
+  return (VNNI && (m->kind == INT4 || (m->kind == INT8 && sums_fit(m)))) || (m->kind == INT8 && on_tiles(m));
 }
 
 #define DIGITS 3        /* of a row that meets weights of 8 bits */

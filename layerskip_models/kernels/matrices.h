@@ -20,7 +20,7 @@ INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
 
 /* Numbers of room that a row takes as `outputs` wants it. */
 INLINE int64_t row_room(const Matrix *m) {
-  return as_integers(m) ? digits_room(m) : on_tiles(m) ? 3 * m->in / 2 : m->in;
+  return as_integers(m) ? digits_room(m) : on_tiles(m) ? PARTS * m->in / 2 : m->in;
 }
 
 /* Whether a row alone is what `outputs` wants as it is. */

@@ -33,11 +33,14 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 #define ROWS 6
 #endif
 
+/* Whether sums of products of weights and digits stay within 32 bits: of 2^16 inputs they do, at 255 * 128 each. */
+INLINE int sums_fit(const Matrix *m) { return m->in <= 1 << 16; }
+
 /* Whether the matrix unit multiplies by this matrix: its outputs, be they gates above ups, and its inputs fill tiles. The same for
  * every part of it. */
 INLINE int on_tiles(const Matrix *m) {
   int64_t outputs = m->whole ? m->whole : m->out;
-  return TILES && (m->kind == INT8 || m->kind == BFLOAT16) && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
+  return TILES && ((m->kind == INT8 && sums_fit(m)) || m->kind == BFLOAT16) && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
 }
 
 #define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */

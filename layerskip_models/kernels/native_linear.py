@@ -239,7 +239,8 @@ class NativeLinear:
 
 
 class NativeInt8Linear(NativeLinear):
-    """The same with W rounded to 8 bits, one scale per output; the inputs are not rounded.
+    """The same with W rounded to 8 bits, one scale per output. On processors that multiply bytes, inputs
+    are cut to 24 bits of their row's largest.
 
     Another model than the one with the full weights: "the model's own output" then means this one's.
     """

@@ -10,8 +10,9 @@
 #define SELFSPEC_TILES_H
 #include "digits.h"
 
-#if TILES
 #define PARTS 3 /* of a row's number */
+
+#if TILES
 #define WEIGHTS PARTS /* the number of the weights' tile; before it are sums of each part, behind it the parts of the rows */
 
 typedef struct {
@@ -96,13 +97,6 @@ INLINE void leave_tiles(void) {
   tiles_rows = 0;
 }
 
-/* The nearest bfloat16. */
-INLINE uint16_t rounded_bfloat16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
 /* Rows [rows, in] become, 32 inputs at a time, three bfloat16 parts that add up to them, the largest first: [in / 32, part, 16
  * pairs of inputs, rows, 2]. */
 static void to_parts(const float *x, int64_t rows, int64_t in, uint16_t *to) {
@@ -111,7 +105,7 @@ static void to_parts(const float *x, int64_t rows, int64_t in, uint16_t *to) {
       uint16_t *place = to + (i / 32 * PARTS * 16 + i % 32 / 2) * rows * 2 + r * 2 + i % 2;
       float left = x[r * in + i];
       for (int p = 0; p < PARTS; p++) {
-        uint16_t part = rounded_bfloat16(left);
+        uint16_t part = to_bfloat16(left);
         place[p * 16 * rows * 2] = part;
         left -= one_bfloat16(&part);
       }

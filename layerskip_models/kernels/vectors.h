@@ -46,6 +46,14 @@ INLINE void store(float *p, vf v) { *(vf_memory *)p = v; }
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
+/* The nearest bfloat16, of two equally near ones the even one. NaN stays NaN. */
+INLINE uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+}
+
 /* a * b + c, rounded once where the processor can do that, else twice; for vectors and for single numbers alike. */
 #if defined(__AVX512F__)
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }

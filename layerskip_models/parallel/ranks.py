@@ -39,6 +39,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """Which it is of those on this machine, from 0: the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def timeout_seconds() -> float:
     """Raises ValueError for a setting that is no number above 0."""
     given = os.environ.get("SELFSPEC_RANK_TIMEOUT")

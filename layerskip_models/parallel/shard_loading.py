@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,43 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.parallel.ranks import Ranks
+from layerskip_models.parallel.ranks import Ranks, local_rank
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.parallel.sharded_model import ShardedModel
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint that is read in parts. origin: revision and local_files_only."""
+
+    name: str
+    config: Any
+    origin: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name_or_path: str | Path, revision: str | None, local_files_only: bool, quantised: str) -> Source:
+        """quantised: why, and what to do, where it cannot be. Raises what `load_config` raises, and ValueError for that."""
+        name = resolve_checkpoint(name_or_path)
+        origin = {"revision": revision, "local_files_only": local_files_only}
+        config = load_config(name, revision=revision, local_files_only=local_files_only)
+        if gguf_file(name) is not None or quantisation_of(config) is not None:
+            raise ValueError(f"{name} is quantised, and {quantised}")
+        return cls(name, config, origin)
+
+    @contextmanager
+    def open(self) -> Iterator[Parts]:
+        """Its files. What is wrong with them is said clearly."""
+        with clear_errors(self.name), Parts(self.name, self.origin) as files:
+            yield files
+
+    def generation_config(self) -> GenerationConfig:
+        """The checkpoint's, or what follows from its configuration."""
+        try:
+            return GenerationConfig.from_pretrained(self.name, **self.origin)
+        except OSError:
+            return GenerationConfig.from_model_config(self.config)
 
 
 def load_shard(
@@ -51,19 +84,17 @@ def load_shard(
         raise ValueError("weights of 4 bits have scales for groups of inputs, which parts would cut: take dtype='int8'")
     if dtype == "int8":
         dtype, layout = torch.float32, "int8"
-    name = resolve_checkpoint(name_or_path)
-    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-    config = load_config(name, **origin)
-    if gguf_file(name) is not None or quantisation_of(config) is not None:
-        raise ValueError(
-            f"{name} is quantised, and its packed weights cannot be divided over processes: load it in one process, or give "
-            "the checkpoint that it was made from (with dtype='int8' for weights of 8 bits)"
-        )
+    source = Source.of(
+        name_or_path, revision, local_files_only,
+        "its packed weights cannot be divided over processes: load it in one process, or give the checkpoint that it was "
+        "made from (with dtype='int8' for weights of 8 bits)",
+    )  # fmt: skip
+    config = source.config
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     ranks = Ranks.join(target)
     plan = ShardPlan.of(config, ranks.rank, ranks.size)
-    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
-        part = load_part(files, plan, chosen, lambda module: target, layout, generation_config(name, config, origin))
+    with torch.inference_mode(False), torch.no_grad(), source.open() as files:
+        part = load_part(files, plan, chosen, lambda module: target, layout, source.generation_config())
     model = ShardedModel(part, plan, ranks)
     ranks.collect(None)  # nobody begins before all have read theirs, which may take longer than an answer
     return _with_exits(model, exits)
@@ -82,20 +113,17 @@ def load_layers(
 
     Its layers count from 0. Arguments and errors as those of `load_shard`, but for those of ranks.
     """
-    name = resolve_checkpoint(name_or_path)
-    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-    config, target = load_config(name, **origin), resolve_device(device)
-    if gguf_file(name) is not None or quantisation_of(config) is not None:
-        raise ValueError(f"{name} is quantised, and its layers cannot be read one by one: load it whole")
+    alone = "its layers cannot be read one by one: load it whole"
+    source = Source.of(name_or_path, revision, local_files_only, alone)
+    config, target = source.config, resolve_device(device)
     if not 0 <= layers.start < layers.stop <= config.num_hidden_layers:
         raise ValueError(
-            f"layers {layers.start} to {layers.stop} are not among the {config.num_hidden_layers} of {name}"
+            f"layers {layers.start} to {layers.stop} are not among the {config.num_hidden_layers} of {source.name}"
         )
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     plan = ShardPlan.of(config, 0, 1)
-    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
-        found = generation_config(name, config, origin)
-        return load_part(files, plan, chosen, lambda module: target, None, found, only=layers)
+    with torch.inference_mode(False), torch.no_grad(), source.open() as files:
+        return load_part(files, plan, chosen, lambda module: target, None, source.generation_config(), only=layers)
 
 
 def _with_exits(model: ShardedModel, exits: ExitsChoice) -> ShardedModel:
@@ -107,17 +135,9 @@ def _with_exits(model: ShardedModel, exits: ExitsChoice) -> ShardedModel:
 def _own_device(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None:
         return device
-    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    own = torch.device("cuda", local_rank())
     torch.cuda.set_device(own)
     return own
-
-
-def generation_config(name: str, config: Any, origin: Mapping[str, Any]) -> GenerationConfig:
-    """The checkpoint's, or what follows from its configuration."""
-    try:
-        return GenerationConfig.from_pretrained(name, **origin)
-    except OSError:
-        return GenerationConfig.from_model_config(config)
 
 
 def make_shell(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

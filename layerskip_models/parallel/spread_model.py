@@ -17,16 +17,13 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from torch import Tensor
 
-from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
-from layerskip_models.checkpoints.loading import load_config, resolve_dtype
-from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.checkpoints.loading import resolve_dtype
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.parallel.shard_loading import Parts, generation_config, load_part, make_shell
+from layerskip_models.parallel.shard_loading import Source, load_part, make_shell
 from layerskip_models.parallel.shard_plan import ShardPlan
 
 _LAYER = "model.layers.{}"
@@ -96,11 +93,8 @@ def load_spread(
     Raises what `load_model` raises; ValueError without two GPUs, for quantised checkpoints, and where all GPUs together do
     not hold the model: a part on the processor would make every token wait for it.
     """
-    name = resolve_checkpoint(name_or_path)
-    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-    config = load_config(name, **origin)
-    if gguf_file(name) is not None or quantisation_of(config) is not None:
-        raise ValueError(f"{name} is quantised, and loads on one device only: leave out device_map")
+    source = Source.of(name_or_path, revision, local_files_only, "loads on one device only: leave out device_map")
+    config = source.config
     if max_memory is None and torch.cuda.device_count() < 2:
         raise ValueError(
             f"device_map='auto' spreads a model over several GPUs, and this machine has {torch.cuda.device_count()}: "
@@ -109,8 +103,8 @@ def load_spread(
     chosen = resolve_dtype(dtype, torch.device("cuda"), getattr(config, "dtype", None))
     where = places(config, chosen, max_memory)
     plan = ShardPlan.of(config, 0, 1)
-    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
-        model = load_part(files, plan, chosen, where.__getitem__, "plain", generation_config(name, config, origin))
+    with torch.inference_mode(False), torch.no_grad(), source.open() as files:
+        model = load_part(files, plan, chosen, where.__getitem__, "plain", source.generation_config())
     devices = [where[_LAYER.format(index)] for index in range(model.num_layers)]
     return with_exits(SpreadModel(model, devices, where[_LAST[1]]), exits)
 

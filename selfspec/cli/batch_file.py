@@ -97,17 +97,15 @@ def _prompt_of(values: Mapping[str, Any]) -> str | Messages | None:
     return messages if prompt is None and are_messages(messages) else None
 
 
-def results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
-    """Ids that an earlier run has written results for; a line that was cut short is taken away.
+def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, str]:
+    """Lines that an earlier run has written, by id: without those that were cut short, and those of prompts that failed.
 
     Raises ValueError if the file holds results of other prompts or options.
     """
-    if not path.exists():
-        return set()
     wanted = {line.id: line.key for line in prompts}
-    done: set[str | int] = set()
-    kept: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    found: dict[str | int, str] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
         except json.JSONDecodeError:
@@ -115,10 +113,16 @@ def results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
         if not isinstance(values, dict) or wanted.get(values.get("id", "")) != values.get("key"):
             raise ValueError(f"{path}, line {number} is no result of these prompts and options: give another --output")
         if "error" not in values:  # what failed is tried again
-            done.add(values["id"])
-            kept.append(line)
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    return done
+            found[values["id"]] = line
+    return found
+
+
+def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
+    """Ids of complete results; other lines are taken out of the file. Raises ValueError as `complete_results` does."""
+    found = complete_results(path, prompts)
+    if path.exists():
+        path.write_text("".join(f"{line}\n" for line in found.values()), encoding="utf-8")
+    return set(found)
 
 
 def store_for_lines(
@@ -145,11 +149,10 @@ def generate_file(
     """Decode what has no result yet, `batch_size` at a time; each result is written as it comes. Returns how many failed.
 
     only: ids of the prompts that are this process's, None for all.
-
     store: what lines may copy from that have no texts of their own, if their policy copies at all. A prompt that cannot be
     decoded (too long, say) gets a line with its error, and the others go on.
     """
-    done = from_first(generator.model, lambda: results_so_far(output, prompts))
+    done = from_first(generator.model, lambda: _results_so_far(output, prompts))
     left = [line for line in prompts if line.id not in done and (only is None or line.id in only)]
     if done:
         notes.print(f"{len(done)} of {len(prompts)} results are in {output} already")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from layerskip_models.parallel.ranks import Ranks
 from selfspec import SelfSpecGenerator
-from selfspec.cli.batch_file import PromptLine, generate_file
+from selfspec.cli.batch_file import PromptLine, complete_results, generate_file
 from selfspec.copying.copy_index import CopyStore
 
 
@@ -32,10 +32,10 @@ def generate_shared(
     """This process's share of the prompts; arguments as `generate_file`'s. Returns how many failed in all processes.
 
     Files need not be shared: what a process finds beside its own output counts for all. Raises RankError if another process
-    ends before its share is complete.
+    ends before its share is complete, ValueError for results of other prompts or options.
     """
     ranks = Ranks.join(torch.device("cpu"))
-    found = _results(output, prompts)
+    found = {key: line for path in (output, *_parts(output)) for key, line in complete_results(path, prompts).items()}
     done = {one for others in ranks.collect([*found]) for one in others}
     left = [line.id for line in prompts if line.id not in done]
     own = _part(output, ranks.rank)
@@ -60,23 +60,6 @@ def _part(output: Path, rank: int) -> Path:
 
 def _parts(output: Path) -> list[Path]:
     return sorted(output.parent.glob(f"{output.name}.part-*"))
-
-
-def _results(output: Path, prompts: list[PromptLine]) -> dict[str | int, str]:
-    """Lines of complete results that lie here, by id, of an earlier run's output and parts; nothing is written.
-
-    Raises ValueError for results of other prompts or options.
-    """
-    keys = {line.id: line.key for line in prompts}
-    found: dict[str | int, str] = {}
-    for path in (output, *_parts(output)):
-        for key, line in _lines(path).items():
-            values = json.loads(line)
-            if keys.get(key) != values.get("key"):
-                raise ValueError(f"{path} holds results of other prompts or options: give another --output")
-            if "error" not in values:  # what failed is tried again
-                found[key] = line
-    return found
 
 
 def _lines(path: Path) -> dict[str | int, str]:

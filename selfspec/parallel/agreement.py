@@ -52,7 +52,7 @@ def agree_on_round(
 
 def agree_on_seconds(model: LayerSkipModel, seconds: float) -> float:
     """Rank 0's."""
-    return seconds if model.num_ranks == 1 else model.agree([seconds])[0]
+    return model.agree([seconds])[0]
 
 
 def agree_on_stop(model: LayerSkipModel, count: int, reason: StopReason | None) -> tuple[int, StopReason | None]:

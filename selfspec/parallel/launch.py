@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import torch
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.parallel.ranks import launched_rank, launched_ranks
+from layerskip_models.parallel.ranks import launched_rank, launched_ranks, local_rank
 from layerskip_models.parallel.sharded_model import ShardedModel
 
 TensorParallel = Literal["auto"] | int | None
@@ -41,7 +41,7 @@ def own_device(device: str) -> str:
     """The device of a process that holds a whole model beside others that do: with "auto" the GPU of its number, if any."""
     if device != "auto" or not torch.cuda.is_available():
         return device
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    return f"cuda:{local_rank() % torch.cuda.device_count()}"
 
 
 def speaks() -> bool:
