@@ -199,7 +199,7 @@ def test_a_far_text_is_divided_among_threads() -> None:
     layers, cache, table = attending.layers(), attending.cache(8 * SECTION, 2), rotary(8 * SECTION + 2, 64)
     with on_threads(2):
         layers.run(drawn(1, HIDDEN), 0, LAYERS, ((cache, 1),), table, None)
-        parts = layers._workspace()._parts.fill_(torch.nan)
+        parts = layers.workspace()._parts.fill_(torch.nan)
         layers.run(drawn(1, HIDDEN, seed=1), 0, LAYERS, ((cache, 1),), table, None)
     # Of 9 sections and 3 queries: 64 numbers, the largest score and the sum of each.
     assert int(parts.isfinite().sum()) == 9 * 3 * (64 + 2)

@@ -76,6 +76,34 @@ def test_the_same_bits_on_any_number_of_threads(
 
 
 @needs_native
+def test_a_helper_that_shares_the_only_core_sleeps() -> None:
+    """It was woken for a job of two threads; those that follow are for one, and it does not look for more all the time."""
+    script = """
+import os, time, torch
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+from pathlib import Path
+from layerskip_models.kernels.native_linear import NativeLinear
+linear, x = NativeLinear(torch.randn(64, 64)), torch.randn(1, 64)
+def run(threads, seconds):
+    os.environ["SELFSPEC_NUM_THREADS"] = str(threads)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        linear(x)
+def turns():
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    lines = [line for task in tasks for line in (task / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+run(2, 0.1)
+run(1, 0.2)
+before = turns()
+run(1, 0.4)
+print(turns() - before)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert int(found.stdout) < 40  # looking every millisecond it has hundreds
+
+
+@needs_native
 def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has the team, the others work alone rather than wait."""
     monkeypatch.setenv("SELFSPEC_NUM_THREADS", "3")

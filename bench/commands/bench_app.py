@@ -48,6 +48,7 @@ from bench.commands.preparation import (
     show,
     transformers_engines,
 )
+from bench.commands.ranks_command import ranks
 from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
 from bench.commands.serving_command import serving, serving_soak
@@ -95,6 +96,7 @@ app.command()(exit_losses)
 app.command()(leaves)
 app.command()(overlap)
 app.command()(stages)
+app.command()(ranks)
 app.command()(copy_index)
 app.command()(exit_adapters)
 

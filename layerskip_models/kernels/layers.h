@@ -73,22 +73,49 @@ static int64_t room_of_pass(int64_t team, const Pass *a) {
   return need;
 }
 
-static void walk_layers(Member *member, const Pass *a, float *room) {
+/* What is between the matrices of a layer, in the scratch of a pass: qkv, [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
+typedef struct {
+  float *qkv, *attended, *gated, *middle, *between, *added;
+} Scratch;
+
+static Scratch scratch_of(const Pass *a) {
   const Shape *s = &a->shape;
-  int64_t rows = a->rows, dim = s->head_dim, size = s->hidden;
-  float *qkv = a->scratch, *attended = qkv + rows * (s->heads + 2 * s->kv_heads) * dim;
-  float *gated = attended + rows * s->heads * dim, *middle = gated + rows * a->layers->down.in;
-  float *between = middle + rows * size, *added = between + rows * size;
+  int64_t rows = a->rows;
+  Scratch in = {.qkv = a->scratch};
+  in.attended = in.qkv + rows * (s->heads + 2 * s->kv_heads) * s->head_dim;
+  in.gated = in.attended + rows * s->heads * s->head_dim;
+  in.middle = in.gated + rows * a->layers->down.in;
+  in.between = in.middle + rows * s->hidden;
+  in.added = in.between + rows * s->hidden;
+  return in;
+}
+
+/* The first half of a layer: y = residual + norm(attention(x)), where `norm` and `residual` may be NULL. */
+static void attention_half(Member *member, const Pass *a, int64_t layer, const float *x, const float *norm, const float *residual,
+                           float *y, const Scratch *in, float *room) {
+  const Layer *l = a->layers + layer;
+  multiply(member, &l->qkv, &(Input){x, l->input_norm, a->shape.eps, a->rows}, 0, NULL, in->qkv, room);
+  write_caches(member, a, layer, in->qkv, room);
+  attend_all(member, a, layer, in->qkv, in->attended, room);
+  add(member, a, &l->output, in->attended, norm, residual, y, in->added, room);
+}
+
+/* The second half: y = residual + norm(MLP(x)). */
+static void mlp_half(Member *member, const Pass *a, int64_t layer, const float *x, const float *norm, const float *residual,
+                     float *y, const Scratch *in, float *room) {
+  const Layer *l = a->layers + layer;
+  multiply(member, &l->gate_up, &(Input){x, l->post_attention_norm, a->shape.eps, a->rows}, 1, NULL, in->gated, room);
+  add(member, a, &l->down, in->gated, norm, residual, y, in->added, room);
+}
+
+static void walk_layers(Member *member, const Pass *a, float *room) {
+  const Scratch in = scratch_of(a);
   const float *input = a->x;
   for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
     const Layer *layer = a->layers + a->first + l;
-    float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? between : a->outputs;
-    multiply(member, &layer->qkv, &(Input){input, layer->input_norm, s->eps, rows}, 0, NULL, qkv, room);
-    write_caches(member, a, a->first + l, qkv, room);
-    attend_all(member, a, a->first + l, qkv, attended, room);
-    add(member, a, &layer->output, attended, layer->output_norm, input, middle, added, room);
-    multiply(member, &layer->gate_up, &(Input){middle, layer->post_attention_norm, s->eps, rows}, 1, NULL, gated, room);
-    add(member, a, &layer->down, gated, layer->down_norm, middle, result, added, room);
+    float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? in.between : a->outputs;
+    attention_half(member, a, a->first + l, input, layer->output_norm, input, in.middle, &in, room);
+    mlp_half(member, a, a->first + l, in.middle, layer->down_norm, in.middle, result, &in, room);
     input = result;
   }
 }

@@ -153,6 +153,7 @@ class Kernels:
     adapt: Callable[..., int]
     step: Callable[..., int]
     parts_size: Callable[..., int]
+    half: Callable[..., int]
 
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -164,6 +165,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "adapt": (c_int64, [c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p, c_int]),
     "step": (c_int64, [c_void_p, c_int]),
     "parts_size": (c_int64, [c_void_p]),
+    "half": (c_int64, [c_void_p, c_int, c_void_p, c_int64, c_int]),
 }  # fmt: skip
 
 

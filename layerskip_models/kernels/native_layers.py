@@ -114,6 +114,14 @@ class Workspace:
 
         positions: of each text's first row (`NativeLayers.check`). needed: what the description points to.
         """
+        spans = self.describe(rows, positions, rotary)
+        self.step.first, self.step.count = start, stop - start
+        self.keep(self._layers.run_step(addressof(self.step), num_threads()), rows, spans, rotary, *needed)
+        for cache, number in rows:
+            cache.extend(start, stop, number)
+
+    def describe(self, rows: CacheRows, positions: Sequence[int], rotary: Tensor) -> object:
+        """Tell `step` of the texts. Returns what it then points to."""
         step, count, furthest = self.step, 0, 0
         # Threads that come late may still read what describes several texts: it is made anew for each call.
         spans = self.only if len(rows) == 1 else (Span * len(rows))()
@@ -126,14 +134,15 @@ class Workspace:
             count += number
             furthest = max(furthest, position + number)
         step.spans, step.num_spans, step.rows = addressof(spans), len(rows), count
-        step.first, step.count, step.rotary = start, stop - start, rotary.data_ptr()
+        step.rotary = rotary.data_ptr()
         if furthest > SECTION:
             self._reserve_parts()
-        job = self._layers.run_step(addressof(step), num_threads())
+        return spans
+
+    def keep(self, job: int, rows: CacheRows, *needed: object) -> None:
+        """Hold what a call was given while threads that come late may read it. job: what the call returned."""
         if job:
-            keep(job, self, spans, rotary, self._scratch, self._parts, *needed, *(cache for cache, _ in rows))
-        for cache, number in rows:
-            cache.extend(start, stop, number)
+            keep(job, self, self._scratch, self._parts, *needed, *(cache for cache, _ in rows))
 
 
 class NativeLayers:
@@ -191,7 +200,7 @@ class NativeLayers:
                 raise ValueError(f"a row must attend to at least one position, got a window of {window}")
             described.window, described.joint, described.rotated = window, joint, layer.rotated
         self.shape_address = addressof(self._shape)
-        self.run_step, self.parts_size = chosen.step, chosen.parts_size
+        self.run_step, self.run_half, self.parts_size = chosen.step, chosen.half, chosen.parts_size
         self._own = threading.local()
         self._rotary: Tensor | None = None  # the table that was checked last
 
@@ -224,10 +233,10 @@ class NativeLayers:
         hidden = hidden.contiguous()
         total, size = hidden.shape
         outputs = hidden.new_empty(1 if capture is None else stop - start, total, size)
-        space = self._workspace()
+        space = self.workspace()
         step, done = space.step, 0
         step.stride = 0 if capture is None else total * size
-        for part in _parts(rows):
+        for part in portions(rows):
             count = sum(number for _, number in part)
             space.reserve(count)
             step.x, step.outputs = hidden.data_ptr() + 4 * done * size, outputs.data_ptr() + 4 * done * size
@@ -279,7 +288,7 @@ class NativeLayers:
             )
         return rotary
 
-    def _workspace(self) -> Workspace:
+    def workspace(self) -> Workspace:
         """This thread's own."""
         held: Workspace | None = getattr(self._own, "workspace", None)
         if held is None:
@@ -295,7 +304,7 @@ def _norms(layer: LayerWeights) -> list[RMSNorm | None]:
     return [getattr(layer, name) for name in (*_OF_ROWS, *_OF_HEADS)]
 
 
-def _parts(rows: CacheRows) -> Iterator[CacheRows]:
+def portions(rows: CacheRows) -> Iterator[CacheRows]:
     """The same rows in portions of `MOST_ROWS` at most."""
     part: list[tuple[KVCache, int]] = []
     left = MOST_ROWS

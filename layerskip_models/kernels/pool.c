@@ -60,6 +60,9 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #ifndef NAP
 #define NAP 1000         /* microseconds that a helper sleeps when it finds itself on the owner's core */
 #endif
+#ifndef NAPS
+#define NAPS 20          /* after which it sleeps until it is woken */
+#endif
 #ifndef SHORT_TURN
 #define SHORT_TURN 100   /* microseconds */
 #endif
@@ -327,20 +330,23 @@ static void ask_for_short_turns(void) {
 static void *helper(void *argument) {
   Member *m = argument;
   ask_for_short_turns();
-  uint32_t last = 0;
+  uint32_t last = 0, naps = 0; /* since the last job */
   uint64_t crowded = 0, came = ticks(), before = came;
   while (!atomic_load_explicit(&pool.stopping, memory_order_acquire)) {
     uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
     uint64_t now = ticks();
     int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
     if (core >= 0 && core == own_core()) {
-      /* On the owner's core it could only do what the owner then cannot. The scheduler moves one of them before long. */
-      nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
+      /* On the owner's core it could only do what the owner then cannot. The scheduler moves one of them before long; unless
+       * there is one core only, or no job for more than one thread any more. */
+      if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
+      else sleep_at(door);
       came = before = ticks();
       continue;
     }
     if ((door & 1) && door != last) {
       join(m, last = door);
+      naps = 0;
       came = before = ticks();
       continue;
     }

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from layerskip_models.parallel.collectives import gather, sum_in_place
 
 TIMEOUT_SECONDS = 120.0
 """How long a rank waits for the others, unless SELFSPEC_RANK_TIMEOUT says otherwise."""
-_SMALL = 1 << 16  # bytes up to which parts are gathered and summed here: fewer steps than a ring's sum takes
+SMALL = 1 << 16  # bytes up to which parts are gathered and summed here: fewer steps than a ring's sum takes
 _Value = TypeVar("_Value")
 
 
@@ -60,11 +61,13 @@ class Ranks:
     """All processes that were launched together, as one group.
 
     rank, size: of this process, and of the group. device: where tensors that are summed lie. timeout: seconds.
+    waiting_seconds: so far between processors, for messages and for ranks that were not as far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.timeout = timeout_seconds()
+        self.waiting_seconds = 0.0
         # For what may take long, since somebody types it or a client sends it: here only an end of a process is an error.
         self._patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
@@ -81,21 +84,24 @@ class Ranks:
         """The sum of all ranks' tensors of this shape, the same bits on every rank. The given one may be overwritten."""
         if self.size == 1:
             return part
-        if part.is_cpu and part.numel() * part.element_size() <= _SMALL:
+        if part.is_cpu and part.numel() * part.element_size() <= SMALL:
             parts = self.gather(part)
             total = parts[0] + parts[1]
             for more in parts[2:]:  # in the order of ranks, whoever adds
                 total += more
             return total
         part = part.contiguous()
-        with self._told():
+        with self.told():
             sum_in_place(part)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
         """All ranks' tensors of one shape: [ranks, *shape]."""
-        with self._told():
-            return gather(part.contiguous())
+        started = perf_counter()
+        with self.told():
+            found = gather(part.contiguous())
+        self.waiting_seconds += perf_counter() - started
+        return found
 
     def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
         """What rank 0 gave, on every rank. same: what must be equal on all of them, below 2^48.
@@ -114,7 +120,7 @@ class Ranks:
     def collect(self, value: _Value) -> list[_Value]:
         """What every rank gave, in their order, on every rank; however long they take."""
         found: list[Any] = [None] * self.size
-        with self._told():
+        with self.told():
             dist.all_gather_object(found, value, group=self._patient)
         return found
 
@@ -128,7 +134,7 @@ class Ranks:
                 pickle.dumps(found[0])
             except Exception as raised:
                 error, found = raised, [None, (type(raised), str(raised))]
-        with self._told():
+        with self.told():
             dist.broadcast_object_list(found, src=0, group=self._patient, device=torch.device("cpu"))
         if error is not None:
             raise error
@@ -138,7 +144,8 @@ class Ranks:
         return found[0]
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
+        """Within it an error of torch.distributed is a RankError."""
         with _told(self.rank, f"another process ended, or did not answer within {self.timeout:.0f} seconds"):
             yield
 

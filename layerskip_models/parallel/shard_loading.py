@@ -24,6 +24,7 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
+from layerskip_models.parallel.cores import share_cores
 from layerskip_models.parallel.ranks import Ranks, local_rank
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.parallel.sharded_model import ShardedModel
@@ -75,7 +76,8 @@ def load_shard(
 ) -> ShardedModel:
     """This process's part of a checkpoint whose other parts the processes launched with it load; arguments as `load_model`'s.
 
-    Every process must call it. On CUDA each takes the device of its local rank. Peak memory is the part, and one layer of it.
+    Every process must call it. On CUDA each takes the device of its local rank, on CPUs its share of the cores. Peak memory
+    is the part, and one layer of it.
     Raises what `load_model` raises; ValueError for a checkpoint that is quantised or GGUF, or that cannot be divided;
     RankError if the processes do not find each other.
     """
@@ -92,6 +94,8 @@ def load_shard(
     config = source.config
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     ranks = Ranks.join(target)
+    if target.type == "cpu":
+        share_cores(ranks)
     plan = ShardPlan.of(config, ranks.rank, ranks.size)
     with torch.inference_mode(False), torch.no_grad(), source.open() as files:
         part = load_part(files, plan, chosen, lambda module: target, layout, source.generation_config())

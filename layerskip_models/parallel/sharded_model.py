@@ -6,7 +6,7 @@ within attention and the MLP are the rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -19,9 +19,11 @@ from torch import Tensor
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear
 from layerskip_models.model import DecoderLayer, LayerSkipModel
 from layerskip_models.norm import RMSNorm
+from layerskip_models.parallel.native_halves import NativeHalves
 from layerskip_models.parallel.ranks import Ranks
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
 from layerskip_models.parallel.vocabulary import merge, whole_logits
@@ -68,6 +70,7 @@ class ShardedModel(LayerSkipModel):
         self.plan, self.ranks = plan, ranks
         self._layers = [_summed(layer, plan, ranks) for layer in part._layers]
         self._native = None  # whole layers in one call know no sums in between
+        self._halves = None if part._native is None or plan.joint_norms else NativeHalves(part._native, ranks)
         parts = [Part.of(self.vocab_size, rank, ranks.size) for rank in range(ranks.size)]
         self._sizes, self._first_token = [one.size for one in parts], plan.vocab.start
 
@@ -81,11 +84,27 @@ class ShardedModel(LayerSkipModel):
     def num_ranks(self) -> int:
         return self.ranks.size
 
+    @property
+    def kernels(self) -> str | None:
+        return None if self._halves is None else self._halves.variant
+
     def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
         return self.ranks.agree(numbers, same)
 
     def on_one_team(self) -> AbstractContextManager[None]:
         return OneTeam() if isinstance(self._head, NativeLinear) else super().on_one_team()
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        cache: KVCache | CacheRows,
+        capture: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        if self._halves is None:
+            return super().run_layers(hidden, start, stop, cache, capture)
+        return self._halves.run(hidden, start, stop, cache_rows(cache, hidden.shape[0]), self._rotary, capture)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]: each row from the rank that has it."""
