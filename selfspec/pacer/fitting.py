@@ -24,8 +24,8 @@ from torch import Tensor
 from layerskip_models import DEMO_PATH
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import block_order
-from layerskip_models.training.loop import sum_over_processes
 from layerskip_models.training.start import claim_output_dir
+from layerskip_models.training.whole_copies import sum_over_processes
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator, progress
