@@ -6,16 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from rank_processes import RankFailed, on_ranks, results_of
 from tiny_llama import tiny_llama
-from tiny_training import TINY, tiny, weights, write_numbers
+from tiny_training import TINY, begin_as_rank, bytes_held, tiny, weights, write_numbers
 from transformers import AutoTokenizer
 
 from layerskip_models.training.loop import train
@@ -33,8 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _train(config: TrainingConfig, lost_in_step: int | None = None) -> dict[str, int]:
     """Train in this process of several; bytes that it held at the end of the last step. The last rank may be lost."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # which accelerate would choose, with a warning
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is a fork of
+    begin_as_rank()
     held: dict[str, int] = {}
     steps = 0
     clip, save = ShardedTraining.clip, ShardedTraining.save
@@ -45,25 +42,19 @@ def _train(config: TrainingConfig, lost_in_step: int | None = None) -> dict[str,
         if steps == lost_in_step and self.rank == self.ranks - 1:
             os._exit(1)
         clip(self, max_norm)
-        held["parameters"] = _bytes(self.model.parameters())
-        held["gradients"] = _bytes(parameter.grad for parameter in self.model.parameters())
+        held["parameters"] = bytes_held(self.model.parameters())
+        held["gradients"] = bytes_held(parameter.grad for parameter in self.model.parameters())
 
     def saved(self: Any, path: Path, optimizers: Any, write_state: Any) -> None:
         save(self, path, optimizers, write_state)
         states = [value for one in optimizers for state in one.state.values() for value in state.values()]
-        held["states"] = _bytes(value for value in states if value.dim())
+        held["states"] = bytes_held(value for value in states if value.dim())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedTraining, "clip", counted)
         patch.setattr(ShardedTraining, "save", saved)
         train(config)
     return held
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    """Of the memory of this process's rows; gradients of a layer share theirs."""
-    memory = [tensor.to_local().untyped_storage() for tensor in tensors]
-    return sum({one.data_ptr(): one.nbytes() for one in memory}.values())
 
 
 def _losses(folder: Path) -> list[list[float]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -56,3 +59,15 @@ def write_numbers(path: Path) -> str:
 
 def weights(folder: Path) -> dict[str, Tensor]:
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def begin_as_rank() -> None:
+    """To be called first by a training in one of several forked processes: forget the state of the process they came from."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # which accelerate would choose, with a warning
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def bytes_held(tensors: Iterable[Any]) -> int:
+    """Of the memory of this process's rows of divided tensors; those that share memory are counted once."""
+    memory = [tensor.to_local().untyped_storage() for tensor in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in memory}.values())

@@ -44,7 +44,7 @@ from layerskip_models.training.recipe import (
     normalised_exit_weights,
     run_layer,
 )
-from layerskip_models.training.sharding import sharded_model
+from layerskip_models.training.sharding import check_launched, sharded_model
 from layerskip_models.training.start import (
     claim_output_dir,
     described_model,
@@ -66,6 +66,8 @@ def train(config: TrainingConfig) -> Path:
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
     )
+    if config.shard:
+        check_launched()
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir)

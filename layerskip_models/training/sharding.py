@@ -35,18 +35,22 @@ Read = Callable[[str, torch.Size, range], Tensor]
 """read(name, shape, rows): these rows of a parameter, float32, of the whole parameter's shape but for the first number."""
 
 
+def check_launched() -> None:
+    """Raise ValueError unless this is one of a launcher's processes, of which there may be a single one."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "shard divides the model over processes, and this is one alone: put `torchrun --nproc_per_node N` or "
+            "`accelerate launch` in front, or leave out --shard"
+        )
+
+
 class ShardedTraining:
     """A model whose parameters each process holds its rows of; every process must make the same calls in the same order."""
 
     in_step = True
 
     def __init__(self, accelerator: Accelerator, config: LlamaConfig, precision: str) -> None:
-        """Without weights: `fill` or `load` gives them. Raises ValueError outside of a launcher's processes."""
-        if not dist.is_initialized():
-            raise ValueError(
-                "shard divides the model over processes, and this is one alone: put `torchrun --nproc_per_node N` or "
-                "`accelerate launch` in front, or leave out --shard"
-            )
+        """Without weights: `fill` or `load` gives them."""
         self._accelerator = accelerator
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         with init_empty_weights(include_buffers=False):
@@ -191,7 +195,7 @@ class ShardedTraining:
 def sharded_model(config: TrainingConfig, accelerator: Accelerator, described: LlamaConfig) -> ShardedTraining:
     """The model at its start: init's, of which each process reads its rows, or a new one, which the first process makes.
 
-    Raises ValueError outside of a launcher's processes, or for a checkpoint that is not what its configuration says.
+    Raises ValueError for a checkpoint that is not what its configuration says.
     """
     described._attn_implementation = "sdpa"
     sharded = ShardedTraining(accelerator, described, config.precision)
