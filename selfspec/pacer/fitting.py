@@ -73,7 +73,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
-        generator = load_generator(config.model, config.dtype, config.device, console)
+        generator = load_generator(config.model, config.dtype, config.device, console, tensor_parallel=None)
         layers = config.exit_layers or (max(generator.model.num_layers // 4, 1),)
         for layer in layers:
             check_exit_layer(layer, generator.model.num_layers)
