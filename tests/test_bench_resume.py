@@ -196,6 +196,7 @@ def _as_rank(checkpoint: Path, arguments: list[object], lost_with: int | None = 
         return run(checkpoint, *arguments).exit_code, measured
 
 
+@pytest.mark.slow
 def test_when_a_process_is_lost_the_others_prompts_are_not_measured_again(
     checkpoint: Path, tmp_path: Path, whole: list[Line]
 ) -> None:

@@ -255,6 +255,7 @@ def _as_rank(config: PreVerifierTraining, lost_in_step: int | None = None) -> Pa
     return train_preverifier(config)
 
 
+@pytest.mark.slow
 def test_a_training_whose_process_was_lost_goes_on(checkpoint: Path, tmp_path: Path) -> None:
     whole = train_preverifier(PreVerifierTraining(**options(checkpoint, tmp_path / "one")))
     config = PreVerifierTraining(**options(checkpoint, tmp_path / "two"))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from layerskip_models.training.microbatches import micro_batches
 from layerskip_models.training.saving import latest_checkpoint
 from layerskip_models.training.shard_files import ShardFiles, rows_of, write_shard
 from layerskip_models.training.sharding import ShardedTraining
+from layerskip_models.training.start import claim_output_dir
 from layerskip_models.training.training_config import TrainingConfig
 
 
@@ -155,6 +157,11 @@ def test_what_does_not_go_together_is_said(text: str, tmp_path: Path) -> None:
         tiny(text, tmp_path / "out", shard=True, compile=True)
     with pytest.raises(ValueError, match="shard divides the model over processes, and this is one alone"):
         train(tiny(text, tmp_path / "out", shard=True))
+    whole = tiny(text, tmp_path / "whole")
+    claim_output_dir(whole, tmp_path / "whole")
+    (tmp_path / "whole" / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="holds a run with another shard"):
+        claim_output_dir(replace(whole, shard=True), tmp_path / "whole")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
