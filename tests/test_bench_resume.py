@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_runs import counts, run
+from rank_processes import on_ranks, results_of
+from tiny_training import begin_as_rank
 
 import bench.run
 from bench.record import Line, RecordWriter, read_parts, read_record
@@ -166,6 +169,53 @@ def test_a_left_over_part_is_never_merged_twice(
     (tmp_path / "run.jsonl.part1").write_text(stale)  # as if it had been killed before it could take it away
     assert run(checkpoint, *arguments, "--resume").exit_code == 0
     assert counts(read_record(record)) == counts(whole)
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def _as_rank(checkpoint: Path, arguments: list[object], lost_with: int | None = None) -> tuple[int, list[str]]:
+    """Run in this process of several: exit code, and which prompts were measured. The second one may be lost."""
+    begin_as_rank()
+    measured: list[str] = []
+    measure, write = bench.run.measure_prompt, RecordWriter.write
+    done = 0
+
+    def counted(engines: Any, prompt: Any, **options: Any) -> None:
+        measured.append(prompt.id)
+        measure(engines, prompt, **options)
+
+    def lost(self: RecordWriter, line: dict[str, Any]) -> None:
+        nonlocal done
+        done += line["kind"] == "done"
+        if done == lost_with and os.environ["RANK"] == "1":
+            os._exit(1)
+        write(self, line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.run, "measure_prompt", counted)
+        patch.setattr(RecordWriter, "write", lost)
+        return run(checkpoint, *arguments).exit_code, measured
+
+
+@pytest.mark.slow
+def test_when_a_process_is_lost_the_others_prompts_are_not_measured_again(
+    checkpoint: Path, tmp_path: Path, whole: list[Line]
+) -> None:
+    """Prompts 0 to 3, of which the second process had done 1 and begun with 3; then three processes do that one."""
+    record = tmp_path / "run.jsonl"
+    arguments = [*POLICIES, "--num-samples", 1, "--device", "cpu", "--output", record]
+    first, second = on_ranks(2, _as_rank, checkpoint, arguments, 2)
+    assert second is None
+    assert first[0] != 0
+    assert not record.exists()
+    done = [line["prompt"] for line in read_parts(record) if line["kind"] == "done"]
+    assert len(done) == 3
+    found = results_of(3, _as_rank, checkpoint, [*arguments, "--resume"])
+    assert [code for code, _ in found] == [0, 0, 0]
+    assert len([prompt for _, measured in found for prompt in measured]) == 1
+    assert not {*done} & {prompt for _, measured in found for prompt in measured}
+    lines = read_record(record)
+    assert counts(lines) == counts(whole)  # in the order of one process
+    assert lines[0]["provenance"]["processes"] == 2  # of the run that was begun
     assert not list(tmp_path.glob("*.part*"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from preverifiers import random_module
+from rank_processes import RankFailed, on_ranks, results_of
 from tiny_llama import tiny_llama, tiny_tokenizer
+from tiny_training import begin_as_rank
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -236,6 +239,34 @@ def options(checkpoint: Path, output: Path, **changes: Any) -> dict[str, Any]:
         "window": 6, "positions": 6, "holdout_fraction": 0.3, "epochs": 2.0, "batch_responses": 2, "save_every": 4,
         "log_every": 1, "warmup_steps": 2, **changes,
     }  # fmt: skip
+
+
+def _as_rank(config: PreVerifierTraining, lost_in_step: int | None = None) -> Path:
+    """Train in this process of several, of which the last may be lost."""
+    begin_as_rank()
+    step = train_pacer._Run._step
+
+    def lost(self: Any, number: int, size: int) -> float:
+        if number == lost_in_step and os.environ["RANK"] == "1":
+            os._exit(1)
+        return step(self, number, size)
+
+    train_pacer._Run._step = lost  # type: ignore[method-assign]
+    return train_preverifier(config)
+
+
+@pytest.mark.slow
+def test_a_training_whose_process_was_lost_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    whole = train_preverifier(PreVerifierTraining(**options(checkpoint, tmp_path / "one")))
+    config = PreVerifierTraining(**options(checkpoint, tmp_path / "two"))
+    first, second = on_ranks(2, _as_rank, config, 5)
+    assert isinstance(first, RankFailed)
+    assert second is None
+    assert [path.name for path in (tmp_path / "two" / "checkpoints").iterdir()] == ["step-00000004"]
+    results_of(2, _as_rank, config)
+    one, other = load_preverifier(whole), load_preverifier(tmp_path / "two" / "preverifier")
+    for a, b in zip(one.state_dict().values(), other.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_a_killed_training_ends_as_the_uninterrupted_one(checkpoint: Path, tmp_path: Path, monkeypatch: Any) -> None:

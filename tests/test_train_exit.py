@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import RankFailed, on_ranks, results_of
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_training import begin_as_rank
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -25,6 +27,8 @@ from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import FORMS, AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
+from layerskip_models.parallel import spread_model
+from layerskip_models.training.saving import latest_checkpoint
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.exits import exit_fitting, kept_states
@@ -500,6 +504,63 @@ def test_the_command_needs_data_and_a_folder_for_beside(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["train-exit", "--output-dir", str(tmp_path / "run"), *extra])
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def _as_rank(config: ExitTraining, lost_in_step: int | None = None) -> Path:
+    """Train in this process of several, of which the last may be lost."""
+    begin_as_rank()
+    gradient = exit_fitting._gradient
+
+    def lost(*arguments: Any) -> Any:
+        if arguments[5] == lost_in_step and os.environ["RANK"] == "1":
+            os._exit(1)
+        return gradient(*arguments)
+
+    exit_fitting._gradient = lost
+    return train_exit(config)
+
+
+def test_a_run_whose_process_was_lost_goes_on_with_as_many_as_there_are(checkpoint: Path, tmp_path: Path) -> None:
+    alone = train_exit(ExitTraining(**options(checkpoint, tmp_path / "one")))
+    config = ExitTraining(**options(checkpoint, tmp_path / "more"))
+    first, second = on_ranks(2, _as_rank, config, 6)
+    assert isinstance(first, RankFailed)
+    assert second is None
+    latest = latest_checkpoint(tmp_path / "more" / "checkpoints")
+    assert latest is not None
+    assert latest[1] == 4
+    states = {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
+    results_of(3, _as_rank, config)
+    assert states == {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
+    for one, other in zip(weights(alone), weights(tmp_path / "more" / "exits")):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "more" / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_states_of_a_model_that_one_device_does_not_hold(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor in the place of every GPU: the adapters are those of the model on one device."""
+    config = ExitTraining(**options(checkpoint, tmp_path / "spread", epochs=0.5, dtype="float32", device_map="auto"))
+    with pytest.raises(ValueError, match="spreads a model over several GPUs, and this machine has 0"):
+        train_exit(config)
+
+    def places(config: Any, *ignored: Any) -> dict[str, torch.device]:
+        layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
+        return dict.fromkeys(["model.embed_tokens", *layers, "model.norm", "lm_head"], torch.device("cpu"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spread_model, "places", places)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        spread = train_exit(config)
+    whole = train_exit(replace(config, output_dir=str(tmp_path / "whole"), device_map=None))
+    for one, other in zip(weights(whole), weights(spread)):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="leave out device"):
+        replace(config, device="cpu")
+    (failed,) = {str(one).split("\n")[0] for one in on_ranks(2, _as_rank, config)}
+    assert "from one process" in failed
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from tiny_training import TINY, tiny, weights, write_numbers
 from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -20,48 +21,10 @@ from layerskip_models.training.saving import latest_checkpoint, rewind_log, writ
 from layerskip_models.training.start import claim_output_dir
 from layerskip_models.training.training_config import TrainingConfig, config_fields
 
-TINY = {
-    "vocab_size": 280,
-    "hidden_size": 16,
-    "num_layers": 4,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "context_length": 96,
-    "batch_tokens": 64,
-    "micro_batch_tokens": 32,
-    "sequence_length": 16,
-    "long_sequence_length": 32,
-    "long_steps": 2,
-    "warmup_steps": 2,
-    "eval_every": 4,
-    "eval_tokens": 64,
-    "log_every": 1,
-    "save_every": 3,
-    "holdout_fraction": 0.2,
-    "exit_loss": "full",
-    "exit_loss_block": 4,
-    "own_text_steps": 3,
-    "own_text_rows": 2,
-    "own_text_tokens": 20,
-    "layer_dropout": 0.5,
-    "dropout_time": "continual",
-    "export_dtype": "float32",
-}
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
-    lines = [f"{names[left]} and {names[right]} make {left + right}\n" * 3 for left in range(12) for right in range(12)]
-    path.write_text("<|endoftext|>\n".join(lines))
-    return str(path)
-
-
-def tiny(text, output_dir, **changes):
-    return TrainingConfig(**{**TINY, "max_steps": 8, "data": (text,), "output_dir": str(output_dir), **changes})
+    return write_numbers(tmp_path_factory.mktemp("text") / "numbers.txt")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +33,6 @@ def finished(text, tmp_path_factory):
     config = tiny(text, tmp_path_factory.mktemp("run") / "out")
     train(config)
     return Path(config.output_dir)
-
-
-def weights(folder):
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
 def assert_same_weights(first, second):

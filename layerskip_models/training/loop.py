@@ -10,17 +10,18 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -30,10 +31,11 @@ from transformers import (
 from layerskip_models.training import documents as training_data
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.evaluation import exit_sums
-from layerskip_models.training.muon import Muon
+from layerskip_models.training.microbatches import MicroBatch, micro_batches
 from layerskip_models.training.options import command_for_config
 from layerskip_models.training.own_text import own_text
 from layerskip_models.training.recipe import (
+    IGNORED,
     draw_keep_mask,
     early_exit_backward,
     enabled_exits,
@@ -42,8 +44,16 @@ from layerskip_models.training.recipe import (
     normalised_exit_weights,
     run_layer,
 )
-from layerskip_models.training.start import claim_output_dir, model_and_tokenizer, token_streams
+from layerskip_models.training.sharding import check_launched, sharded_model
+from layerskip_models.training.start import (
+    claim_output_dir,
+    described_model,
+    own_tokenizer,
+    token_streams,
+    whole_model,
+)
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
+from layerskip_models.training.whole_copies import HeldModel, WholeCopies
 
 
 def train(config: TrainingConfig) -> Path:
@@ -56,38 +66,35 @@ def train(config: TrainingConfig) -> Path:
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
     )
+    if config.shard:
+        check_launched()
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir)
-        model, tokenizer = model_and_tokenizer(config, output_dir)
+        tokenizer = own_tokenizer(config, output_dir)
+        described = described_model(config, tokenizer)
         streams = token_streams(config, output_dir, tokenizer)
-    return _Run(config, accelerator, model.to(accelerator.device), tokenizer, streams).execute()
-
-
-def sum_over_processes(accelerator: Accelerator, parameters: Iterable[Parameter], totals: Tensor) -> Tensor:
-    """Sum the parameters' gradients in place, and return the sums of `totals` [n], in one message."""
-    if accelerator.num_processes == 1:
-        return totals
-    gradients = []
-    for parameter in parameters:  # every process must send as many numbers
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
-    flat = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
-    pieces = accelerator.reduce(flat, reduction="sum").split([*(g.numel() for g in gradients), totals.numel()])
-    for gradient, piece in zip(gradients, pieces):
-        gradient.copy_(piece.view_as(gradient))
-    return pieces[-1]
+        whole = None if config.shard else whole_model(config, described)
+    held: HeldModel
+    if whole is None:
+        held = sharded_model(config, accelerator, described)
+    else:
+        held = WholeCopies(accelerator, whole.to(accelerator.device))
+    return _Run(config, accelerator, held, tokenizer, streams).execute()
 
 
 @dataclass(slots=True)
 class _Run:
     config: TrainingConfig
     accelerator: Accelerator
-    model: LlamaForCausalLM
+    held: HeldModel
     tokenizer: PreTrainedTokenizerBase
     streams: training_data.TokenStreams
     run_layer: Callable[..., Tensor] = run_layer
+
+    @property
+    def model(self) -> LlamaForCausalLM:
+        return self.held.model
 
     def execute(self) -> Path:
         config, output_dir = self.config, Path(self.config.output_dir)
@@ -125,8 +132,10 @@ class _Run:
                         _report(console, record, config.max_steps)
                 if done % config.save_every == 0 or done == config.max_steps:
                     self._save(done, optimizers, time.monotonic() - started)
+        dtype = getattr(torch, config.export_dtype)
+        tensors = self.held.whole_tensors(dtype)
         if self.accelerator.is_main_process:
-            checkpoints.write_folder(output_dir / "model", self._export)
+            checkpoints.write_folder(output_dir / "model", partial(self._export, tensors, dtype))
         self.accelerator.wait_for_everyone()
         return output_dir / "model"
 
@@ -141,7 +150,7 @@ class _Run:
         betas = (0.9, 0.95)
         if config.optimizer == "muon":
             return [
-                Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
+                self.held.muon(matrices, config.learning_rate, config.weight_decay),
                 torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas),
             ]
         decayed = {"params": matrices, "weight_decay": config.weight_decay}
@@ -158,20 +167,16 @@ class _Run:
         exits = enabled_exits(config.curriculum, len(weights), step, config.max_steps, config.rotation)
         shares = normalised_exit_weights(weights, exits)
 
-        mine = range(accelerator.process_index, batch_size, accelerator.num_processes)
-        rows_at_once = max(config.micro_batch_tokens // length, 1)
         totals = {layer: torch.zeros((), device=accelerator.device) for layer in shares}
-        for start in range(0, len(mine), rows_at_once):
-            rows = list(mine[start : start + rows_at_once])
-            ids = training_data.block(self.streams.train, [order[row] for row in rows], length).to(accelerator.device)
-            share = len(rows) / batch_size
+        for part in self._parts_of(batch_size, max(config.micro_batch_tokens // length, 1)):
+            ids = training_data.block(self.streams.train, [order[row] for row in part.rows], length)
+            ids = ids.to(accelerator.device)
+            share = part.real / batch_size
             with accelerator.autocast():
-                kept = None if keep is None else keep[:, rows]
-                states = exit_hidden_states(self.model, ids[:, :-1], shares, kept, self.run_layer)
                 losses = early_exit_backward(
                     self.model,
-                    states,
-                    ids[:, 1:],
+                    self._states(ids[:, :-1], shares, keep, part),
+                    ids[:, 1:] if part.real == len(ids) else _without_loss(ids[:, 1:], part.real),
                     shares,
                     scale=share,
                     chunk_rows=config.loss_chunk_rows,
@@ -182,8 +187,8 @@ class _Run:
                 totals[layer] += loss * share
         if step >= config.max_steps - config.own_text_steps:
             self._own_text_backward(step, shares)
-        reduced = self._reduce(totals)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        reduced = self.held.reduce(totals)
+        self.held.clip(config.max_grad_norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate_at(step)
@@ -191,31 +196,62 @@ class _Run:
             optimizer.zero_grad(set_to_none=True)
         return reduced
 
+    def _parts_of(self, num_rows: int, rows_at_once: int) -> list[MicroBatch]:
+        state = self.accelerator
+        return micro_batches(
+            num_rows, rows_at_once, state.process_index, state.num_processes, in_step=self.held.in_step
+        )
+
+    def _states(
+        self, input_ids: Tensor, exits: Iterable[int], keep: Tensor | None = None, part: MicroBatch | None = None
+    ) -> dict[int, Tensor]:
+        """Hidden states at the exits; keep: bool [L, batch], of which the part's rows are looked up."""
+        kept = wanted = None
+        if keep is not None and part is not None:
+            kept, wanted = keep[:, part.rows], keep[:, part.together].any(1)
+        return self.held.gathered(
+            lambda: exit_hidden_states(self.model, input_ids, exits, kept, wanted, self.run_layer)
+        )
+
     def _own_text_backward(self, step: int, shares: dict[int, float]) -> None:
         """Add the gradient of the loss on the model's own continuations of training text."""
         config, accelerator = self.config, self.accelerator
         available = training_data.num_blocks(self.streams.train, OWN_TEXT_PROMPT)
         order = training_data.block_order(step, config.own_text_rows, available, config.seed + 1)
-        mine = order[accelerator.process_index :: accelerator.num_processes]
-        rows_at_once = max(config.micro_batch_tokens // (OWN_TEXT_PROMPT + config.own_text_tokens), 1)
+        parts = self._parts_of(
+            config.own_text_rows,
+            max(config.micro_batch_tokens // (OWN_TEXT_PROMPT + config.own_text_tokens), 1),
+        )
+        mine = [order[row] for part in parts for row in part.rows]
         blocks = training_data.block(self.streams.train, mine, OWN_TEXT_PROMPT).to(accelerator.device)
-        text = own_text(self.model, blocks[:, :-1], config.own_text_tokens)
+        with self._precision_of_weights():
+            text = own_text(self.model, blocks[:, :-1], config.own_text_tokens)
         last = max(shares)
-        for start in range(0, len(mine), rows_at_once):
-            rows = slice(start, start + rows_at_once)
+        start = 0
+        for part in parts:
+            rows = slice(start, start + len(part.rows))
+            start = rows.stop
             labels = {layer: text.last_labels[rows] if layer == last else text.labels[rows] for layer in shares}
+            loops = text.loops[rows]
+            if part.real < len(part.rows):
+                labels = {layer: _without_loss(found, part.real) for layer, found in labels.items()}
+                loops = loops & (torch.arange(len(loops), device=loops.device) < part.real)[:, None]
             with accelerator.autocast():
                 early_exit_backward(
                     self.model,
-                    exit_hidden_states(self.model, text.input_ids[rows], shares, run=self.run_layer),
+                    self._states(text.input_ids[rows], shares),
                     labels,
                     shares,
-                    scale=config.own_text_weight * len(text.loops[rows]) / config.own_text_rows,
+                    scale=config.own_text_weight * part.real / config.own_text_rows,
                     chunk_rows=config.loss_chunk_rows,
-                    unwanted=text.loops[rows],
+                    unwanted=loops,
                     row_weights=config.row_weights(),
                     drafted=text.input_ids[rows] != self.tokenizer.eos_token_id,
                 )
+
+    def _precision_of_weights(self) -> AbstractContextManager[object]:
+        """Divided weights are gathered as autocast would round them, so what is computed without it needs it, too."""
+        return self.accelerator.autocast() if self.held.in_step else nullcontext()
 
     def _keep_mask(self, step: int, batch_size: int, num_layers: int) -> Tensor | None:
         """Drawn for the whole batch from (seed, step) alone: the same however many processes there are."""
@@ -225,15 +261,6 @@ class _Run:
         rates = layer_dropout_rates(num_layers, config.layer_dropout, config.dropout_time, step, config.max_steps)
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         return draw_keep_mask(rates, batch_size, generator)
-
-    def _reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
-        """Sum gradients and losses over the processes, in one message."""
-        parameters = list(self.model.parameters())
-        for parameter in parameters:  # a layer that all samples skipped has none; momentum still moves it
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        losses = sum_over_processes(self.accelerator, parameters, torch.stack(list(totals.values())))
-        return dict(zip(totals, losses.tolist()))
 
     def _evaluate(self) -> dict[str, list[float]] | None:
         """Loss and agreement with the last layer for every exit on held-out text; None without such text."""
@@ -245,9 +272,12 @@ class _Run:
         self.model.eval()
         num_layers = len(self.model.model.layers)
         sums = torch.zeros(2, num_layers, dtype=torch.float64)
-        for row in range(self.accelerator.process_index, num_rows, self.accelerator.num_processes):
-            ids = training_data.block(self.streams.held_out, [row], length).to(self.accelerator.device)
-            sums += exit_sums(self.model, ids[:, :-1], ids[:, 1:])
+        for part in self._parts_of(num_rows, 1):
+            ids = training_data.block(self.streams.held_out, part.rows, length).to(self.accelerator.device)
+            with self._precision_of_weights():
+                found = self.held.gathered(partial(exit_sums, self.model, ids[:, :-1], ids[:, 1:]))
+            sums += found * part.real
+        self.held.released()
         self.model.train()
         # float32, which every backend can reduce
         total = self.accelerator.reduce(sums.float().to(self.accelerator.device), reduction="sum")
@@ -260,13 +290,11 @@ class _Run:
     def _save(self, step: int, optimizers: list[torch.optim.Optimizer], seconds: float) -> None:
         folder = Path(self.config.output_dir) / "checkpoints"
 
-        def write(path: Path) -> None:
-            torch.save(self.model.state_dict(), path / "model.pt")
-            torch.save([optimizer.state_dict() for optimizer in optimizers], path / "optimizers.pt")
+        def write_state(path: Path) -> None:
             (path / "state.json").write_text(json.dumps({"step": step, "seconds": seconds}), encoding="utf-8")
 
+        self.held.save(checkpoints.checkpoint_path(folder, step), optimizers, write_state)
         if self.accelerator.is_main_process:
-            checkpoints.write_folder(checkpoints.checkpoint_path(folder, step), write)
             checkpoints.drop_old_checkpoints(folder)
         self.accelerator.wait_for_everyone()
 
@@ -279,18 +307,15 @@ class _Run:
         if latest is None:
             return 0, 0.0
         path, step = latest
-        # Loaded to the CPU, moved by load_state_dict: a process's device may be "cpu:0", which torch.load does not know.
-        self.model.load_state_dict(torch.load(path / "model.pt", map_location="cpu", weights_only=True))
-        states = torch.load(path / "optimizers.pt", map_location="cpu", weights_only=True)
-        for optimizer, state in zip(optimizers, states):
-            optimizer.load_state_dict(state)
+        self.held.load(path, optimizers)
         return step, float(json.loads((path / "state.json").read_text(encoding="utf-8"))["seconds"])
 
-    def _export(self, path: Path) -> None:
+    def _export(self, tensors: dict[str, Tensor], dtype: torch.dtype, path: Path) -> None:
         """The finished model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
-        dtype = getattr(torch, self.config.export_dtype)
-        exported = LlamaForCausalLM(self.model.config).to(dtype)
-        exported.load_state_dict(self.model.state_dict())
+        with init_empty_weights():
+            exported = LlamaForCausalLM(self.model.config)
+        exported.load_state_dict({name: tensor.to("cpu", dtype) for name, tensor in tensors.items()}, assign=True)
+        exported.tie_weights()
         exported.generation_config = (
             GenerationConfig(do_sample=False, eos_token_id=self.tokenizer.eos_token_id)
             if self.config.init is None
@@ -299,6 +324,13 @@ class _Run:
         exported.config.dtype = dtype
         exported.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+
+
+def _without_loss(labels: Tensor, real: int) -> Tensor:
+    """Labels of which the rows behind the first `real` ones have none."""
+    found = labels.clone()
+    found[real:] = IGNORED
+    return found
 
 
 def _progress(console: Console, is_main: bool) -> Progress:

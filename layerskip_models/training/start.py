@@ -84,30 +84,31 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def model_and_tokenizer(config: TrainingConfig, output_dir: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The model in float32 at its start, and the tokenizer, which is kept in output_dir/tokenizer.
+def own_tokenizer(config: TrainingConfig, output_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer, which is kept in output_dir/tokenizer. Raises ValueError when it has no EOS token."""
+    own = output_dir / "tokenizer"
+    if own.exists():
+        return AutoTokenizer.from_pretrained(own)
+    source = config.tokenizer or config.init
+    if source is None:
+        train, _ = _documents(config)
+        texts = (text for _, documents in train for text in documents)
+        tokenizer = training_data.train_tokenizer(texts, config.vocab_size)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token, which separates the documents: set eos_token in its config")
+    checkpoints.write_folder(own, tokenizer.save_pretrained)
+    return tokenizer
+
+
+def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    """What the model will be.
 
     Raises ValueError when init is no Llama, its context is too short or its vocabulary smaller than the tokenizer's.
     """
-    own = output_dir / "tokenizer"
-    if own.exists():
-        tokenizer = AutoTokenizer.from_pretrained(own)
-    else:
-        source = config.tokenizer or config.init
-        if source is None:
-            train, _ = _documents(config)
-            texts = (text for _, documents in train for text in documents)
-            tokenizer = training_data.train_tokenizer(texts, config.vocab_size)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                "the tokenizer has no EOS token, which separates the documents: set eos_token in its config"
-            )
-        checkpoints.write_folder(own, tokenizer.save_pretrained)
-    torch.manual_seed(config.seed)
     if config.init is None:
-        model = LlamaForCausalLM(_fresh_config(config, tokenizer))
+        described = _fresh_config(config, tokenizer)
     else:
         described = AutoConfig.from_pretrained(config.init)
         if described.model_type != "llama":
@@ -121,12 +122,19 @@ def model_and_tokenizer(config: TrainingConfig, output_dir: Path) -> tuple[Llama
                 f"sequences of {longest} tokens are longer than the context of {config.init!r}"
                 f" ({described.max_position_embeddings}): shorten sequence_length or long_sequence_length"
             )
-        model = LlamaForCausalLM.from_pretrained(
-            config.init, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
-        )
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}")
-    return model.train(), tokenizer
+    if len(tokenizer) > described.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model only {described.vocab_size}")
+    return described
+
+
+def whole_model(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausalLM:
+    """The model in float32 at its start: init's, or a new one."""
+    torch.manual_seed(config.seed)
+    if config.init is None:
+        return LlamaForCausalLM(described).train()
+    return LlamaForCausalLM.from_pretrained(
+        config.init, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
+    ).train()
 
 
 def _fresh_config(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:

@@ -12,6 +12,8 @@ from layerskip_models.checkpoints.supported import DTYPES
 from layerskip_models.checkpoints.synthetic import SHAPES
 from layerskip_models.families import family_of
 from layerskip_models.parallel.shard_size import largest_shard
+from layerskip_models.training.training_config import OPTIMIZERS
+from layerskip_models.training.training_size import training_size
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -55,5 +57,47 @@ def shape_lines(shape: str, ranks: int, dtype: str, device: str, context: int | 
         lines.append(
             f"sent        {size.sent_per_row / _MIB:8.2f} MiB for each row of a pass, in {size.sums_per_pass} sums over "
             "processes"
+        )
+    return lines
+
+
+def training_lines(
+    shape: str, ranks: int, dtype: str, context: int | None, micro_batch_tokens: int, optimizer: str
+) -> list[str]:
+    """What to print of `selfspec train --shard` in so many processes. dtype: "auto" is bfloat16.
+
+    context: tokens of a sequence, None for one sequence a micro batch. Raises ValueError for what there is not.
+    """
+    precisions = {"auto": "bf16", "bfloat16": "bf16", "float32": "fp32"}
+    if dtype not in precisions:
+        raise ValueError(f"--dtype must be one of {', '.join(precisions)} with --train, got {dtype!r}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    size = training_size(
+        shape_config(shape),
+        ranks,
+        optimizer=optimizer,
+        precision=precisions[dtype],
+        micro_batch_tokens=micro_batch_tokens,
+        sequence_length=micro_batch_tokens if context is None else context,
+    )
+    lines = [
+        f"{shape}, trained with --precision {precisions[dtype]} --optimizer {optimizer} --shard in {ranks} "
+        f"process{'es' if ranks > 1 else ''}; of each:",
+        f"weights     {size.weights / _GIB:8.2f} GiB, its share in float32",
+        f"gradients   {size.gradients / _GIB:8.2f} GiB",
+        f"optimiser   {size.optimizer_state / _GIB:8.2f} GiB",
+        f"gathered    {size.gathered / _GIB:8.2f} GiB at the most: the head {size.head / _GIB:.2f} and its gradients "
+        f"{size.head_gradients / _GIB:.2f}, then layers {size.layers / _GIB:.2f}",
+        f"activations {size.activations / _GIB:8.2f} GiB for a micro batch of {micro_batch_tokens} tokens",
+        f"logits      {size.logits / _GIB:8.2f} GiB for a chunk of rows, with their gradients",
+        f"together    {size.together / _GIB:8.2f} GiB",
+    ]
+    if ranks > 1:
+        weights, gradients = size.sent(size.gathered_per_pass), size.sent(size.reduced_per_pass)
+        step = size.sent(size.exchanged_per_step)
+        lines.append(
+            f"sent        {(weights + gradients) / _GIB:8.2f} GiB for each micro batch: weights {weights / _GIB:.2f}, "
+            f"gradients {gradients / _GIB:.2f}" + (f"; for each step {step / _GIB:.2f}" if step else "")
         )
     return lines

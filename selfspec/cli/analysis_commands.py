@@ -12,7 +12,7 @@ from policies import LayerCost, parse_policy
 from selfspec.analysis.exactness import every_policy, num_steps, verify_engine
 from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.analysis.quality import SAMPLE, quality_lines
-from selfspec.analysis.shape_report import shape_lines
+from selfspec.analysis.shape_report import shape_lines, training_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import (
     POLICY_HELP,
@@ -110,8 +110,20 @@ def inspect_command(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="With --shape: processes that the model is divided over.")
     ] = 1,
+    train: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --shape: what `selfspec train --shard` takes in so many processes, instead."),
+    ] = None,
+    micro_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="With --train: tokens of a forward pass of one process.")
+    ] = 1024,
+    optimizer: Annotated[str, typer.Option(help="With --train: adamw or muon.")] = "adamw",
     context: Annotated[
-        int | None, typer.Option(min=1, help="With --shape: tokens of a text (default: as many as the model takes).")
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --shape: tokens of a text (default: as many as the model takes; with --train, of a micro batch).",
+        ),
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -127,10 +139,17 @@ def inspect_command(
         if shape is not None:
             if model is not None:
                 raise ValueError("give a checkpoint or --shape, not both")
-            typer.echo("\n".join(shape_lines(shape, tensor_parallel, dtype, device, context)))
+            if train is not None and tensor_parallel > 1:
+                raise ValueError("--train divides a model by itself: leave out --tensor-parallel")
+            lines = (
+                shape_lines(shape, tensor_parallel, dtype, device, context)
+                if train is None
+                else training_lines(shape, train, dtype, context, micro_batch_tokens, optimizer)
+            )
+            typer.echo("\n".join(lines))
             return
-        if tensor_parallel > 1 or context is not None:
-            raise ValueError("--tensor-parallel and --context go with --shape")
+        if tensor_parallel > 1 or context is not None or train is not None:
+            raise ValueError("--tensor-parallel, --train and --context go with --shape")
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
         full = load_full_weights(model, dtype, device, notes) if quality else None
         generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)

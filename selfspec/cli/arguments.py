@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import torch
 import transformers
@@ -71,10 +71,12 @@ def load_generator(
     exits: str = "auto",
     kv_dtype: str = "auto",
     tensor_parallel: TensorParallel = 1,
+    device_map: Literal["auto"] | None = None,
 ) -> SelfSpecGenerator:
     """The checkpoint, the demo if none is named, with its tokenizer. The last arguments are those of `SelfSpecGenerator`.
 
-    exits: as there, "none" for bare exits. Raises ValueError for a command that knows one process, if several were launched.
+    exits: as there, "none" for bare exits. tensor_parallel: 1 for a command that knows one process, None for one whose
+    processes hold the whole model each. Raises ValueError for a command that knows one process, if several were launched.
     """
     if tensor_parallel == 1 and launched_ranks() > 1:
         raise ValueError("this command runs in one process: start it without torchrun")
@@ -90,6 +92,7 @@ def load_generator(
             exits=None if exits == "none" else exits,
             kv_dtype=kv_dtype,
             tensor_parallel=tensor_parallel,
+            device_map=device_map,
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
-from layerskip_models.training.loop import sum_over_processes
+from layerskip_models.training.whole_copies import sum_over_processes
 from selfspec.exits.exit_sequences import FARTHEST, ExitSequence, with_gaps
 from selfspec.exits.frozen_head import FrozenHead
 

@@ -37,6 +37,10 @@ class ExitTraining:
     dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
 
+    device_map: str | None = option(
+        None, "auto: spread the frozen model over all GPUs of this machine, where one does not hold it (one process)."
+    )
+
     form: str = option(
         "low_rank",
         "low_rank; for measurements also steered (by the row verified last) and layer (with attention of its own).",
@@ -119,6 +123,10 @@ class ExitTraining:
             ("form", FORMS), ("arm", ARMS), ("precision", ("fp32", "bf16")), ("states_dtype", STATES_DTYPES),
         ):  # fmt: skip
             _one_of(name, choices, getattr(self, name))
+        if self.device_map is not None:
+            _one_of("device_map", ("auto",), self.device_map)
+            if self.device != "auto":
+                raise ValueError("device_map chooses the devices: leave out device")
         for form in self.keep_for:
             _one_of("keep_for", FORMS, form)
         if self.steering_layers and self.form != "steered" and "steered" not in self.keep_for:
@@ -164,7 +172,7 @@ class ExitTraining:
         return self.rank or default_rank(model)
 
 
-OPERATIONAL_FIELDS = ("output_dir", "device", "log_every", "save_every", "beside", "answer_batch")
+OPERATIONAL_FIELDS = ("output_dir", "device", "device_map", "log_every", "save_every", "beside", "answer_batch")
 """What may differ when a run is taken up again."""
 DATA_FIELDS = (
     "data", "exclude", "evaluate_on", "holdout_fraction", "chat_template", "own_answers", "answer_tokens", "prompt_tokens",

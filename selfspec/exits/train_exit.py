@@ -61,14 +61,27 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         # The others wait while the first process computes the states.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))],
     )
+    spread = config.device_map is not None
+    if spread and accelerator.num_processes > 1:
+        raise ValueError(
+            "device_map spreads the model over the GPUs from one process: start this without accelerate launch or torchrun"
+        )
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
         if config.beside:
             output_folder(config.checkpoint_folder() / FOLDER)
-        device = str(accelerator.device) if config.device == "auto" else config.device
+        device = str(accelerator.device) if config.device == "auto" and not spread else config.device
         # Without adapters that lie beside it, from an earlier run say: the bare exits are what is improved.
-        generator = load_generator(config.model, config.dtype, device, console, exits="none")
+        generator = load_generator(
+            config.model,
+            config.dtype,
+            device,
+            console,
+            exits="none",
+            tensor_parallel=None,
+            device_map="auto" if spread else None,
+        )
         model = generator.model
         described = describe_adapters(config, model, config.form)
         plan = _plan(config, model)

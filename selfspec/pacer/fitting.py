@@ -24,8 +24,8 @@ from torch import Tensor
 from layerskip_models import DEMO_PATH
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import block_order
-from layerskip_models.training.loop import sum_over_processes
 from layerskip_models.training.start import claim_output_dir
+from layerskip_models.training.whole_copies import sum_over_processes
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator, progress
@@ -73,7 +73,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
-        generator = load_generator(config.model, config.dtype, config.device, console)
+        generator = load_generator(config.model, config.dtype, config.device, console, tensor_parallel=None)
         layers = config.exit_layers or (max(generator.model.num_layers // 4, 1),)
         for layer in layers:
             check_exit_layer(layer, generator.model.num_layers)

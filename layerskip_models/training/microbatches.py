@@ -1,0 +1,40 @@
+"""Which rows of a batch each process computes, and when: the same number of passes in every process, where that matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """The rows of one forward and backward pass of one process.
+
+    rows: numbers of rows in the batch. real: how many of them count, from the front; the others stand in, so that this
+    process takes part in the messages of the others, and must get no loss. together: the rows that all processes which
+    send each other messages in this pass compute, this process's among them.
+    """
+
+    rows: list[int]
+    real: int
+    together: list[int]
+
+
+def micro_batches(num_rows: int, rows_at_once: int, rank: int, ranks: int, *, in_step: bool) -> list[MicroBatch]:
+    """A process's share of a batch of num_rows rows, every ranks-th of them, in passes of rows_at_once.
+
+    in_step: every process gets the same number of passes and of rows in each, with rows that stand in where the batch does
+    not divide; else the processes do not wait for each other, and one may have fewer, or none.
+    """
+    if not in_step:
+        mine = list(range(rank, num_rows, ranks))
+        pieces = [mine[start : start + rows_at_once] for start in range(0, len(mine), rows_at_once)]
+        return [MicroBatch(rows=rows, real=len(rows), together=rows) for rows in pieces]
+    most = -(-num_rows // ranks)
+    found = []
+    for start in range(0, most, rows_at_once):
+        places = range(start, min(start + rows_at_once, most))
+        together = [row for place in places for row in range(place * ranks, min((place + 1) * ranks, num_rows))]
+        real = [row for place in places if (row := place * ranks + rank) < num_rows]
+        stand_ins = [together[0]] * (len(places) - len(real))
+        found.append(MicroBatch(rows=real + stand_ins, real=len(real), together=together))
+    return found

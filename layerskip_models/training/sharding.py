@@ -1,0 +1,244 @@
+"""A model under training divided over processes by PyTorch's FSDP2: weights, gradients and optimiser state, by rows.
+
+A layer is gathered when it computes, forwards and backwards, and let go again. The last norm and the head stay gathered from
+the forward pass to the end of the backward pass, since the losses of several exits go through them, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, init_empty_weights
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from layerskip_models.checkpoints.checkpoint_files import clear_errors
+from layerskip_models.parallel.shard_loading import Parts, generation_config
+from layerskip_models.parallel.shard_plan import ShardPlan
+from layerskip_models.training import saving as checkpoints
+from layerskip_models.training.muon import Muon, ShardedMuon, local_part
+from layerskip_models.training.shard_files import ShardFiles, rows_of, write_shard
+from layerskip_models.training.training_config import TrainingConfig
+
+Result = TypeVar("Result")
+Read = Callable[[str, torch.Size, range], Tensor]
+"""read(name, shape, rows): these rows of a parameter, float32, of the whole parameter's shape but for the first number."""
+
+
+def check_launched() -> None:
+    """Raise ValueError unless this is one of a launcher's processes, of which there may be a single one."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "shard divides the model over processes, and this is one alone: put `torchrun --nproc_per_node N` or "
+            "`accelerate launch` in front, or leave out --shard"
+        )
+
+
+class ShardedTraining:
+    """A model whose parameters each process holds its rows of; every process must make the same calls in the same order."""
+
+    in_step = True
+
+    def __init__(self, accelerator: Accelerator, config: LlamaConfig, precision: str) -> None:
+        """Without weights: `fill` or `load` gives them."""
+        self._accelerator = accelerator
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        with init_empty_weights(include_buffers=False):
+            model = LlamaForCausalLM(config)
+        model.tie_weights()
+        self.model: LlamaForCausalLM = model.to(torch.float32).train()
+        self._mesh = init_device_mesh(accelerator.device.type, (self.ranks,))
+        # Inside the layers as under autocast: matrices in bfloat16, what goes from layer to layer in float32. The head and
+        # the embedding stay float32, which autocast rounds: the gradients of all chunks are added up in it.
+        layers = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if precision == "bf16" else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        decoder: Any = self.model.model
+        for layer in decoder.layers:
+            fully_shard(layer, mesh=self._mesh, mp_policy=layers)
+        rest = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if not config.tie_word_embeddings:
+            fully_shard(decoder.embed_tokens, mesh=self._mesh, mp_policy=rest)
+            decoder.embed_tokens.set_unshard_in_backward(False)  # its gradient does not need it
+        fully_shard(self.model, mesh=self._mesh, mp_policy=rest)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                module.set_gradient_divide_factor(1.0)  # losses have their share of the batch already
+        root: Any = self.model
+        root.run_gathered = MethodType(lambda model, function: function(), self.model)
+        register_fsdp_forward_method(root, "run_gathered")
+
+    def fill(self, read: Read) -> None:
+        """Give every parameter this process's rows."""
+        filled = {}
+        for name, parameter in self.model.named_parameters():
+            rows = rows_of(parameter.shape[0], self.rank, self.ranks)
+            local = read(name, parameter.shape, rows).to(self._accelerator.device, torch.float32)
+            filled[name] = Parameter(self._divided(local, parameter))
+        if self.model.config.tie_word_embeddings:
+            filled["lm_head.weight"] = filled["model.embed_tokens.weight"]
+        self.model.load_state_dict(filled, assign=True)
+
+    def _divided(self, local: Tensor, like: Tensor) -> DTensor:
+        return DTensor.from_local(
+            local.contiguous(), self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def gathered(self, function: Callable[[], Result]) -> Result:
+        """What the function returns, with norm and head gathered, and each layer when it computes."""
+        run: Callable[..., Result] = cast(Any, self.model).run_gathered
+        return run(function)
+
+    def released(self) -> None:
+        """To be called behind `gathered` where no backward pass follows: norm and head are let go."""
+        cast(FSDPModule, self.model).reshard()
+
+    def reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
+        """Sum losses over the processes; the gradients are summed where they were computed."""
+        for parameter in self.model.parameters():  # a layer that all samples skipped has none; momentum still moves it
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        losses = self._accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
+        return dict(zip(totals, losses.tolist()))
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients down to a norm over all processes of at most max_norm."""
+        parameters = list(self.model.parameters())
+        norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+    def muon(self, matrices: list[Parameter], learning_rate: float, weight_decay: float) -> Muon:
+        return ShardedMuon(matrices, lr=learning_rate, weight_decay=weight_decay)
+
+    def save(
+        self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]
+    ) -> None:
+        """Write a checkpoint's folder: a file of each process, and what write_state adds to them."""
+        self.released()
+        tensors = {f"model.{name}": local_part(parameter) for name, parameter in self.model.named_parameters()}
+        for name, parameter, optimizer in self._optimised(optimizers):
+            for kind, value in optimizer.state[parameter].items():
+                tensors[f"{kind}.{name}"] = local_part(value)
+
+        def write(folder: Path) -> None:
+            self._accelerator.wait_for_everyone()  # the folder is there
+            write_shard(folder, self.rank, self.ranks, tensors)
+            self._accelerator.wait_for_everyone()  # every shard is there
+            write_state(folder)
+
+        if self._accelerator.is_main_process:
+            checkpoints.write_folder(path, write)
+        else:
+            self._accelerator.wait_for_everyone()
+            write_shard(checkpoints.while_writing(path), self.rank, self.ranks, tensors)
+            self._accelerator.wait_for_everyone()
+
+    def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Take up a checkpoint that any number of processes wrote. Raises ValueError when a part of it is missing."""
+        files = ShardFiles(path)
+        for name, parameter in self.model.named_parameters():
+            own = local_part(parameter.data)
+            own.copy_(files.read(f"model.{name}", parameter.shape[0], self._rows(parameter)))
+        for name, parameter, optimizer in self._optimised(optimizers):
+            kinds = [found.removesuffix(f".{name}") for found in files.names if found.endswith(f".{name}")]
+            for kind in kinds:
+                if kind == "model":
+                    continue
+                optimizer.state[parameter][kind] = self._state(files, f"{kind}.{name}", parameter)
+
+    def _state(self, files: ShardFiles, name: str, parameter: Tensor) -> Tensor:
+        if not files.dimensions(name):
+            return files.read_whole(name)
+        local = files.read(name, parameter.shape[0], self._rows(parameter)).to(self._accelerator.device)
+        return self._divided(local, parameter)
+
+    def _rows(self, parameter: Tensor) -> range:
+        return rows_of(parameter.shape[0], self.rank, self.ranks)
+
+    def _optimised(
+        self, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Iterator[tuple[str, Parameter, torch.optim.Optimizer]]:
+        """Every parameter with its name and the optimiser that moves it."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    yield names[parameter], parameter, optimizer
+
+    def whole_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters in `dtype` on the CPU of the first process, gathered one at a time; in the others, nothing."""
+        self.released()
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            whole = cast(DTensor, parameter.data).full_tensor()
+            if self._accelerator.is_main_process:
+                found[name] = whole.to("cpu", dtype)
+        if found and self.model.config.tie_word_embeddings:
+            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        return found
+
+
+def sharded_model(config: TrainingConfig, accelerator: Accelerator, described: LlamaConfig) -> ShardedTraining:
+    """The model at its start: init's, of which each process reads its rows, or a new one, which the first process makes.
+
+    Raises ValueError for a checkpoint that is not what its configuration says.
+    """
+    described._attn_implementation = "sdpa"
+    sharded = ShardedTraining(accelerator, described, config.precision)
+    if config.init is None:
+        torch.manual_seed(config.seed)
+        made = LlamaForCausalLM(described).state_dict() if accelerator.is_main_process else {}
+        sharded.fill(partial(_from_first, made, accelerator.device))
+        return sharded
+    origin: dict[str, Any] = {}
+    sharded.model.generation_config = generation_config(config.init, described, origin)
+    with clear_errors(config.init), Parts(config.init, origin) as files:
+        sharded.fill(partial(_from_files, files))
+    return sharded
+
+
+def _from_first(made: dict[str, Tensor], device: torch.device, name: str, shape: torch.Size, rows: range) -> Tensor:
+    whole = made[name].to(device) if made else torch.empty(shape, device=device)
+    dist.broadcast(whole, src=0)
+    return whole[rows.start : rows.stop].clone()
+
+
+def _from_files(files: Parts, name: str, shape: torch.Size, rows: range) -> Tensor:
+    if not rows:
+        return torch.empty(0, *shape[1:])
+    plan = cast(ShardPlan, _Rows(rows))
+    local = files.read(name, plan, torch.float32, torch.device("cpu"))
+    if local.shape[1:] != shape[1:]:
+        raise ValueError(
+            f"{name} has rows of shape {[*local.shape[1:]]}, not {[*shape[1:]]}: config.json does not fit it"
+        )
+    return local
+
+
+class _Rows:
+    """The plan of a division by rows alone, as `Parts` asks it."""
+
+    rank = 0
+
+    def __init__(self, rows: range) -> None:
+        self._rows = rows
+
+    def pieces(self, name: str) -> tuple[int, tuple[range]]:
+        return 0, (self._rows,)
+
+    def added_once(self, name: str) -> bool:
+        return False
