@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.checkpoints.checkpoint_files import clear_errors
-from layerskip_models.parallel.shard_loading import Parts, generation_config
+from layerskip_models.parallel.shard_loading import Parts, Source
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.muon import Muon, ShardedMuon, local_part
@@ -204,9 +203,9 @@ def sharded_model(config: TrainingConfig, accelerator: Accelerator, described: L
         made = LlamaForCausalLM(described).state_dict() if accelerator.is_main_process else {}
         sharded.fill(partial(_from_first, made, accelerator.device))
         return sharded
-    origin: dict[str, Any] = {}
-    sharded.model.generation_config = generation_config(config.init, described, origin)
-    with clear_errors(config.init), Parts(config.init, origin) as files:
+    source = Source(config.init, described, {})
+    sharded.model.generation_config = source.generation_config()
+    with source.open() as files:
         sharded.fill(partial(_from_files, files))
     return sharded
 
