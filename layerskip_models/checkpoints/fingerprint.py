@@ -41,4 +41,5 @@ def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
     if len(one) != len(other):
         return False
-    return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0)) >= _LEAST_COSINE
+    numbers = torch.tensor([one, other], dtype=torch.float32, device="cpu")
+    return float(torch.cosine_similarity(numbers[0], numbers[1], dim=0)) >= _LEAST_COSINE

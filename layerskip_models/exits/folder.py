@@ -62,7 +62,8 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         for name in ("fingerprint", "exit_layers", "steering_layers"):
             values[name] = tuple(values[name])
-        adapters = ExitAdapters(AdapterConfig(**values))
+        with torch.device("cpu"):  # whatever the caller's default is
+            adapters = ExitAdapters(AdapterConfig(**values))
         adapters.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
     except (TypeError, KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise ValueError(

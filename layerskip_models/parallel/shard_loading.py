@@ -98,7 +98,13 @@ def load_layers(
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=target))
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     plan = ShardPlan.of(config, 0, 1)
-    with torch.inference_mode(False), torch.no_grad(), clear_errors(name), Parts(name, origin) as files:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.device("cpu"),
+        clear_errors(name),
+        Parts(name, origin) as files,
+    ):
         found = generation_config(name, config, origin)
         return load_part(files, plan, chosen, lambda module: target, layout, found, only=layers)
 

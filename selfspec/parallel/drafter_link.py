@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Literal
 
-from selfspec.parallel.drafting_stage import StageLayers, run_drafting_stage
-from selfspec.parallel.stage_messages import OVER, DraftedRow, End, Failed
+from selfspec.parallel.drafting_stage import run_drafting_stage
+from selfspec.parallel.stage_messages import OVER, DraftedRow, DrafterError, End, Failed
+from selfspec.parallel.stage_plan import StageLayers
 
 _PINGS = 21
 _WAIT_SECONDS = 120.0  # for a single row; a prompt may take longer
@@ -38,9 +39,9 @@ class DrafterLink:
         self._ready = True
 
     def send(self, said: object) -> None:
-        """Raises RuntimeError if the drafter has ended, and what pickling raises."""
+        """Raises DrafterError if the drafter has ended, and what pickling raises."""
         if self._broken:
-            raise RuntimeError(_ENDED)
+            raise DrafterError(_ENDED)
         with self._uncut():
             self._connection.send(said)
 
@@ -49,7 +50,7 @@ class DrafterLink:
             return self._connection.poll()
 
     def receive(self, seconds: float | None = _WAIT_SECONDS) -> object:
-        """What comes next, within so long, None for ever. Raises what the drafter raised; RuntimeError if it has ended."""
+        """What comes next, within so long, None for ever. Raises what the drafter raised; DrafterError if it has ended."""
         found = self._next(seconds)
         if isinstance(found, Failed):
             raise found.error
@@ -61,7 +62,7 @@ class DrafterLink:
         If the drafter has ended, the next text says so.
         """
         unseen = 0
-        with suppress(RuntimeError):
+        with suppress(DrafterError):
             self.send(End())
             while (found := self._next()) != OVER:
                 unseen += isinstance(found, DraftedRow)
@@ -94,7 +95,7 @@ class DrafterLink:
             if self._connection.poll(seconds):
                 return self._connection.recv()
         self._broken = True
-        raise RuntimeError(f"the process that drafts has not answered for {seconds} seconds: open the stages again")
+        raise DrafterError(f"the process that drafts has not answered for {seconds} seconds: open the stages again")
 
     @contextmanager
     def _uncut(self) -> Iterator[None]:
@@ -102,7 +103,7 @@ class DrafterLink:
             yield
         except (EOFError, OSError) as error:
             self._broken = True
-            raise RuntimeError(_ENDED) from error
+            raise DrafterError(_ENDED) from error
         except KeyboardInterrupt:
             self._broken = True
             raise

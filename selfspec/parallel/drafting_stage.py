@@ -9,22 +9,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.folder import load_adapters
-from layerskip_models.exits.lean import lean_adapters
 from layerskip_models.kernels.native_steps import NativeSteps
 from layerskip_models.kernels.threads import usable_cores
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.parallel.shard_loading import load_layers
 from layerskip_models.prefill import prefill
 from selfspec.parallel.stage_messages import (
     OVER,
@@ -36,28 +30,11 @@ from selfspec.parallel.stage_messages import (
     as_array,
     processors_on,
 )
+from selfspec.parallel.stage_plan import StageLayers
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.sampling import Sampler
 
 _GUESS = 0  # drafted where an exit says nothing: verification judges it like any other draft
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLayers:
-    """What a stage loads. options: of `load_layers`. exits: folder of the adapters to draft with, None for a bare exit."""
-
-    name: str
-    layers: range
-    options: dict[str, Any]
-    kv_dtype: str | torch.dtype = "auto"
-    exits: str | Path | None = None
-
-    def load(self) -> LayerSkipModel:
-        """The layers as a model; its only exit is behind the last of them. Errors as those of `load_model`."""
-        model = load_layers(self.name, self.layers, **self.options).with_kv_dtype(self.kv_dtype)
-        if self.exits is None:
-            return model
-        return model.with_adapters(lean_adapters(load_adapters(self.exits), model, [self.layers.stop]))
 
 
 class DraftingStage:

@@ -21,6 +21,10 @@ OVER = "over"
 """The answer to End: everything of the text before it has then arrived."""
 
 
+class DrafterError(RuntimeError):
+    """The process that drafts has ended, has fallen silent, or failed. The message says what to do."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Begin:
     """A text. prompt: ids. max_length: with all new tokens. processors: their tensors on the CPU.
@@ -76,7 +80,7 @@ class Failed:
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
-            return cls(RuntimeError(f"the process that drafts failed with {type(error).__name__}: {error}"))
+            return cls(DrafterError(f"the process that drafts failed with {type(error).__name__}: {error}"))
         return cls(error)
 
 

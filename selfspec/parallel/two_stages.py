@@ -25,27 +25,22 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from layerskip_models import LayerSkipModel, load_tokenizer
-from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.checkpoints.fingerprint import fingerprint_of, probe_tokens
-from layerskip_models.checkpoints.loading import load_config, resolve_device
-from layerskip_models.exits.adapter import DRAFTED, AdapterConfig
-from layerskip_models.exits.folder import adapters_beside, check_shape, check_weights, load_adapters
+from layerskip_models.exits.folder import check_weights
 from layerskip_models.exits.lean import ExitsChoice
-from policies import check_exit_layer
-from selfspec.defaults import fixed_setting
 from selfspec.generator import Prompt, Streamer
 from selfspec.messages import Messages, encode_messages
 from selfspec.parallel.drafter_link import DrafterLink, StartMethod
-from selfspec.parallel.drafting_stage import StageLayers
 from selfspec.parallel.lead_choice import Lead, LeadChoice
 from selfspec.parallel.overlap_timing import LONGEST
 from selfspec.parallel.stage_messages import Begin, DraftedRow, Verified, as_tensor, processors_on
+from selfspec.parallel.stage_plan import Devices, StagePlan
 from selfspec.parallel.verifying_stage import StagedText, VerifyingStage
 from selfspec.request import GenerationHost, Request, make_request, refuse_unknown
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stop_conditions import StopConditions, StopReason
 
-Devices = Literal["auto"] | tuple[str | torch.device, str | torch.device]
+Cores = Literal["auto"] | tuple[Sequence[int], Sequence[int]] | None
 OPTIONS = (
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
     "stop_strings",
@@ -107,7 +102,8 @@ class TwoStages:
         checkpoint are used if they do.
     overlap: False lets each stage wait for the other: for comparison. lead: (rows, ahead) to keep to, None to work it out
         from measured times and acceptance: how many drafts a verification waits for, and how many may lie ahead.
-    cores: of the drafter and of this process, which is bound to them while the stages are open; None for any.
+    cores: of the drafter and of this process, which is bound to them while the stages are open. "auto": on CPUs half of this
+        process's cores for each, if it has two. None: any.
     start: how the drafter's process is started. With "spawn" a script must open the stages under
         `if __name__ == "__main__":`, as always with Python's multiprocessing; "fork" is for CPUs only.
     Raises what `load_model` raises, and ValueError for an exit layer that there is not.
@@ -126,65 +122,29 @@ class TwoStages:
         local_files_only: bool = False,
         overlap: bool = True,
         lead: Lead | None = None,
-        cores: tuple[Sequence[int], Sequence[int]] | None = None,
+        cores: Cores = None,
         start: StartMethod = "spawn",
     ) -> None:
-        self.name = resolve_checkpoint(name_or_path)
-        self._origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-        self._config = load_config(self.name, **self._origin)
-        self.devices = _devices(devices)
-        if start == "fork" and any(device.type != "cpu" for device in self.devices):
+        self.plan = StagePlan.of(
+            name_or_path, exit_layer, devices=devices, dtype=dtype, kv_dtype=kv_dtype, exits=exits, revision=revision,
+            local_files_only=local_files_only,
+        )  # fmt: skip
+        if start == "fork" and any(device.type != "cpu" for device in self.plan.devices):
             raise ValueError("a forked process cannot use a GPU: leave out start='fork'")
         self.leads = LeadChoice(lead, overlap)
-        num_layers = self._config.num_hidden_layers
-        folder = adapters_beside(self.name) if exits == "auto" else exits
-        self._adapters: AdapterConfig | None = None
-        if folder is not None:
-            self._adapters = load_adapters(folder).config
-            check_shape(self._adapters, self._config.hidden_size, num_layers, self.name, folder)
-            if self._adapters.form != DRAFTED:
-                raise ValueError(
-                    f"{folder} holds adapters of form {self._adapters.form!r}, which are for measuring: drafts are made with "
-                    f"form {DRAFTED!r}, or say exits=None (--exits none)"
-                )
-        if exit_layer is None:
-            exit_layer = _best_exit(self.name, num_layers, self._adapters)
-        self.exit_layer = check_exit_layer(exit_layer, num_layers)
-        if self._adapters is not None and exit_layer not in self._adapters.exit_layers:
-            if exits != "auto":
-                layers = ", ".join(map(str, self._adapters.exit_layers))
-                raise ValueError(
-                    f"{folder} holds adapters for exit layers {layers}, and none for {exit_layer}: take one of these, or say "
-                    "exits=None (--exits none)"
-                )
-            folder = self._adapters = None
-        self._folder = folder
-        self._stages = [
-            StageLayers(
-                name=self.name, layers=layers, kv_dtype=kv_dtype, exits=exits_there,
-                options={"dtype": dtype, "device": device, **self._origin},
-            )
-            for layers, device, exits_there in zip(
-                (range(exit_layer), range(exit_layer, num_layers)), self.devices, (folder, None)
-            )
-        ]  # fmt: skip
-        self._cores, self._start = cores, start
+        self._cores = self.plan.halves() if cores == "auto" else cores
+        self._start: StartMethod = start
         self._before: set[int] | None = None
         self._link: DrafterLink | None = None
 
-    @property
-    def adapted(self) -> bool:
-        """Whether drafts pass an adapter."""
-        return self._adapters is not None
-
     def __enter__(self) -> TwoStages:
         own, theirs = (None, None) if self._cores is None else (self._cores[1], self._cores[0])
-        self._link = DrafterLink(self._stages[0], theirs, self._start)
+        self._link = DrafterLink(self.plan.drafting, theirs, self._start)
         try:
             if own is not None:
                 self._before = os.sched_getaffinity(0)
                 os.sched_setaffinity(0, own)
-            self.model: LayerSkipModel = self._stages[1].load()
+            self.model: LayerSkipModel = self.plan.verifying.load()
             self.tokenizer = self._load_tokenizer()
             self._verifying = VerifyingStage(self.model)
             self._link.wait_until_loaded()
@@ -211,13 +171,13 @@ class TwoStages:
 
     def _load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         try:
-            return load_tokenizer(self.name, **self._origin)
+            return load_tokenizer(self.plan.name, **self.plan.origin)
         except FileNotFoundError:
             return None
 
     def _check_weights(self, link: DrafterLink) -> None:
         """ValueError for adapters of another model: neither stage can tell alone."""
-        if self._adapters is None or self._folder is None:
+        if self.plan.adapters is None or self.plan.drafting.exits is None:
             return
         stops = StopConditions(eos=frozenset(), criteria=StoppingCriteriaList(), max_new_tokens=1)
         probe, bare = probe_tokens(self.model.vocab_size), LogitsProcessorList()
@@ -225,7 +185,7 @@ class TwoStages:
         with self._at_work():
             _, logits = self._read_prompt(link, request, None)
         link.finish()
-        check_weights(self._adapters, fingerprint_of(logits[0]), self.name, self._folder)
+        check_weights(self.plan.adapters, fingerprint_of(logits[0]), self.plan.name, self.plan.drafting.exits)
 
     def generate(
         self,
@@ -247,7 +207,7 @@ class TwoStages:
         streamer: gets the prompt's ids and then what each verification committed.
         logits_processor: goes to the process that drafts, too, so it must be possible to pickle it.
         Raises ValueError or TypeError as `SelfSpecGenerator.generate` does, NonFiniteLogitsError for NaN logits, and
-        RuntimeError if the drafter has ended. After any error but the last, the stages are ready for the next text.
+        DrafterError (a RuntimeError) if the drafter has ended. After any error but this one the stages take the next text.
         """
         called = perf_counter()
         if self._link is None:
@@ -256,7 +216,7 @@ class TwoStages:
             raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options.keys() - {*OPTIONS}, [*_ARGUMENTS, *OPTIONS])
         request = make_request(
-            host=GenerationHost(self._config, self.model.generation_config, self.model.device),
+            host=GenerationHost(self.model.config, self.model.generation_config, self.model.device),
             prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer, generation_config=generation_config, options=options, seed=seed, generator=None,
             logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -366,18 +326,3 @@ class TwoStages:
         text.rejections += token is not None
         text.lead = self.leads.lead
         link.send(Verified(accepted, token, self.leads.most_waiting(text.lead)))
-
-
-def _devices(devices: Devices) -> tuple[torch.device, torch.device]:
-    """Of the drafter and of the other stage. ValueError for what this machine lacks, or what is no pair."""
-    if devices == "auto":
-        devices = ("cuda:0", "cuda:1") if torch.cuda.device_count() > 1 else ("cpu", "cpu")
-    if isinstance(devices, str) or len(devices) != 2:
-        raise ValueError(f"devices must be 'auto' or two, such as ('cuda:0', 'cuda:1'), got {devices!r}")
-    return resolve_device(devices[0]), resolve_device(devices[1])
-
-
-def _best_exit(name: str, num_layers: int, adapters: AdapterConfig | None) -> int:
-    """The exit of the best known fixed setting, or the nearest that has an adapter."""
-    known, _ = fixed_setting(name, num_layers)
-    return known if adapters is None else min(adapters.exit_layers, key=lambda layer: abs(layer - known))
