@@ -129,7 +129,7 @@ class TwoStages:
             name_or_path, exit_layer, devices=devices, dtype=dtype, kv_dtype=kv_dtype, exits=exits, revision=revision,
             local_files_only=local_files_only,
         )  # fmt: skip
-        if start == "fork" and any(device.type != "cpu" for device in self.plan.devices):
+        if start == "fork" and any(device.type == "cuda" for device in self.plan.devices):
             raise ValueError("a forked process cannot use a GPU: leave out start='fork'")
         self.leads = LeadChoice(lead, overlap)
         self._cores = self.plan.halves() if cores == "auto" else cores
