@@ -1,6 +1,6 @@
 """Devices that a CPU pretends to have: their tensors are kept apart from the host's and from each other's.
 
-Within `PretendedDevices` a tensor that is made on "xla:0", "xla:1", .. (names that PyTorch knows without such a device) lies in
+Within `PretendedDevices` a tensor that is made on "xla:0", "xla:1", .. (names that PyTorch knows) lies in
 the host's memory, but says that it is there. As on GPUs, an operation on tensors of two devices fails, unless it copies or
 one of them is a single number of the host's; and NumPy sees none of them.
 """

@@ -153,7 +153,15 @@ def test_any_text_any_way(at_every_exit: dict[int, TwoStages], llama64: LlamaFor
 
     check()
     print(dict(count))
-    kinds = ("eos", "stop_string", "length", "adapted", "bare", "accepted", "rejected", "thrown away")
+    kinds = (
+        "eos",
+        "stop_string",
+        "length",
+        "adapted",
+        "bare",
+        "accepted",
+        "rejected",
+    )  # what is thrown away is a matter of timing
     assert min(count[kind] for kind in kinds) >= EXAMPLES // 15
 
 
