@@ -103,6 +103,20 @@ class Sampler:
         """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""
         return self.process(logits, tokens, length).softmax(dim=-1)
 
+    def next_token(self, logits: Tensor, tokens: Tensor, length: int) -> int:
+        """The token behind a text as plain decoding takes it: drawn, or the likeliest one.
+
+        logits: [1, vocab]; the other arguments as in `process`. Raises NonFiniteLogitsError, naming the position, for NaN
+        logits, and when sampling for a row in which every token is masked.
+        """
+        if self.do_sample:
+            return self.draw(self.probabilities(logits, tokens, length)[0], f"position {length}")
+        # As in transformers, a row in which every token is masked gives token 0, and an infinite logit wins.
+        value, token = self.process(logits, tokens, length)[0].max(dim=-1)
+        if value != value:
+            raise non_finite(f"position {length}")
+        return int(token)
+
     def draw(self, weights: Tensor, where: str) -> int:
         """One token from unnormalised probabilities [vocab]. A token of weight 0 is never drawn.
 

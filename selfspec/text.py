@@ -23,7 +23,7 @@ from selfspec.hidden_states import HiddenStates, KeptStates
 from selfspec.parallel.agreement import agree_on_seconds, agree_on_stop
 from selfspec.passes import Outcome, Passes, RunnerName, Turn
 from selfspec.request import Request
-from selfspec.sampling import Sampler, non_finite
+from selfspec.sampling import Sampler
 from selfspec.stats import StatsBuilder
 from selfspec.stop_conditions import StopReason
 
@@ -130,7 +130,7 @@ class Text:
         hidden: [rows, hidden], of the last piece. logits: [1, vocab], of its last row.
         """
         start = perf_counter()
-        token = self._first_token(logits)
+        token = self.sampler.next_token(logits, self.tokens, self.length)
         self._commit([token])
         self.prefill_seconds += perf_counter() - start
         if self._prompt_rows:
@@ -139,16 +139,6 @@ class Text:
             self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target))
             self.stats.learn_seconds += perf_counter() - learning
         return [token]
-
-    def _first_token(self, logits: Tensor) -> int:
-        if self.sampler.do_sample:
-            p = self.sampler.probabilities(logits, self.tokens, self.length)[0]
-            return self.sampler.draw(p, "the first token")
-        # As in transformers, a row in which every token is masked gives token 0, and an infinite logit wins.
-        value, token = self.sampler.process(logits, self.tokens, self.length)[0].max(dim=-1)
-        if value != value:
-            raise non_finite(f"position {self.length}")
-        return int(token)
 
     def read_again(self) -> None:
         """Compute the cache's rows of all committed tokens but the pending one once more: somebody wrote to it."""

@@ -93,7 +93,14 @@ def _measured(
     for overlap in (False, True):
         name = "two processes, at once" if overlap else "two processes, in turn"
         with TwoStages(
-            model, exit_layer, dtype=dtype, overlap=overlap, lead=lead, cores=([cores[0]], [cores[1]])
+            model,
+            exit_layer,
+            devices=("cpu", "cpu"),
+            dtype=dtype,
+            exits=None,
+            overlap=overlap,
+            lead=lead,
+            cores=([cores[0]], [cores[1]]),
         ) as staged:
             staged.generate(samples[0].ids, **{**options, "max_new_tokens": _WARM})
             runs: list[tuple[float, list[StagedStats]]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
@@ -19,11 +20,20 @@ def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
 
     Logits of some tokens after a fixed short text, less their mean: all weights have a part in them.
     """
-    tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % model.vocab_size
+    tokens = probe_tokens(model.vocab_size).to(model.device)
     with torch.inference_mode():
         hidden = prefill(model, tokens, KVCache(model, _PROBE_TOKENS))
-        logits = model.logits(hidden[-1:])[0]
-    chosen = logits[torch.arange(1, 17, device=model.device) * 104729 % model.vocab_size]
+        return fingerprint_of(model.logits(hidden[-1:])[0])
+
+
+def probe_tokens(vocab_size: int) -> Tensor:
+    """The text that a fingerprint is taken behind, int64 [8] on the CPU."""
+    return torch.arange(1, _PROBE_TOKENS + 1, device="cpu") * 7919 % vocab_size
+
+
+def fingerprint_of(logits: Tensor) -> tuple[float, ...]:
+    """The fingerprint of a model with these logits, [vocab], behind the probe tokens: for one that lies in parts."""
+    chosen = logits[torch.arange(1, 17, device=logits.device) * 104729 % logits.shape[0]]
     return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
 
 
@@ -31,4 +41,5 @@ def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two fingerprints are of the same weights, perhaps in another dtype or layout."""
     if len(one) != len(other):
         return False
-    return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0)) >= _LEAST_COSINE
+    numbers = torch.tensor([one, other], dtype=torch.float32, device="cpu")
+    return float(torch.cosine_similarity(numbers[0], numbers[1], dim=0)) >= _LEAST_COSINE

@@ -87,7 +87,7 @@ def load_model(
     config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
     keep_packed = dtype == "int4"
     if dtype in FEW_BITS:
-        dtype, layout = _half_or_full(config), cast(Layout, dtype)
+        dtype, layout = half_or_full(config), cast(Layout, dtype)
         check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
     elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
         dtype, layout, keep_packed = torch.float32, "int8", True
@@ -97,7 +97,7 @@ def load_model(
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
 
 
-def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
+def half_or_full(config: PreTrainedConfig) -> torch.dtype:
     """What weights are loaded in that are then rounded to fewer bits: 16 bits if they came in these, for half the memory."""
     own = getattr(config, "dtype", None)
     is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         for name in ("fingerprint", "exit_layers", "steering_layers"):
             values[name] = tuple(values[name])
-        adapters = ExitAdapters(AdapterConfig(**values))
+        with torch.device("cpu"):  # whatever the caller's default is
+            adapters = ExitAdapters(AdapterConfig(**values))
         adapters.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
     except (TypeError, KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
         raise ValueError(
@@ -76,13 +78,28 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
 
 def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) -> None:
     """ValueError unless the adapters were trained for this model."""
+    check_shape(config, model.hidden_size, model.num_layers, model.name, where)
+    check_weights(config, fingerprint(model), model.name, where)
+
+
+def check_shape(config: AdapterConfig, hidden_size: int, num_layers: int, name: str | None, where: str | Path) -> None:
+    """ValueError unless a model of this shape may be the adapters' own. name: of the model."""
+    if config.hidden_size != hidden_size or config.exit_layers[-1] >= num_layers:
+        raise _foreign(config, where, f"a model of another shape than {name or 'this one'}")
+
+
+def check_weights(config: AdapterConfig, found: Sequence[float], name: str | None, where: str | Path) -> None:
+    """ValueError unless a model with this fingerprint is the adapters' own. name: of the model."""
+    if not same_weights(found, config.fingerprint):
+        raise _foreign(config, where, f"whose weights are not those of {name or 'this model'}")
+
+
+def _foreign(config: AdapterConfig, where: str | Path, why: str) -> ValueError:
     layers = ", ".join(map(str, config.exit_layers))
-    wanted = f"{where} holds adapters for exit layers {layers} of {config.base_model or 'another model'}"
-    remedy = "train them for this model with selfspec train-exit, or say exits=None (--exits none)"
-    if config.hidden_size != model.hidden_size or config.exit_layers[-1] >= model.num_layers:
-        raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
-    if not same_weights(fingerprint(model), config.fingerprint):
-        raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")
+    return ValueError(
+        f"{where} holds adapters for exit layers {layers} of {config.base_model or 'another model'}, {why}: train them for "
+        "this model with selfspec train-exit, or say exits=None (--exits none)"
+    )
 
 
 def adapters_beside(name: str | None) -> Path | None:

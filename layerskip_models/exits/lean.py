@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof
 from pathlib import Path
 from typing import Literal
@@ -81,12 +82,14 @@ class LeanAdapter:
         return adapted
 
 
-def lean_adapters(adapters: ExitAdapters, model: LayerSkipModel) -> dict[int, LeanAdapter]:
-    """By exit layer, as this model drafts with them."""
+def lean_adapters(
+    adapters: ExitAdapters, model: LayerSkipModel, exit_layers: Sequence[int] | None = None
+) -> dict[int, LeanAdapter]:
+    """By exit layer, as this model drafts with them. exit_layers: of these exits only, None for all."""
     layout: Layout = "native" if model.kernels is not None else "plain"
     return {
         layer: LeanAdapter(adapters.at(layer), dtype=model.dtype, device=model.device, layout=layout)
-        for layer in adapters.config.exit_layers
+        for layer in (adapters.config.exit_layers if exit_layers is None else exit_layers)
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -18,11 +18,11 @@ from transformers.utils import cached_file
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import convert
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
-from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype
+from layerskip_models.checkpoints.loading import FEW_BITS, half_or_full, load_config, resolve_device, resolve_dtype
 from layerskip_models.checkpoints.quantised import quantisation_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
-from layerskip_models.linear import Layout
+from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.cores import share_cores
 from layerskip_models.parallel.ranks import Ranks, local_rank
@@ -52,8 +52,8 @@ class Source:
 
     @contextmanager
     def open(self) -> Iterator[Parts]:
-        """Its files. What is wrong with them is said clearly."""
-        with clear_errors(self.name), Parts(self.name, self.origin) as files:
+        """Its files. What is wrong with them is said clearly. The caller's default device has no say in what is read."""
+        with torch.device("cpu"), clear_errors(self.name), Parts(self.name, self.origin) as files:
             yield files
 
     def generation_config(self) -> GenerationConfig:
@@ -115,7 +115,8 @@ def load_layers(
 ) -> LayerSkipModel:
     """Some layers of a checkpoint that follow each other, with embedding, last norm and head, as a model of their own.
 
-    Its layers count from 0. Arguments and errors as those of `load_shard`, but for those of ranks.
+    Its layers count from 0, and its exits are bare. Arguments and errors as those of `load_model`; quantised checkpoints and
+    GGUF files are refused.
     """
     alone = "its layers cannot be read one by one: load it whole"
     source = Source.of(name_or_path, revision, local_files_only, alone)
@@ -124,10 +125,14 @@ def load_layers(
         raise ValueError(
             f"layers {layers.start} to {layers.stop} are not among the {config.num_hidden_layers} of {source.name}"
         )
+    layout: Layout | None = None
+    if dtype in FEW_BITS:
+        dtype, layout = half_or_full(config), cast(Layout, dtype)
+        check_layout(layout, torch.empty(0, dtype=torch.float32, device=target))
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     plan = ShardPlan.of(config, 0, 1)
     with torch.inference_mode(False), torch.no_grad(), source.open() as files:
-        return load_part(files, plan, chosen, lambda module: target, None, source.generation_config(), only=layers)
+        return load_part(files, plan, chosen, lambda module: target, layout, source.generation_config(), only=layers)
 
 
 def _with_exits(model: ShardedModel, exits: ExitsChoice) -> ShardedModel:

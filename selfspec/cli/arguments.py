@@ -21,6 +21,7 @@ from layerskip_models.output_paths import output_file, output_folder
 from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.parallel.launch import TensorParallel, be_silent_unless_first, divides, speaks
+from selfspec.parallel.stage_messages import DrafterError
 
 MODEL_PANEL = "Model"
 ModelOption = Annotated[
@@ -82,7 +83,7 @@ def load_generator(
         raise ValueError("this command runs in one process: start it without torchrun")
     if divides(tensor_parallel if launched_ranks() > 1 else None):
         be_silent_unless_first()
-    with _loading(model, notes) as name:
+    with loading(model, notes) as name:
         return SelfSpecGenerator.from_pretrained(
             name,
             dtype=dtype,
@@ -101,7 +102,7 @@ def load_full_weights(model: str | None, dtype: str, device: str, notes: Console
 
     Errors as `load_generator`'s; ValueError where that one has all bits, too.
     """
-    with _loading(model, notes) as name:
+    with loading(model, notes) as name:
         local = model is None
         few_bits = has_few_bits(load_config(name, local_files_only=local))
         if dtype in ("float32", "float64") or (dtype == "auto" and not few_bits):
@@ -116,7 +117,7 @@ def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
     """The checkpoint as transformers loads it, and prompts as its token ids, int64 [n] each. Errors as `load_generator`'s."""
-    with _loading(model, notes) as name:
+    with loading(model, notes) as name:
         llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
         tokenizer = load_tokenizer(name, local_files_only=model is None)
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
@@ -126,7 +127,7 @@ def load_reference(
 
 
 @contextmanager
-def _loading(model: str | None, notes: Console) -> Iterator[str]:
+def loading(model: str | None, notes: Console) -> Iterator[str]:
     """A status line while a checkpoint is loaded; yields its name."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()  # the status line says it, and goes away
@@ -163,13 +164,13 @@ def checked_output_folder(path: Path | None) -> Path | None:
         return None if path is None else output_folder(path)
 
 
-def check_sampling(generator: SelfSpecGenerator, options: dict[str, Any]) -> bool:
-    """Whether decoding is greedy. ValueError if it is and an option would then do nothing."""
+def check_sampling(defaults: transformers.GenerationConfig, options: dict[str, Any]) -> bool:
+    """Whether decoding is greedy. ValueError if it is and an option would then do nothing. defaults: the checkpoint's."""
     if options["temperature"] == 0:  # another way to ask for the likeliest token
         options["do_sample"], options["temperature"] = False, None
     do_sample = options["do_sample"]
     if do_sample is None:
-        do_sample = generator.model.generation_config.do_sample
+        do_sample = defaults.do_sample
     given = [name for name in _SAMPLING_FIELDS if options[name] is not None]
     if given and not do_sample:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -187,7 +188,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-    except (NonFiniteLogitsError, torch.OutOfMemoryError, RankError) as error:
+    except (NonFiniteLogitsError, torch.OutOfMemoryError, RankError, DrafterError) as error:
         _fail(error, 1)
     except (ValueError, TypeError, OSError) as error:
         _fail(error, 2)

@@ -102,7 +102,7 @@ def chat_command(
             "top_p": top_p,
             "min_p": min_p,
         }
-        check_sampling(generator, options)
+        check_sampling(generator.model.generation_config, options)
         if seed is not None:  # one source of random numbers, from which every answer draws on
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
         with notes.status("Calibrating ..."):  # if the policy counts seconds

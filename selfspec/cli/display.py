@@ -108,18 +108,18 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
     """The summary of one generation."""
     stats = result.stats
     lines = [
-        f"{stats.num_new_tokens} tokens in {_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
-        f"first token after {_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
+        f"{stats.num_new_tokens} tokens in {in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
+        f"first token after {in_seconds(stats.time_to_first_token)}; stop reason: {stop_reason}",
         f"policy {result.policy}: {_speculation(stats)}",
     ]
     if stats.num_copied:
         lines.append(f"  {sources_text(stats)}")
     if stats.calibration_seconds >= 0.01:
         lines.append(
-            f"of that time {_seconds(stats.calibration_seconds)} to calibrate costs, once per model and process"
+            f"of that time {in_seconds(stats.calibration_seconds)} to calibrate costs, once per model and process"
         )
     if stats.num_captures:
-        lines.append(f"of that time {_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
+        lines.append(f"of that time {in_seconds(stats.capture_seconds)} for {stats.num_captures} captures, which last")
     return lines
 
 
@@ -132,8 +132,8 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
     for name, runs in rows:
         lines.append(
             f"  {name:{width}}  {median(r.tokens_per_second for r in runs):8.1f} tokens/s"
-            f"  {_seconds(median(r.seconds for r in runs)):>8}"
-            f"  first token {_seconds(median(r.time_to_first_token for r in runs))}"
+            f"  {in_seconds(median(r.seconds for r in runs)):>8}"
+            f"  first token {in_seconds(median(r.time_to_first_token for r in runs))}"
         )
     spread = f"{comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}"
     lines.append(f"speed-up {comparison.speedup:.2f} ({spread}); {_verdict(comparison)}")
@@ -169,5 +169,6 @@ def _verdict(comparison: Comparison) -> str:
     )
 
 
-def _seconds(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """For people: seconds, or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -57,6 +57,7 @@ from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
 from selfspec.cli.shared_prompts import generate_shared
+from selfspec.cli.staged_generate import StageDevicesOption, TwoStagesOption, check_beside_two_stages, run_two_stages
 from selfspec.exits.exit_settings import ExitTraining
 from selfspec.exits.train_exit import train_exit
 from selfspec.pacer.fitting import train_preverifier
@@ -99,6 +100,7 @@ _SPECULATION, _TEXT, _OUTPUT, _MANY = "Speculation", "Text", "Output", "Many tex
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
     ] = None,
@@ -148,6 +150,8 @@ def generate(
         typer.Option(help="Tokens drafted per round; 0 is plain decoding.", rich_help_panel=_SPECULATION),
     ] = None,
     copy_from: CopyFromOption = None,
+    two_stages: TwoStagesOption = False,
+    stage_devices: StageDevicesOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of new tokens (default 128).", rich_help_panel=_TEXT)
     ] = None,
@@ -260,6 +264,13 @@ def generate(
             raise ValueError("--svg draws coloured drafts: add --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
+        if stage_devices is not None and not two_stages:
+            raise ValueError("--stage-devices says where two stages run: add --two-stages")
+        if two_stages:
+            check_beside_two_stages(context)
+            how = {"exit_layer": exit_layer, "dtype": dtype, "kv_dtype": kv_dtype, "exits": exits}
+            run_two_stages(model, read_prompt(prompt, file), stage_devices, how, options, notes, as_json=as_json)
+            return
         if (prompts is None) != (output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
         if data_parallel and prompts is None:
@@ -277,7 +288,7 @@ def generate(
             generator = load_generator(
                 model, dtype, own, notes, exits=exits, kv_dtype=kv_dtype, tensor_parallel=divided
             )
-            check_sampling(generator, options)
+            check_sampling(generator.model.generation_config, options)
             store = store_for_lines(generator, asked, copy_texts)
             decode = generate_shared if data_parallel and launched_ranks() > 1 else generate_file
             run = partial(decode, generator, asked, output, batch_size=batch_size, notes=notes, store=store)
@@ -289,7 +300,7 @@ def generate(
             model, dtype, device, notes, prefix_cache=0, exits=exits, kv_dtype=kv_dtype, tensor_parallel="auto"
         )
         text = from_first(generator.model, lambda: text)
-        greedy = check_sampling(generator, options)
+        greedy = check_sampling(generator.model.generation_config, options)
         with notes.status("Calibrating ..."):  # if the policy counts seconds
             chosen = generator.resolve_policy(policy, exit_layer, num_speculations)
         options["copy_from"] = store_of_files(generator, copy_texts, chosen)

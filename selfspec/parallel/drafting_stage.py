@@ -7,70 +7,34 @@ rejections that the drafter knows of, so those that were on their way when a rej
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.kernels.threads import usable_cores
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.parallel.shard_loading import load_layers
 from layerskip_models.prefill import prefill
+from selfspec.parallel.stage_messages import (
+    OVER,
+    Begin,
+    DraftedRow,
+    End,
+    Failed,
+    Verified,
+    as_array,
+    processors_on,
+)
+from selfspec.parallel.stage_plan import StageLayers
 from selfspec.runtime.torch_mode import engine_mode
 from selfspec.sampling import Sampler
 
-OVER_ASKED, OVER = "over?", "over"
-"""Asked and answered between two texts: everything of the one before has then arrived."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Begin:
-    """A text. prompt: ids. seed: of the drafts' random numbers, None when greedy. ahead: most drafts that wait."""
-
-    prompt: list[int]
-    max_length: int
-    processors: LogitsProcessorList
-    seed: int | None
-    ahead: int
-
-
-@dataclass(slots=True, eq=False)
-class Verified:
-    """What became of the oldest drafts: `count` were accepted; `token` follows them, None if nothing was rejected.
-
-    ahead: most drafts that wait from now on.
-    """
-
-    count: int
-    token: int | None
-    ahead: int
-
-
-class End:
-    """The text is complete, or the second stage has no use for it any more."""
-
-
-@dataclass(slots=True, eq=False)
-class DraftedRow:
-    """rejections: that the drafter had heard of. hidden: exit state, [hidden], of the row that `token` was drafted from.
-
-    q: float32 [vocab], what it was drawn from when sampling. seconds: of the step before, with its sending; 0 for none.
-    Arrays, since a tensor would go through shared memory, which takes longer to set up than these take to copy.
-    """
-
-    rejections: int
-    hidden: NDArray[Any]
-    token: int
-    q: NDArray[np.float32] | None
-    seconds: float = 0.0
+_GUESS = 0  # drafted where an exit says nothing: verification judges it like any other draft
 
 
 class DraftingStage:
@@ -83,40 +47,47 @@ class DraftingStage:
 
     def serve(self) -> None:
         """Until None comes, or the other end is closed."""
-        while True:
-            try:
-                said = self._connection.recv()
+        try:
+            while (said := self._connection.recv()) is not None:
+                if isinstance(said, Begin):
+                    self._serve_text(said)
+                self._connection.send(OVER)  # to the End that the text ended with, or to one between two texts
+        except (EOFError, ConnectionError):
+            return
+
+    def _serve_text(self, begin: Begin) -> None:
+        model = self._model
+        try:
+            with engine_mode(model.device), model.on_one_team():
+                self._text(begin)
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            self._connection.send(Failed.because(error))
+            while not isinstance(said := self._connection.recv(), End):
                 if said is None:
-                    return
-                if said == OVER_ASKED:
-                    self._connection.send(OVER)
-                elif isinstance(said, Begin):
-                    with engine_mode(self._model.device), self._model.on_one_team():
-                        self._text(said)
-            except EOFError:
-                return
-            except BrokenPipeError:
-                return
+                    raise EOFError from error
 
     def _text(self, begin: Begin) -> None:
-        model, connection = self._model, self._connection
+        """From the prompt to End."""
+        model, connection, device = self._model, self._connection, self._model.device
         length = len(begin.prompt)
-        tokens = torch.zeros(1, begin.max_length + begin.ahead + 64, dtype=torch.long, device=model.device)
-        tokens[0, :length] = torch.tensor(begin.prompt)
+        tokens = torch.zeros(1, begin.max_length + 1, dtype=torch.long, device=device)
+        tokens[0, :length] = torch.tensor(begin.prompt, device="cpu")
         cache = KVCache(model, tokens.shape[1])
-        states: list[Tensor] = []
-        prefill(model, tokens[0, :length], cache, capture=lambda first, done, rows: _keep(states, done, model, rows))
-        connection.send(torch.cat(states).numpy())
-        source = None if begin.seed is None else torch.Generator(model.device).manual_seed(begin.seed)
-        sampler = Sampler(begin.processors, source)
-        rejections = waiting = 0
-        said: Verified | End = connection.recv()  # the first token, as if a draft before it had been rejected
-        ahead = begin.ahead
-        drafted, seconds = 0, 0.0  # behind the committed ones; of the step before
-        while True:
-            if isinstance(said, End):
-                return
-            ahead = said.ahead
+        # Piece by piece, so that the second stage reads one while this one reads the next.
+        prefill(model, tokens[0, :length], cache, capture=lambda first, done, rows: self._hand_on(done, rows))
+        source = None if begin.seed is None else torch.Generator(device)
+        seeds = None if begin.seed is None else _seeds(begin.seed, tokens.shape[1])
+        sampler = Sampler(processors_on(begin.processors, device), source)
+        rejections = waiting = drafted = (
+            0  # drafted: behind the committed tokens; waiting: of them, sent and not judged
+        )
+        seconds = 0.0  # of the step before
+        # First comes the first token, as if a draft before it had been rejected.
+        while not isinstance(said := connection.recv(), End):
+            if not isinstance(said, Verified):
+                raise EOFError
             length += said.count
             drafted -= said.count
             waiting -= said.count
@@ -126,54 +97,70 @@ class DraftingStage:
                 length, drafted, waiting = length + 1, 0, 0
                 cache.roll_back(length - 1)
             while not connection.poll():
-                if waiting >= ahead or length + drafted >= begin.max_length:
+                if waiting >= said.ahead or length + drafted >= begin.max_length:
                     break
                 started = perf_counter()
+                if source is not None and seeds is not None:
+                    source.manual_seed(seeds[length + drafted])
                 row = self._step(tokens, length + drafted, cache, sampler, rejections)
                 row.seconds = seconds
                 connection.send(row)
                 seconds = perf_counter() - started
                 tokens[0, length + drafted] = row.token
                 drafted, waiting = drafted + 1, waiting + 1
-            said = connection.recv()
+
+    def _hand_on(self, layers_done: int, rows: Tensor) -> None:
+        if layers_done == self._model.num_layers:
+            self._connection.send(as_array(rows))
 
     def _step(self, tokens: Tensor, length: int, cache: KVCache, sampler: Sampler, rejections: int) -> DraftedRow:
         """A row of the last of `length` tokens, and what is drafted behind it."""
         model, pending = self._model, int(tokens[0, length - 1])
-        q: Tensor | None = None
         if self._steps is not None and not sampler.do_sample and not sampler.processors:
             (look,) = self._steps.tokens([pending], ((cache, 1),), model.num_layers, self._last, head="draft")
-            hidden, token = self._last[0].clone(), look.token
-        else:
-            hidden = model.run_layers(model.embed_one(pending), 0, model.num_layers, cache)
-            logits = sampler.process(model.draft_logits(hidden), tokens, length)
-            hidden = hidden[0]
-            if sampler.do_sample:
-                q = logits[0].softmax(dim=-1)
-                token = sampler.draw(q, f"draft position {length}")
-            else:
-                token = int(logits.argmax())
-        kept = None if q is None else q.numpy()
-        return DraftedRow(rejections, hidden.numpy(), token, kept)
+            return DraftedRow(rejections, as_array(self._last[0].clone()), look.token, None)
+        hidden = model.run_layers(model.embed_one(pending), 0, model.num_layers, cache)
+        logits = model.draft_logits(model.at_exit(hidden, model.num_layers))
+        token, q = _draft(logits, tokens, length, sampler)
+        return DraftedRow(rejections, as_array(hidden[0]), token, None if q is None else as_array(q))
 
 
-def _keep(states: list[Tensor], layers_done: int, model: LayerSkipModel, rows: Tensor) -> None:
-    if layers_done == model.num_layers:
-        states.append(rows.clone())
+def _draft(logits: Tensor, tokens: Tensor, length: int, sampler: Sampler) -> tuple[int, Tensor | None]:
+    """A token, and when sampling the distribution that it was drawn from.
+
+    Plain decoding never sees this row. So neither logits that hold NaN nor a processor that refuses a text which is only
+    drafted may end the text. Some token is drafted there with certainty, and verification keeps the law whatever it is.
+    """
+    try:
+        processed = sampler.process(logits, tokens, length)[0]
+        if not sampler.do_sample:
+            return int(processed.argmax()), None
+        q = processed.softmax(dim=-1)
+        return sampler.draw(q, f"draft position {length}"), q
+    except Exception:  # should the text itself have come to that, verification says so
+        if not sampler.do_sample:
+            return _GUESS, None
+        q = torch.zeros_like(logits[0])
+        q[_GUESS] = 1.0
+        return _GUESS, q
 
 
-def run_drafting_stage(
-    connection: Connection, name: str, exit_layer: int, options: dict[str, Any], cores: Sequence[int] | None
-) -> None:
+def _seeds(seed: int, count: int) -> list[int]:
+    """One for every position, so that what is drafted there does not depend on how much was thrown away before."""
+    source = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(2**62, (count,), generator=source, device="cpu").tolist()
+
+
+def run_drafting_stage(connection: Connection, stage: StageLayers, cores: Sequence[int] | None) -> None:
     """A process of its own: loads its layers, says that it is there, and drafts. An error is sent in place of that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the other process's to handle, which then ends this one
     if cores is not None:
         os.sched_setaffinity(0, cores)
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, usable_cores() // 2) if cores is None else len(cores))
     try:
-        model = load_layers(name, range(exit_layer), **options)
-        stage = DraftingStage(model, connection)
+        drafting = DraftingStage(stage.load(), connection)
     except Exception as error:
-        connection.send(error)
+        connection.send(Failed.because(error))
         return
-    connection.send(None)
-    stage.serve()
+    connection.send(OVER)
+    drafting.serve()
