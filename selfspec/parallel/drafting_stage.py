@@ -80,9 +80,8 @@ class DraftingStage:
         source = None if begin.seed is None else torch.Generator(device)
         seeds = None if begin.seed is None else _seeds(begin.seed, tokens.shape[1])
         sampler = Sampler(processors_on(begin.processors, device), source)
-        rejections = waiting = drafted = (
-            0  # drafted: behind the committed tokens; waiting: of them, sent and not judged
-        )
+        rejections = 0
+        drafted = waiting = 0  # tokens behind the committed ones; of them, sent and not judged
         seconds = 0.0  # of the step before
         # First comes the first token, as if a draft before it had been rejected.
         while not isinstance(said := connection.recv(), End):
