@@ -43,7 +43,7 @@ sanitize: $(VENV)/.installed
 	  $(BIN)/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  SELFSPEC_NATIVE=require PYTHONPATH=build/sanitize/lib \
-	  $(BIN)/pytest tests/test_native.py tests/test_kernel_library.py tests/test_pool.py
+	  $(BIN)/pytest tests/test_native.py tests/test_native_halves.py tests/test_kernel_library.py tests/test_pool.py
 
 # The C sources, too: installing the package builds them.
 # --no-compile: most files of these packages are never imported.
