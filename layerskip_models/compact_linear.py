@@ -79,11 +79,13 @@ class Int8Linear:
 
     The products are summed as integers, hence exactly: a row's result does not depend on the rows beside it, so what
     drafts and what verifies agree as they do in float32. It is another model than the one with the full weights, though:
-    "the model's own output" then means this one's.
+    "the model's own output" then means this one's. peaks: float32 [out], each output's largest magnitude, if the weight is
+    a part of one with more inputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        scales = weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None) -> None:
+        peaks = weight.float().abs().amax(dim=1) if peaks is None else peaks
+        scales = peaks.clamp_min(torch.finfo(torch.float32).tiny) / 127
         # Two more inputs, whose weights are 0 and which are set to 1 and -1, pin the range that the kernel rounds within.
         wide = F.pad(weight.float(), (0, 2))
         with warnings.catch_warnings():  # PyTorch means to move these tensors to torchao: `int8_works` will say when

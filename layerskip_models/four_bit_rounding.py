@@ -17,10 +17,11 @@ _TRIALS = 7  # of which 21 would lower the error of normal weights by 0.1 %, and
 _EXPONENTS = range(-6, 16)  # of a row's largest number, for scales that float16 holds without loss of precision
 
 
-def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool) -> FourBitWeight:
+def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Tensor | None = None) -> FourBitWeight:
     """A weight [out, in] in groups of `group` inputs, or of 64 or 32 if these do not divide the inputs.
 
     symmetric: a scale for each group, 4 + 16 / group bits a weight; else also an offset, 4 + 48 / group bits.
+    peaks: [out], each output's largest magnitude, if the weight is a part of one with more inputs.
     NaN stays NaN. Raises ValueError where the number of inputs is not a multiple of 64 (`fits_four_bits`).
     """
     rows, columns = weight.shape
@@ -30,7 +31,7 @@ def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool) -> FourBi
     values = weight.new_empty(rows, columns // 2, dtype=torch.uint8)
     groups = weight.new_empty(rows, columns // size, dtype=torch.float16)
     offsets = None if symmetric else weight.new_empty(rows, columns // size, dtype=torch.float32)
-    factors = _factors(weight)
+    factors = _factors(weight.detach().abs().amax(dim=1) if peaks is None else peaks)
     step = max(_PIECE // columns, 1)
     for first in range(0, rows, step):
         here = slice(first, first + step)
@@ -46,9 +47,9 @@ def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool) -> FourBi
     return FourBitWeight(values, groups, offsets, factors)
 
 
-def fits_four_bits(weight: Tensor) -> bool:
-    """Whether a weight [out, in] has a number of inputs that 4-bit weights can have."""
-    return _size(weight.shape[1], max(GROUP_SIZES)) is not None
+def fits_four_bits(columns: int) -> bool:
+    """Whether 4-bit weights can have so many inputs."""
+    return _size(columns, max(GROUP_SIZES)) is not None
 
 
 def _size(columns: int, most: int) -> int | None:
@@ -56,13 +57,16 @@ def _size(columns: int, most: int) -> int | None:
     return next((size for size in sizes if group_size(columns, columns // size) == size), None)
 
 
-def _factors(weight: Tensor) -> Tensor | None:
-    """Powers of two, float32 [out], that bring each row's numbers to where float16 holds their scales; None for 1."""
-    exponents = torch.frexp(weight.detach().abs().amax(dim=1).float()).exponent
+def _factors(peaks: Tensor) -> Tensor | None:
+    """Powers of two, float32 [out], that bring each row's numbers to where float16 holds their scales; None for 1.
+
+    A row's depends on no other row, so that parts of a weight are rounded as the whole.
+    """
+    exponents = torch.frexp(peaks.float()).exponent
     usual = (exponents >= _EXPONENTS[0]) & (exponents <= _EXPONENTS[-1])
     if bool(usual.all()):
         return None
-    return powers_of_two(exponents)
+    return powers_of_two(exponents.masked_fill(usual, 0))
 
 
 def _symmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

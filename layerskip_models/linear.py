@@ -7,6 +7,7 @@ multiplies with (half the bytes to read, and a few rows cost about as much as on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -43,6 +44,17 @@ class Linear(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """What rounding looks at in a matrix of which only some inputs are here: then its numbers are those of the whole one.
+
+    columns: all inputs. peaks: float32 [out], the largest magnitude of each output over all of them.
+    """
+
+    columns: int
+    peaks: Tensor
+
+
 class PlainLinear:
     """What `F.linear` computes, without the operators that it goes through; residual or bias folded into the product."""
 
@@ -64,17 +76,25 @@ class PlainLinear:
         return out if self.bias is None else out.add_(self.bias)
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A weight in 8 bits: on our own kernels, which do not round inputs, or where there are none on FBGEMM's, which do."""
+def int8_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
+    """A weight in 8 bits: on our own kernels, which do not round inputs, or where there are none on FBGEMM's, which do.
+
+    whole: of the matrix that this is some columns of.
+    """
     native = native_works(weight.device, weight.dtype)
-    return NativeInt8Linear(weight, bias) if native else Int8Linear(weight, bias)
+    peaks = None if whole is None else whole.peaks
+    return NativeInt8Linear(weight, bias, peaks) if native else Int8Linear(weight, bias, peaks)
 
 
-def int4_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups."""
-    if not fits_four_bits(weight):
-        return LAYOUTS[eight_bit_layout(weight)](weight, bias)
-    return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), bias)
+def int4_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
+    """A weight rounded to 4 bits in groups of inputs; to 8 bits where it has no number of inputs that makes whole groups.
+
+    whole: as in `int8_linear`; where the whole matrix is in 4 bits, this part must have a multiple of 64 inputs.
+    """
+    if not fits_four_bits(weight.shape[1] if whole is None else whole.columns):
+        return linear_of(eight_bit_layout(weight), weight, bias, whole)
+    peaks = None if whole is None else whole.peaks
+    return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True, peaks=peaks), bias)
 
 
 def four_bit_linear(weight: FourBitWeight, bias: Tensor | None = None) -> Linear:
@@ -99,6 +119,17 @@ LAYOUTS: dict[Layout, Callable[[Tensor, Tensor | None], Linear]] = {
     "int4": int4_linear,
     "native": NativeLinear,
 }
+ROUNDED: frozenset[Layout] = frozenset({"int8", "int4"})
+"""Layouts whose numbers depend on a whole row of the matrix, or on some of it."""
+
+
+def linear_of(layout: Layout, weight: Tensor, bias: Tensor | None, whole: Whole | None) -> Linear:
+    """A linear in this layout. whole: as in `int8_linear`, for layouts that round."""
+    if layout == "int8":
+        return int8_linear(weight, bias, whole)
+    if layout == "int4":
+        return int4_linear(weight, bias, whole)
+    return LAYOUTS[layout](weight, bias)
 
 
 def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:

@@ -23,13 +23,16 @@ from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
+    ROUNDED,
     Layout,
     Linear,
     PlainLinear,
+    Whole,
     check_layout,
     default_layout,
     eight_bit_layout,
     four_bit_linear,
+    linear_of,
 )
 from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
 from layerskip_models.norm import RMSNorm
@@ -41,6 +44,8 @@ EIGHT_BIT_LAYERS = 1
 Packed = Mapping[str, FourBitWeight]
 """Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
+WholeOf = Callable[[str, Tensor], Whole | None]
+"""whole_of(kind, weight): what the matrix is of which a layer's "output" or "down" has some columns; None for all of it."""
 
 
 def arithmetic_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
@@ -101,10 +106,11 @@ def convert(
     packed: Packed = _NOTHING,
     fill: Callable[[str, nn.Module], None] = lambda name, module: None,
     only: range | None = None,
+    whole_of: WholeOf = lambda kind, weight: None,
 ) -> LayerSkipModel:
     """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
 
-    only: the layers of the result, if it is to be a part of the model.
+    only: the layers of the result, if it is to be a part of the model. whole_of: called for matrices that are rounded.
     """
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -133,6 +139,7 @@ def convert(
                 rotated=2 * inv_freq.numel(),
                 share=share,
                 packed=packed,
+                whole_of=whole_of,
             )
         )
         if release:
@@ -196,12 +203,14 @@ def convert_layer(
     rotated: int | None = None,
     share: bool = False,
     packed: Packed = _NOTHING,
+    whole_of: WholeOf = lambda kind, weight: None,
 ) -> DecoderLayer:
     """A transformers layer in the fused layout.
 
     layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
     rotated: how many numbers of a head rotate, its first ones; None for all.
     share: its parameters become views of the fused ones, else they are copied. packed: as in `from_transformers`.
+    whole_of: as in `convert`.
     """
     family = family_of(config)
     heads = _Heads.of(config, rotated, interleaves(layer.mlp.down_proj.weight.device) and not share)
@@ -233,7 +242,7 @@ def convert_layer(
         factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
         if factors is not None:
             weight.mul_(factors)
-        projections[kind] = LAYOUTS[layout](weight, bias)
+        projections[kind] = linear_of(layout, weight, bias, whole_of(kind, weight) if layout in ROUNDED else None)
     return DecoderLayer(
         **projections,
         input_norm=input_norm,

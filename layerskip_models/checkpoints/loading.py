@@ -85,19 +85,30 @@ def load_model(
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
     config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
-    keep_packed = dtype == "int4"
-    if dtype in FEW_BITS:
-        dtype, layout = half_or_full(config), cast(Layout, dtype)
-        check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
-    elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
-        dtype, layout, keep_packed = torch.float32, "int8", True
+    dtype, layout, keep_packed = resolve_layout(config, dtype, layout, device)
     origin = {"revision": revision, "local_files_only": local_files_only}
     model, packed = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin, keep_packed)
     loaded = from_transformers(model, layout=layout, release=True, packed=packed)
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
 
 
-def half_or_full(config: PreTrainedConfig) -> torch.dtype:
+def resolve_layout(
+    config: PreTrainedConfig, dtype: str | torch.dtype, layout: Layout | None, device: str | torch.device
+) -> tuple[str | torch.dtype, Layout | None, bool]:
+    """What weights are read in, their layout, and whether 4 bits of the checkpoint stay what they are.
+
+    Arguments as those of `load_model`. Raises ValueError for a dtype of few bits that does not run there.
+    """
+    keep_packed = dtype == "int4"
+    if dtype in FEW_BITS:
+        dtype, layout = _half_or_full(config), cast(Layout, dtype)
+        check_layout(layout, torch.empty(0, dtype=torch.float32, device=resolve_device(device)))
+    elif dtype == "auto" and layout is None and has_few_bits(config) and _int8_runs(device):
+        dtype, layout, keep_packed = torch.float32, "int8", True
+    return dtype, layout, keep_packed
+
+
+def _half_or_full(config: PreTrainedConfig) -> torch.dtype:
     """What weights are loaded in that are then rounded to fewer bits: 16 bits if they came in these, for half the memory."""
     own = getattr(config, "dtype", None)
     is_half = own in (torch.bfloat16, torch.float16) and quantisation_of(config) is None

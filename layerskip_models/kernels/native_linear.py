@@ -243,9 +243,10 @@ class NativeInt8Linear(NativeLinear):
     are cut to 24 bits of their row's largest.
 
     Another model than the one with the full weights: "the model's own output" then means this one's.
+    peaks: float32 [out], each output's largest magnitude, if the weight is a part of one with more inputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None) -> None:
         weight = weight.float()
-        scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+        scale = (weight.abs().amax(dim=1) if peaks is None else peaks).clamp_min(torch.finfo(torch.float32).tiny) / 127
         self._set((weight / scale.unsqueeze(1)).round_().to(torch.int8), scale, bias)

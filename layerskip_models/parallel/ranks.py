@@ -103,6 +103,13 @@ class Ranks:
         self.waiting_seconds += perf_counter() - started
         return found
 
+    def largest(self, numbers: Tensor) -> Tensor:
+        """Of each number the largest that a rank gave, float32 on a CPU; however long they take."""
+        found = numbers.float().clone()
+        with self.told():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._patient)
+        return found
+
     def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
         """What rank 0 gave, on every rank. same: what must be equal on all of them, below 2^48.
 

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.conversion import convert
+from layerskip_models.checkpoints.conversion import WholeOf, convert
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
-from layerskip_models.checkpoints.loading import FEW_BITS, half_or_full, load_config, resolve_device, resolve_dtype
+from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype, resolve_layout
 from layerskip_models.checkpoints.quantised import quantisation_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
-from layerskip_models.linear import Layout, check_layout
+from layerskip_models.four_bits import CHUNK
+from layerskip_models.linear import Layout, Whole
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.cores import share_cores
+from layerskip_models.parallel.part_files import Parts
 from layerskip_models.parallel.ranks import Ranks, local_rank
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.parallel.sharded_model import ShardedModel
-
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +80,23 @@ def load_shard(
     RankError if the processes do not find each other.
     """
     target = _own_device(resolve_device(device))
-    if dtype == "int4":
-        raise ValueError("weights of 4 bits have scales for groups of inputs, which parts would cut: take dtype='int8'")
-    if dtype == "int8":
-        dtype, layout = torch.float32, "int8"
     source = Source.of(
         name_or_path, revision, local_files_only,
         "its packed weights cannot be divided over processes: load it in one process, or give the checkpoint that it was "
         "made from (with dtype='int8' for weights of 8 bits)",
     )  # fmt: skip
     config = source.config
+    dtype, layout, keeps_four_bits = resolve_layout(config, dtype, layout, target)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     ranks = Ranks.join(target)
     if target.type == "cpu":
         share_cores(ranks)
-    plan = ShardPlan.of(config, ranks.rank, ranks.size)
+    plan = ShardPlan.of(config, ranks.rank, ranks.size, CHUNK if keeps_four_bits else 1)
+    whole_of = partial(_whole, plan, ranks)
     with torch.inference_mode(False), torch.no_grad(), source.open() as files:
-        part = load_part(files, plan, chosen, lambda module: target, layout, source.generation_config())
+        part = load_part(
+            files, plan, chosen, lambda module: target, layout, source.generation_config(), whole_of=whole_of
+        )
     model = ShardedModel(part, plan, ranks)
     ranks.collect(None)  # nobody begins before all have read theirs, which may take longer than an answer
     return _with_exits(model, exits)
@@ -125,14 +123,17 @@ def load_layers(
         raise ValueError(
             f"layers {layers.start} to {layers.stop} are not among the {config.num_hidden_layers} of {source.name}"
         )
-    layout: Layout | None = None
-    if dtype in FEW_BITS:
-        dtype, layout = half_or_full(config), cast(Layout, dtype)
-        check_layout(layout, torch.empty(0, dtype=torch.float32, device=target))
+    dtype, layout, _ = resolve_layout(config, dtype, None, target)
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     plan = ShardPlan.of(config, 0, 1)
     with torch.inference_mode(False), torch.no_grad(), source.open() as files:
         return load_part(files, plan, chosen, lambda module: target, layout, source.generation_config(), only=layers)
+
+
+def _whole(plan: ShardPlan, ranks: Ranks, kind: str, weight: Tensor) -> Whole | None:
+    """See `WholeOf`."""
+    inputs = plan.num_inputs(kind)
+    return None if inputs is None else Whole(inputs, ranks.largest(weight.abs().amax(dim=1)))
 
 
 def _with_exits(model: ShardedModel, exits: ExitsChoice) -> ShardedModel:
@@ -163,10 +164,11 @@ def load_part(
     layout: Layout | None,
     generation_config: GenerationConfig,
     only: range | None = None,
+    whole_of: WholeOf = lambda kind, weight: None,
 ) -> LayerSkipModel:
     """A model as large as the part, in which one layer after the other gets its weights.
 
-    device_of: a module, by its name. only: the layers to read, None for all.
+    device_of: a module, by its name. only: the layers to read, None for all. whole_of: for weights that are rounded.
     """
     local: Any = plan.local_config()
     shell = make_shell(local, dtype)
@@ -190,62 +192,4 @@ def load_part(
     else:
         fill("lm_head", shell.lm_head)
     shell.generation_config = generation_config
-    return convert(shell, local, layout, release=True, fill=fill, only=only)
-
-
-class Parts:
-    """The tensors of a checkpoint's safetensors files, of which parts are read. Used in a `with` statement."""
-
-    def __init__(self, name: str, origin: Mapping[str, Any]) -> None:
-        self._name = name
-        self._where = _files(name, origin)
-        self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> Parts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.clear()
-
-    def read(self, name: str, plan: ShardPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """This rank's part of one parameter. Raises ValueError for one that is missing, of another shape, or not finite."""
-        path = self._where.get(name)
-        if path is None:
-            raise ValueError(
-                f"{self._name} holds no {name}: the checkpoint is not complete, or of another architecture"
-            )
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        stored, pieces = self._open[path].get_slice(name), plan.pieces(name)
-        if pieces is None:
-            value: Tensor = stored[:]
-        else:
-            dim, parts = pieces
-            if parts[-1].stop > stored.get_shape()[dim]:
-                raise ValueError(
-                    f"{self._name}: {name} has shape {stored.get_shape()}, which its config.json does not fit"
-                )
-            cut = [stored[p.start : p.stop] if dim == 0 else stored[:, p.start : p.stop] for p in parts]
-            value = cut[0] if len(cut) == 1 else torch.cat(cut)
-        if plan.added_once(name) and plan.rank:
-            value = torch.zeros_like(value)
-        # A copy, since what is cut may be a view of the whole, mapped file.
-        value = value.to(device=device, dtype=dtype, copy=True).contiguous()
-        if not bool(value.isfinite().all()):
-            raise ValueError(
-                f"{self._name} holds NaN or infinite weights, in {name}: the checkpoint is damaged or its training diverged; "
-                "load another one"
-            )
-        return value
-
-
-def _files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
-    """The file of every tensor."""
-    index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False, **origin)
-    if index is None:
-        path = Path(str(cached_file(name, _FILE, **origin)))
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-    listed = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"]
-    paths = {file: Path(str(cached_file(name, file, **origin))) for file in sorted(set(listed.values()))}
-    return {tensor: paths[file] for tensor, file in listed.items()}
+    return convert(shell, local, layout, release=True, fill=fill, only=only, whole_of=whole_of)

@@ -29,8 +29,10 @@ class Part:
         return self.stop - self.start
 
     @classmethod
-    def of(cls, total: int, rank: int, ranks: int) -> Part:
-        """A rank's share, the first ones larger by one where it does not divide."""
+    def of(cls, total: int, rank: int, ranks: int, unit: int = 1) -> Part:
+        """A rank's share, the first ones larger by one where it does not divide. unit: what is not cut, if it divides it."""
+        if unit > 1 and total % unit == 0:
+            return cls.of(total // unit, rank, ranks).times(unit)
         base, more = divmod(total, ranks)
         start = rank * base + min(rank, more)
         return cls(start, start + base + (rank < more))
@@ -66,29 +68,49 @@ class ShardPlan:
     vocab: Part
 
     @classmethod
-    def of(cls, config: Any, rank: int, ranks: int) -> ShardPlan:
-        """Raises ValueError for a number of ranks that heads cannot be divided by."""
+    def of(cls, config: Any, rank: int, ranks: int, unit: int = 1) -> ShardPlan:
+        """unit: so many inputs of the output and the down projection stay together, where their number is a multiple of it.
+
+        Raises ValueError for a number of ranks that the model cannot be divided by.
+        """
         heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        fitting = [n for n in range(1, heads + 1) if kv_heads % n == 0 or n % kv_heads == 0]
-        if ranks not in fitting or config.vocab_size < 2 * ranks or config.intermediate_size < ranks:
+        head_dim, inner = (
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            int(config.intermediate_size),
+        )
+        whole = heads * head_dim % unit == 0  # else the output projection has no units to be cut at
+        units = inner // unit if inner % unit == 0 else inner
+
+        def fits(number: int) -> bool:
+            if (kv_heads % number and number % kv_heads) or units < number:
+                return False
+            starts = (_heads(heads, kv_heads, one, number)[0].start for one in range(number))
+            return not whole or all(start * head_dim % unit == 0 for start in starts)
+
+        fitting = [number for number in range(1, heads + 1) if fits(number)]
+        if ranks not in fitting or config.vocab_size < 2 * ranks:
+            inputs = f" between groups of {unit} inputs, as weights of 4 bits must be" if unit > 1 else ""
             raise ValueError(
-                f"{heads} heads on {kv_heads} key-value heads cannot be divided over {ranks} processes: "
-                f"take {', '.join(map(str, fitting))}"
+                f"{heads} heads on {kv_heads} key-value heads and an inner width of {inner} cannot be divided over "
+                f"{ranks} processes{inputs}: take {', '.join(map(str, fitting))}"
             )
-        shared = max(ranks // kv_heads, 1)  # ranks on one key-value head
-        own = Part.of(kv_heads, rank // shared, ranks // shared)
-        group = heads // kv_heads
-        queries = Part.of(group, rank % shared, shared).after(own.start * group) if shared > 1 else own.times(group)
+        queries, keys = _heads(heads, kv_heads, rank, ranks)
         return cls(
             config=config,
             rank=rank,
             ranks=ranks,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=head_dim,
             heads=queries,
-            kv_heads=own,
-            inner=Part.of(int(config.intermediate_size), rank, ranks),
+            kv_heads=keys,
+            inner=Part.of(inner, rank, ranks, unit),
             vocab=Part.of(int(config.vocab_size), rank, ranks),
         )
+
+    def num_inputs(self, kind: str) -> int | None:
+        """Of the whole matrix, for the kinds of which a rank has some inputs ("output" and "down"); None for others."""
+        config: Any = self.config
+        sizes = {"output": config.num_attention_heads * self.head_dim, "down": int(config.intermediate_size)}
+        return sizes.get(kind)
 
     def local_config(self) -> PreTrainedConfig:
         """Of a model that is as large as this part."""
@@ -137,3 +159,12 @@ class ShardPlan:
         """Whether queries and keys are normed over all heads of a row together, and not each by itself."""
         family = family_of(self.config)
         return family.query_norm is not None and self.config.model_type == "olmo2"
+
+
+def _heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[Part, Part]:
+    """A rank's query heads and key-value heads."""
+    shared = max(ranks // kv_heads, 1)  # ranks on one key-value head
+    own = Part.of(kv_heads, rank // shared, ranks // shared)
+    group = heads // kv_heads
+    queries = Part.of(group, rank % shared, shared).after(own.start * group) if shared > 1 else own.times(group)
+    return queries, own

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.parallel.shard_loading import Parts, Source
+from layerskip_models.parallel.part_files import Parts
+from layerskip_models.parallel.shard_loading import Source
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.muon import Muon, ShardedMuon, local_part
