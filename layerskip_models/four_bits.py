@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -33,6 +34,28 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     """The numbers 0 to 15, uint8 [out, in], of `pack_nibbles`."""
     halves = packed.unflatten(1, (-1, CHUNK // 2))
     return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of which outputs and inputs of a matrix a part has the numbers."""
+
+    rows: range
+    columns: range
+
+    def of_rows(self, numbers: Tensor) -> Tensor:
+        """Of numbers for each of the matrix' outputs, [out, ...], those of the part."""
+        return numbers[self.rows.start : self.rows.stop]
+
+    def of_groups(self, numbers: Tensor, columns: int) -> Tensor:
+        """Of numbers for each of the matrix' equal groups of inputs, [.., groups], those of the part.
+
+        columns: inputs of the whole matrix. A group is divided where the part begins or ends within one.
+        """
+        size = columns // numbers.shape[-1]
+        step = gcd(size, self.columns.start, self.columns.stop)
+        groups = torch.arange(self.columns.start, self.columns.stop, step, device=numbers.device) // size
+        return numbers[..., groups]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,13 +165,18 @@ def group_size(columns: int, count: int) -> int | None:
     return next((size for size in GROUP_SIZES if columns // count % size == 0), None)
 
 
-def exact(values: Tensor, scale: Tensor, zeros: Tensor | None = None) -> FourBitWeight | None:
+def exact(
+    values: Tensor, scale: Tensor, zeros: Tensor | None = None, *, whole: tuple[int, Place] | None = None
+) -> FourBitWeight | None:
     """(values - zeros) * scale, product in float32, with not one number changed; None if it cannot be kept.
 
     values: 0 to 15, [out, in]. scale: floats [out, groups]. zeros: integers of that shape; None for 8.
+    whole: the inputs of a matrix of which `values` is the part at that place, and scale and zeros are all. So all its parts
+        can be kept or none, and stand for the numbers of the whole. Raises ValueError for a part that is not cut at multiples
+        of 64 inputs.
     Scales of 16 bits always can be, unless those of one row are too far apart; scales of 32 bits if a row has only one.
     """
-    columns = values.shape[1]
+    columns = values.shape[1] if whole is None else whole[0]
     size = group_size(columns, scale.shape[1])
     split = _halves(scale.float())
     if size is None or split is None:
@@ -156,12 +184,14 @@ def exact(values: Tensor, scale: Tensor, zeros: Tensor | None = None) -> FourBit
     groups, factors = split
     offsets = None if zeros is None or bool((zeros == _MIDDLE).all()) else -zeros.float() * groups.float()
     times = columns // scale.shape[1] // size
-    return FourBitWeight(
-        pack_nibbles(values),
-        groups.repeat_interleave(times, dim=1),
-        None if offsets is None else offsets.repeat_interleave(times, dim=1),
-        factors,
-    )
+    groups = groups.repeat_interleave(times, dim=1)
+    offsets = None if offsets is None else offsets.repeat_interleave(times, dim=1)
+    if whole is not None:
+        place = whole[1]
+        groups = place.of_groups(place.of_rows(groups), columns)
+        offsets = None if offsets is None else place.of_groups(place.of_rows(offsets), columns)
+        factors = None if factors is None else place.of_rows(factors)
+    return FourBitWeight(pack_nibbles(values), groups, offsets, factors)
 
 
 def _halves(scale: Tensor) -> tuple[Tensor, Tensor | None] | None:

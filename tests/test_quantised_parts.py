@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from quantised_checkpoints import quantise_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
+from test_families import reference
 from test_native_halves import needs_native
+from test_tensor_parallel import _divisible
 from tiny_llama import tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -57,13 +60,13 @@ def described(model: LayerSkipModel, numbers: bool) -> dict[str, Any]:
         head: Any = model._head
         found["weights"]["head"] = type(head).__name__, head.weight.numpy()
     found["states"] = states_of(model, TEXT).numpy()
-    options: dict[str, Any] = {"max_new_tokens": 12, "policy": "ls:1-3", "eos_token_id": []}
+    options: dict[str, Any] = {"max_new_tokens": 12, "policy": "ls:1-2", "eos_token_id": []}
     found["text"] = SelfSpecGenerator(model).generate(TEXT, **options).new_tokens
     return found
 
 
 Asked = Sequence[tuple[Path, str, bool]]
-"""Checkpoints, the dtype to load each in, and whether its matrices are compared."""
+"""Checkpoints, the dtype to load each in, and whether its matrices and bytes are compared."""
 
 
 def _on_a_rank(asked: Asked) -> list[dict[str, Any]]:
@@ -106,7 +109,7 @@ def check_same(asked: Asked, ranks: int = 2) -> None:
                 assert np.array_equal(weight, expected), (name, place)
             _same_states(found["states"], alone["states"], name)
             _takes_the_likeliest(model, found["text"], name)
-        for kind, norms in enumerate((2 * 256, 256) if ranks == 2 else ()):
+        for kind, norms in enumerate((2 * 256, 256) if ranks == 2 and numbers else ()):
             most = max(rank[index]["bytes"][kind] for rank in divided) - norms
             # at most 128 of 192 inner inputs are on one rank, 14 of 27 tokens
             assert most <= (alone["bytes"][kind] - norms) / 2 * 1.34, name
@@ -134,6 +137,62 @@ def test_rounding_gives_the_numbers_of_one_process(number: int, tmp_path: Path) 
     if number == 2:
         asked += [(tmp_path / "narrow", dtype, True) for dtype in ("int8", "int4")]
     check_same(asked, number)
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "gptq": {"method": "gptq", "group_size": 32, "symmetric": False},
+    "gptq-reordered": {"method": "gptq", "group_size": 32, "shuffled": True, "version": "gptq_v2"},
+    "pack-asymmetric": {
+        "method": "pack-quantized",
+        "group_size": 64,
+        "symmetric": False,
+        "scale_dtype": torch.bfloat16,
+    },
+    "pack-row": {"method": "pack-quantized", "group_size": None, "scale_dtype": torch.float32},
+    "pack-float32": {"method": "pack-quantized", "group_size": 64, "scale_dtype": torch.float32},  # not kept in 4 bits
+    "pack-reordered-8": {"method": "pack-quantized", "group_size": 16, "shuffled": True, "bits": 8},
+    "int-8": {"method": "int-quantized", "group_size": None, "symmetric": False, "bits": 8},
+}
+SOME = ["gptq", "pack-float32", "int-8"]
+
+
+@needs_native
+@pytest.mark.parametrize("names", [SOME, pytest.param([*FILES], marks=pytest.mark.slow)])
+def test_what_others_quantised(names: list[str], tmp_path: Path) -> None:
+    """4 bits keep the file's numbers, all else is rounded as in one process; float64 says the same texts."""
+    asked: list[tuple[Path, str, bool]] = []
+    for name in names:
+        quantise_checkpoint(llama(num_layers=2), tmp_path / name, **FILES[name])
+        asked += [(tmp_path / name, dtype, dtype == "auto") for dtype in ("auto", "float64")]
+    check_same([*asked, (tmp_path / "pack-float32", "int4", True), (tmp_path / "gptq", "int8", True)])
+
+
+def test_zero_points_between_which_a_cut_falls(tmp_path: Path) -> None:
+    """8 of them are in a word, and a rank's heads, or its part of fused projections, begin in the middle of one."""
+    asked = []
+    for kind, method in (("llama", "gptq"), ("llama", "pack-quantized"), ("phi3", "pack-quantized")):
+        model: Any = llama(head_dim=6, kv_heads=4, intermediate_size=40)
+        if kind == "phi3":
+            model = next(one for one in (reference(kind, seed) for seed in range(9)) if _divisible(one.config)).float()
+        path = tmp_path / f"{kind}-{method}"
+        quantise_checkpoint(model, path, method, symmetric=False)
+        asked.append((path, "float64", False))
+    check_same(asked)
+
+
+@needs_native
+def test_gguf_files(tmp_path: Path) -> None:
+    """Whose queries and keys are in another order; cut within blocks of 8 bits."""
+    pytest.importorskip("gguf")
+    from bench.engines.gguf_file import write_gguf
+
+    asked: list[tuple[Path, str, bool]] = []
+    for kind in ("Q4_0", "Q4_1", "Q8_0", "F16"):
+        path = tmp_path / f"{kind}.gguf"
+        width = 192 if kind.startswith("Q4") else 160
+        write_gguf(llama(num_layers=2, tie_word_embeddings=kind == "Q4_1", intermediate_size=width), path, kind)
+        asked += [(path, "auto", kind != "F16"), (path, "float64", False)]
+    check_same(asked)
 
 
 def _refused(path: Path) -> str:

@@ -25,7 +25,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from layerskip_models.checkpoints.gguf_weights import keeps_four_bits, read_gguf_weights
+from layerskip_models.checkpoints.gguf_weights import (
+    GgufTensors,
+    is_read_here,
+    keeps_four_bits,
+    read_gguf_weights,
+)
 from layerskip_models.four_bits import FourBitWeight
 
 GGUF_METHOD = "gguf"
@@ -99,14 +104,18 @@ def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device
 
 def named_gguf(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """The model with the file's name and how it generates, from beside the file or from its configuration."""
+    model.config.name_or_path = model.name_or_path = name
+    model.generation_config = gguf_generation_config(name, model.config)
+    return model
+
+
+def gguf_generation_config(name: str, config: PretrainedConfig) -> GenerationConfig:
+    """How the model of a file generates, from beside the file or from its configuration."""
     path = gguf_file(name)
     assert path is not None
-    model.config.name_or_path = model.name_or_path = name
-    beside = (path.parent / "generation_config.json").is_file()
-    model.generation_config = (
-        GenerationConfig.from_pretrained(path.parent) if beside else GenerationConfig.from_model_config(model.config)
-    )
-    return model
+    if (path.parent / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(path.parent)
+    return GenerationConfig.from_model_config(config)
 
 
 def packed_gguf(
@@ -119,8 +128,21 @@ def packed_gguf(
     architecture = _value(reader, "general.architecture")
     if not keeps_four_bits(reader, architecture):
         return None
-    names = _tensor_names(reader, config, path)
-    return read_gguf_weights(reader, architecture, config, names, dtype)
+    return read_gguf_weights(GgufTensors(reader, architecture, config, _tensor_names(reader, config, path)), dtype)
+
+
+def open_gguf(name: str, config: PretrainedConfig) -> GgufTensors:
+    """The tensors of a file, to be read in parts. Arguments as `load_gguf`'s.
+
+    Raises ValueError for an architecture whose order of rows is not known here.
+    """
+    path = gguf_file(name)
+    assert path is not None
+    reader = _reader(path)
+    architecture = _value(reader, "general.architecture")
+    if not is_read_here(architecture):
+        raise ValueError(f"parts of a GGUF file of the architecture {architecture!r} are not read: {_CONVERT}")
+    return GgufTensors(reader, architecture, config, _tensor_names(reader, config, path))
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
 
 _BLOCK = 32
@@ -25,35 +26,90 @@ _PERMUTED = ("llama",)
 _AS_THEY_ARE = ("qwen2", "qwen3", "phi3")
 
 
+def is_read_here(architecture: str) -> bool:
+    """Whether `GgufTensors` knows how a file of this architecture orders its rows."""
+    return architecture in (*_PERMUTED, *_AS_THEY_ARE)
+
+
 def keeps_four_bits(reader: Any, architecture: str) -> bool:
     """Whether `read_gguf_weights` reads this file and would keep some of it in 4 bits. reader: a `gguf.GGUFReader`."""
-    known = architecture in (*_PERMUTED, *_AS_THEY_ARE)
-    return known and any(tensor.tensor_type.name in _BYTES for tensor in reader.tensors)
+    return is_read_here(architecture) and any(tensor.tensor_type.name in _BYTES for tensor in reader.tensors)
 
 
-def read_gguf_weights(
-    reader: Any, architecture: str, config: PreTrainedConfig, names: dict[str, str], dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]]:
+class GgufTensors:
+    """The tensors of a file, by the names of the model's parameters. Parts of them are read from the mapped file alone.
+
+    reader: a `gguf.GGUFReader`. names: the tensor in the file of each parameter.
+    """
+
+    def __init__(self, reader: Any, architecture: str, config: PreTrainedConfig, names: dict[str, str]) -> None:
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._tensors = {name: tensors[stored] for name, stored in names.items()}
+        self._config, self._permuted = config, architecture in _PERMUTED
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._tensors]
+
+    def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
+        """The weight of a layer's module in 4 bits; None for one that has not these. cut: at multiples of 64 inputs."""
+        name = f"{module}.weight"
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.tensor_type.name not in _BYTES or not name.startswith("model.layers."):
+            return None
+        if int(tensor.shape[0]) % CHUNK:
+            return None
+        data, skipped = self._data(name, cut)
+        if skipped:
+            raise ValueError(f"{name} is not cut between blocks of 32 inputs")
+        return four_bits_of_blocks(torch.from_numpy(data), tensor.tensor_type.name)
+
+    def floats(self, name: str, cut: Cut = None) -> Tensor:
+        """A parameter, or a part of it, as the floats that the file stands for."""
+        from gguf import dequantize
+
+        data, skipped = self._data(name, cut)
+        found = torch.from_numpy(np.array(dequantize(data, self._tensors[name].tensor_type)))
+        return found if cut is None or cut[0] == 0 else found[:, skipped : skipped + len(cut[1])]
+
+    def _data(self, name: str, cut: Cut) -> tuple[np.ndarray, int]:
+        """What the file has of a part, in whole blocks of a row, and how many inputs these have before the part."""
+        from gguf import GGML_QUANT_SIZES
+
+        tensor = self._tensors[name]
+        columns, data = int(tensor.shape[0]), tensor.data
+        rows, inputs = range(len(data)), range(columns)
+        if cut is not None:
+            rows, inputs = (cut[1], inputs) if cut[0] == 0 else (rows, cut[1])
+        if rows.stop > len(data) or inputs.stop > columns:
+            raise ValueError(
+                f"{name} has shape {tensor.shape.tolist()[::-1]}, which the file's configuration does not fit"
+            )
+        order = _order(name, self._config) if self._permuted else None
+        first = 0
+        if cut is not None and cut[0] == 1:
+            block, _ = GGML_QUANT_SIZES[tensor.tensor_type]
+            width = data.shape[1] * block // columns
+            first = inputs.start // block * block
+            data = data[:, first // block * width : -(-inputs.stop // block) * width]
+        own = slice(rows.start, rows.stop)
+        return np.array(data[own] if order is None else data[order[own].numpy()]), inputs.start - first
+
+
+def read_gguf_weights(tensors: GgufTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]]:
     """(weights as floats by their names in transformers, 4-bit weights by the names of their modules).
 
-    names: the tensor in the file of each of the model's parameters. Matrices of layers can be in 4 bits, and nothing else.
+    Matrices of layers can be in 4 bits, and nothing else.
     """
-    from gguf import dequantize
-
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     floats: dict[str, Tensor] = {}
     packed: dict[str, FourBitWeight] = {}
-    for name, stored in names.items():
-        tensor = tensors[stored]
-        order = _order(name, config) if architecture in _PERMUTED else None
+    for name in tensors.names:
         module = name.removesuffix(".weight")
-        columns = int(tensor.shape[0])
-        if tensor.tensor_type.name in _BYTES and name.startswith("model.layers.") and columns % CHUNK == 0:
-            weight = four_bits_of_blocks(torch.from_numpy(np.array(tensor.data)), tensor.tensor_type.name)
-            packed[module] = weight if order is None else weight.reordered(order)
-            continue
-        full = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
-        floats[name] = (full if order is None else full[order]).to(dtype)
+        weight = tensors.four_bits(module)
+        if weight is not None:
+            packed[module] = weight
+        else:
+            floats[name] = tensors.floats(name).to(dtype)
     return floats, packed
 
 

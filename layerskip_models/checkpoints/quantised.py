@@ -45,6 +45,15 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
 
 
+def unquantised(config: Any) -> Any:
+    """The configuration of the same model with float weights."""
+    plain = copy.deepcopy(config)
+    for field in ("quantization_config", "compression_config"):
+        if hasattr(plain, field):
+            delattr(plain, field)
+    return plain
+
+
 def check_quantisation(config: PretrainedConfig, name: str) -> None:
     """ValueError that says what to do if the weights are quantised in a way that is not read here."""
     settings = quantisation_of(config)
@@ -119,17 +128,14 @@ def load_quantised(
     """
     settings = quantisation_of(config)
     assert settings is not None
-    plain = copy.deepcopy(config)
-    for field in ("quantization_config", "compression_config"):
-        if hasattr(plain, field):
-            delattr(plain, field)
+    plain = unquantised(config)
     if settings["quant_method"] == GGUF_METHOD:
         found = packed_gguf(name, plain, dtype) if keep_packed else None
         if found is None:
             return load_gguf(name, plain, dtype=dtype, device=device), {}
         weights, packed = found
         return named_gguf(_filled(name, plain, weights, packed, dtype, device), name), packed
-    files = _weight_files(name, revision, local_files_only)
+    files = weight_files(name, revision, local_files_only)
     first_version = settings.get("checkpoint_format") != "gptq_v2"
     weights, packed = read_weights(files, dtype, first_version=first_version, keep_packed=keep_packed)
     model = _filled(name, plain, weights, packed, dtype, device)
@@ -203,7 +209,8 @@ def read_weights(
     return found, packed
 
 
-def _weight_files(name: str, revision: str | None, local_files_only: bool) -> list[Path]:
+def weight_files(name: str, revision: str | None = None, local_files_only: bool = False) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises FileNotFoundError where there are none."""
     folder = Path(name)
     if not folder.is_dir():
         patterns = ["*.safetensors", "*.json"]

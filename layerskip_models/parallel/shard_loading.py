@@ -15,16 +15,17 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import WholeOf, convert
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, gguf_file, gguf_generation_config
 from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype, resolve_layout
-from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
-from layerskip_models.four_bits import CHUNK
+from layerskip_models.four_bits import CHUNK, FourBitWeight
 from layerskip_models.linear import Layout, Whole
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.cores import share_cores
-from layerskip_models.parallel.part_files import Parts
+from layerskip_models.parallel.gguf_parts import GgufParts
+from layerskip_models.parallel.part_files import Parts, QuantisedParts, float_files
 from layerskip_models.parallel.ranks import Ranks, local_rank
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.parallel.sharded_model import ShardedModel
@@ -32,30 +33,46 @@ from layerskip_models.parallel.sharded_model import ShardedModel
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint that is read in parts. origin: revision and local_files_only."""
+    """A checkpoint that is read in parts. config: may say how it is quantised. origin: revision and local_files_only."""
 
     name: str
     config: Any
     origin: Mapping[str, Any]
 
     @classmethod
-    def of(cls, name_or_path: str | Path, revision: str | None, local_files_only: bool, quantised: str) -> Source:
-        """quantised: why, and what to do, where it cannot be. Raises what `load_config` raises, and ValueError for that."""
+    def of(
+        cls, name_or_path: str | Path, revision: str | None, local_files_only: bool, quantised: str | None = None
+    ) -> Source:
+        """quantised: why it may not be, and what to do. Raises what `load_config` raises, and ValueError for that."""
         name = resolve_checkpoint(name_or_path)
         origin = {"revision": revision, "local_files_only": local_files_only}
         config = load_config(name, revision=revision, local_files_only=local_files_only)
-        if gguf_file(name) is not None or quantisation_of(config) is not None:
+        if quantised is not None and quantisation_of(config) is not None:
             raise ValueError(f"{name} is quantised, and {quantised}")
         return cls(name, config, origin)
 
     @contextmanager
-    def open(self) -> Iterator[Parts]:
-        """Its files. What is wrong with them is said clearly. The caller's default device has no say in what is read."""
-        with torch.device("cpu"), clear_errors(self.name), Parts(self.name, self.origin) as files:
+    def open(self, keep_packed: bool = False) -> Iterator[Parts]:
+        """Its files. What is wrong with them is said clearly. The caller's default device has no say in what is read.
+
+        keep_packed: as in `load_quantised`.
+        """
+        with torch.device("cpu"), clear_errors(self.name), self._parts(keep_packed) as files:
             yield files
+
+    def _parts(self, keep_packed: bool) -> Parts:
+        settings = quantisation_of(self.config)
+        if settings is None:
+            return Parts(self.name, float_files(self.name, self.origin))
+        if settings["quant_method"] == GGUF_METHOD:
+            return GgufParts(self.name, unquantised(self.config), keep_packed=keep_packed)
+        first_version = settings.get("checkpoint_format") != "gptq_v2"
+        return QuantisedParts(self.name, self.origin, first_version=first_version, keep_packed=keep_packed)
 
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's, or what follows from its configuration."""
+        if gguf_file(self.name) is not None:
+            return gguf_generation_config(self.name, self.config)
         try:
             return GenerationConfig.from_pretrained(self.name, **self.origin)
         except OSError:
@@ -76,24 +93,22 @@ def load_shard(
 
     Every process must call it. On CUDA each takes the device of its local rank, on CPUs its share of the cores. Peak memory
     is the part, and one layer of it.
-    Raises what `load_model` raises; ValueError for a checkpoint that is quantised or GGUF, or that cannot be divided;
+    Raises what `load_model` raises; ValueError for a model that cannot be divided by so many, and for a GGUF file of an
+    architecture that is not read in parts;
     RankError if the processes do not find each other.
     """
     target = _own_device(resolve_device(device))
-    source = Source.of(
-        name_or_path, revision, local_files_only,
-        "its packed weights cannot be divided over processes: load it in one process, or give the checkpoint that it was "
-        "made from (with dtype='int8' for weights of 8 bits)",
-    )  # fmt: skip
-    config = source.config
-    dtype, layout, keeps_four_bits = resolve_layout(config, dtype, layout, target)
+    source = Source.of(name_or_path, revision, local_files_only)
+    dtype, layout, keep_packed = resolve_layout(source.config, dtype, layout, target)
+    config = unquantised(source.config)
+    config.name_or_path = source.name
     chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
     ranks = Ranks.join(target)
     if target.type == "cpu":
         share_cores(ranks)
-    plan = ShardPlan.of(config, ranks.rank, ranks.size, CHUNK if keeps_four_bits else 1)
+    plan = ShardPlan.of(config, ranks.rank, ranks.size, CHUNK if keep_packed else 1)
     whole_of = partial(_whole, plan, ranks)
-    with torch.inference_mode(False), torch.no_grad(), source.open() as files:
+    with torch.inference_mode(False), torch.no_grad(), source.open(keep_packed) as files:
         part = load_part(
             files, plan, chosen, lambda module: target, layout, source.generation_config(), whole_of=whole_of
         )
@@ -177,11 +192,18 @@ def load_part(
         if only is not None and index not in only:
             decoder.layers[index] = nn.Identity()
     tied = bool(local.tie_word_embeddings)
+    packed: dict[str, FourBitWeight] = {}  # of the layer that is filled
 
     def fill(name: str, module: nn.Module) -> None:
+        packed.clear()
         for own, _ in [*module.named_parameters()]:
-            value = files.read(f"{name}.{own}", plan, dtype, device_of(name))
             place, _, kind = own.rpartition(".")
+            weight = files.read_packed(f"{name}.{place}", plan) if kind == "weight" else None
+            if weight is None:
+                value = files.read(f"{name}.{own}", plan, dtype, device_of(name))
+            else:
+                packed[f"{name}.{place}"] = weight
+                value = torch.zeros((), dtype=dtype, device=device_of(name)).expand(weight.shape)
             setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
 
     decoder.rotary_emb = type(decoder.rotary_emb)(local).to(device_of("model.embed_tokens"))
@@ -192,4 +214,4 @@ def load_part(
     else:
         fill("lm_head", shell.lm_head)
     shell.generation_config = generation_config
-    return convert(shell, local, layout, release=True, fill=fill, only=only, whole_of=whole_of)
+    return convert(shell, local, layout, release=True, packed=packed, fill=fill, only=only, whole_of=whole_of)
