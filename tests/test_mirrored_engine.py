@@ -8,27 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+from preverifiers import random_module
 from rank_processes import results_of
 from scripted_policies import made_up_cost
 from tiny_llama import tiny_llama, tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from layerskip_models import load_model
+from layerskip_models import DEMO_PATH, load_model, load_tokenizer
 from layerskip_models.parallel.shard_loading import load_shard
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import use_cost
 from selfspec.engine import Engine
+from selfspec.pacer.network import FOLDER, save_preverifier
 from selfspec.parallel.mirrored_engine import end_followers, follow, leading_engine
 from selfspec.serve.served_policies import ServedPolicies
+from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder
 
 OWN = "ls:1-3"
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 30}  # longer than the texts
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("served")
-    tiny_llama(heads=4, kv_heads=2, dtype=torch.float64, late_scale=0.4, seed=11).save_pretrained(path)
+    llama = tiny_llama(heads=4, kv_heads=2, dtype=torch.float64, late_scale=0.4, seed=11, vocab_size=4096)
+    llama.save_pretrained(path)
+    (path / FOLDER).mkdir()
+    save_preverifier(random_module(load_model(path, dtype="float64", device="cpu")), path / FOLDER)
     return path
 
 
@@ -42,9 +49,14 @@ class Unsendable(LogitsProcessor):
         return scores
 
 
-def _serve(generator: SelfSpecGenerator, engine: Engine) -> dict[str, Any]:
-    """Texts that join in the middle of others, one that is cancelled, policies that learn and come back."""
-    policies = ServedPolicies(generator, OWN)
+def vocabulary() -> Vocabulary:
+    """Each process its own."""
+    return Vocabulary(load_tokenizer(DEMO_PATH), 4096, [0])
+
+
+def _serve(generator: SelfSpecGenerator, engine: Engine, words: Vocabulary, policies: ServedPolicies) -> dict[str, Any]:
+    """Texts that join in the middle of others, one that is cancelled, policies that learn and come back; one that follows a
+    schema."""
     recorder = LogprobRecorder(2, 1)
     asked: list[dict[str, Any]] = [
         {"prompt": [5, 1, 7], "policy": policies.choose(None, repeats=False)},
@@ -55,6 +67,11 @@ def _serve(generator: SelfSpecGenerator, engine: Engine) -> dict[str, Any]:
             "prompt": [4, 4], "policy": policies.choose(None, repeats=True), "do_sample": True, "seed": 6,
             "logits_processor": LogitsProcessorList([recorder]),
         },
+        {
+            "prompt": [7], "policy": policies.choose("auto+pacer", repeats=False),
+            "logits_processor": LogitsProcessorList([GrammarProcessor(words, SCHEMA, 1)]),
+        },
+        {"prompt": [3], "policy": policies.choose("pacer", repeats=True), "do_sample": True, "seed": 7},
     ]  # fmt: skip
     texts: dict[int, list[int]] = {}
     logprobs: list[float] = []
@@ -80,12 +97,15 @@ def _serve(generator: SelfSpecGenerator, engine: Engine) -> dict[str, Any]:
 def _on_a_rank(path: Path) -> dict[str, Any] | None:
     generator = SelfSpecGenerator(load_shard(path, dtype="float64", device="cpu"), tiny_tokenizer())
     model: Any = generator.model
+    words = vocabulary()
     use_cost(model, made_up_cost(4))  # to measure would take longer than all the rest
     if model.ranks.rank:
         ServedPolicies(generator, OWN)  # as a follower's translator makes them
-        follow(generator, OWN)
-        return None
-    found = [_serve(generator, leading_engine(generator, OWN)()) for _ in range(2)]  # what policies learned stays
+        follow(generator, OWN, shared=[words])
+        return {"pass_seconds": generator.load_preverifier.pass_seconds}
+    make = leading_engine(generator, OWN, [words])
+    policies = ServedPolicies(generator, OWN)
+    found = [_serve(generator, make(), words, policies) for _ in range(2)]  # what policies learned stays
     engine = leading_engine(generator, OWN)()
     try:
         engine.join(generator.check([5], max_new_tokens=2, logits_processor=LogitsProcessorList([Unsendable()])))
@@ -93,17 +113,19 @@ def _on_a_rank(path: Path) -> dict[str, Any] | None:
         refusal = str(error)
     engine.close()
     end_followers(generator)
-    return {"found": found, "refusal": refusal}
+    return {"found": found, "refusal": refusal, "pass_seconds": generator.load_preverifier.pass_seconds}
 
 
 def test_clients_get_the_texts_of_one_process(folder: Path) -> None:
     generator = SelfSpecGenerator(load_model(folder, dtype="float64", device="cpu"), tiny_tokenizer())
     use_cost(generator.model, made_up_cost(4))
-    expected = [_serve(generator, Engine()) for _ in range(2)]
+    words, policies = vocabulary(), ServedPolicies(generator, OWN)
+    expected = [_serve(generator, Engine(), words, policies) for _ in range(2)]
     assert all(len(text) == 10 for text in expected[0]["texts"].values())
     assert len(expected[0]["logprobs"]) == 10
     leader, *followers = _ranks(folder)
-    assert followers == [None]
+    assert followers == [{"pass_seconds": leader["pass_seconds"]}] != [{"pass_seconds": {}}]
+    assert words.bytes_of(expected[0]["texts"][7][0]) == b"["
     assert leader["found"] == expected
     assert "cannot be sent to the other processes" in leader["refusal"]
 

@@ -25,14 +25,14 @@ def vocabulary() -> Vocabulary:
 
 def test_rolled_back_masks_equal_fresh_ones(vocabulary: Vocabulary) -> None:
     random, prompt = Random(1), [7, 8]
-    kept = GrammarProcessor(vocabulary.matcher(SCHEMA), len(prompt), 4096)
+    kept = GrammarProcessor(vocabulary, SCHEMA, len(prompt))
     texts: list[list[int]] = [[]]
     for _ in range(200):
         text = random.choice(texts[-20:])
         text = text[: random.randint(0, len(text))] if random.random() < 0.3 else text
         ids, scores = torch.tensor([prompt + text]), torch.zeros(1, 4096)
         masked = kept(ids, scores)
-        fresh = GrammarProcessor(vocabulary.matcher(SCHEMA), len(prompt), 4096)(ids, scores)
+        fresh = GrammarProcessor(vocabulary, SCHEMA, len(prompt))(ids, scores)
         assert masked.equal(fresh)
         allowed = masked[0].isfinite().nonzero().flatten().tolist()
         following = random.choice(allowed)
@@ -44,7 +44,7 @@ def test_rolled_back_masks_equal_fresh_ones(vocabulary: Vocabulary) -> None:
 
 
 def test_a_text_outside_the_grammar_is_refused_and_forgotten(vocabulary: Vocabulary) -> None:
-    processor = GrammarProcessor(vocabulary.matcher(SCHEMA), 0, 4096)
+    processor = GrammarProcessor(vocabulary, SCHEMA, 0)
     scores = torch.zeros(1, 4096)
     start = processor(torch.empty(1, 0, dtype=torch.long), scores)
     brace = int(start[0].isfinite().nonzero()[0])

@@ -38,9 +38,15 @@ class PreVerification:
     the cache is rolled back with the main one, by a number.
     """
 
-    def __init__(self, network: LeanPreVerifier, model: LayerSkipModel | None = None) -> None:
+    def __init__(
+        self,
+        network: LeanPreVerifier,
+        model: LayerSkipModel | None = None,
+        known_seconds: dict[int, float] | None = None,
+    ) -> None:
         self.network = network
         self._model = model  # that the drafts are of: its processes take one of their times
+        self._known_seconds = {} if known_seconds is None else known_seconds  # of a pass over so many drafts
         self._caches: dict[int, KVCache] = {}
         self._committed: dict[int, int] = {}  # exit layer -> committed rows in its cache
         self._reliability = 1.0  # chance that all drafts of the round so far are accepted
@@ -48,7 +54,7 @@ class PreVerification:
 
     def __deepcopy__(self, memo: dict[int, object]) -> PreVerification:
         """For another text at the same time: the same network, with caches of its own."""
-        return PreVerification(self.network, self._model)
+        return PreVerification(self.network, self._model, self._known_seconds)
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
@@ -104,7 +110,12 @@ class PreVerification:
         return chances
 
     def pass_seconds(self, block: int) -> float:
-        """See `policies.PreVerifier`: of a pass over it and what a round commits, behind some 250 positions."""
+        """See `policies.PreVerifier`: of a pass over it and what a round commits, behind some 250 positions. Timed once."""
+        if block not in self._known_seconds:
+            self._known_seconds[block] = self._timed(block)
+        return self._known_seconds[block]
+
+    def _timed(self, block: int) -> float:
         network, size = self.network, self.network.layer.hidden_size
         layer, device = self.exit_layers[0], network.layer.device
         text = _Zeros(torch.zeros(_TIMED_POSITIONS, size, dtype=network.layer.dtype, device=device))
@@ -148,10 +159,14 @@ class _Zeros:
 
 
 class PreVerifiers:
-    """Loads pre-verifiers for one model, each once: what `parse_policy` is given."""
+    """Loads pre-verifiers for one model, each once: what `parse_policy` is given.
+
+    pass_seconds: what passes over blocks of so many drafts take, of the one beside the checkpoint.
+    """
 
     def __init__(self, model: LayerSkipModel) -> None:
         self._model = model
+        self.pass_seconds: dict[int, float] = {}
         self._loaded: dict[str, LeanPreVerifier] = {}
 
     def __call__(self, folder: str | None = None) -> PreVerification:
@@ -162,9 +177,19 @@ class PreVerifiers:
         path = self.beside() if folder is None else folder
         if path not in self._loaded:
             module = load_preverifier(path)
-            check_fits(module.config, self._model, path)
+            check_fits(module.config, self._model, path)  # which all processes of the model do together
             self._loaded[path] = lean(module, self._model.dtype, self._model.device)
-        return PreVerification(self._loaded[path], self._model)
+        return PreVerification(self._loaded[path], self._model, self.pass_seconds if folder is None else None)
+
+    def on_this_process(self) -> PreVerification:
+        """The one beside the checkpoint, once it is loaded; what it takes is timed here alone, for others to be told.
+
+        Raises ValueError if it is not loaded.
+        """
+        network = self._loaded.get(self.beside())
+        if network is None:
+            raise ValueError("the pre-verifier beside this model does not fit it")
+        return PreVerification(network, None, self.pass_seconds)
 
     def beside(self) -> str:
         """The folder of the pre-verifier that lies beside the model's weights. ValueError if there is none."""

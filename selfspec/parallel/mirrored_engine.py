@@ -1,20 +1,22 @@
 """A server over several processes: rank 0 talks to clients, and tells the others before every step who joins and who goes.
 
 Their engines then take the same steps on the same texts. What they get of a text is its prompt, processors, stops and the
-name of its policy. While nobody is served they wait, for as long as that takes.
+name of its policy. What a processor holds that every process has by itself is named, not sent. While nobody is served they
+wait, for as long as that takes.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from layerskip_models.parallel.ranks import RankError, Ranks
 from layerskip_models.parallel.sharded_model import ShardedModel
@@ -23,6 +25,7 @@ from selfspec.calibrate import measured_cost
 from selfspec.copying.copy_index import CopyStore
 from selfspec.engine import Checked, Engine, Progress
 from selfspec.generator import SelfSpecGenerator
+from selfspec.pacer.inference import PreVerifiers
 from selfspec.request import Request
 from selfspec.stop_conditions import StopConditions
 
@@ -31,11 +34,15 @@ _KEPT = 64  # policies that followers know beside the server's own
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """A policy. key: its number on rank 0, 0 for the server's own. state: what it has learned, for one not told of before."""
+    """A policy. key: its number on rank 0, 0 for the server's own. state: what it has learned, for one not told of before.
+
+    pass_seconds: what rank 0 takes for passes of the pre-verifier over blocks of so many drafts, as far as it knows.
+    """
 
     key: int
     name: str
     state: dict[str, Any] | None
+    pass_seconds: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +74,20 @@ class LeadingEngine(Engine):
     """Rank 0's engine: it does what `Engine` does, and tells the others first. For one thread, which alone uses the model.
 
     own: the server's policy. told: other policies that the followers know, by their numbers; of the last `_KEPT`.
+    preverifiers: the model's. shared: what processors may hold and the followers have, too.
     """
 
-    def __init__(self, ranks: Ranks, own: Policy, told: OrderedDict[int, Policy]) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        own: Policy,
+        told: OrderedDict[int, Policy],
+        preverifiers: PreVerifiers,
+        shared: Sequence[object],
+    ) -> None:
         super().__init__()
         self._ranks, self._own, self._told, self._news = ranks, own, told, _News()
+        self._preverifiers, self._shared = preverifiers, shared
         self._stepping = False
 
     def join(self, checked: Checked, following: int = 0) -> int:
@@ -81,11 +97,11 @@ class LeadingEngine(Engine):
         """
         request = checked.request
         try:
-            processors = pickle.dumps(request.processors)
+            processors = _packed(request.processors, self._shared)
         except Exception as error:
             raise ValueError(
-                "this request's logits processors (a JSON schema, say) cannot be sent to the other processes that hold the "
-                "model: leave them out, or serve the model from one process"
+                "this request's logits processors cannot be sent to the other processes that hold the model: leave them out, "
+                "or serve the model from one process"
             ) from error
         self._news.events.append(
             _Joins(
@@ -110,7 +126,7 @@ class LeadingEngine(Engine):
         if key is None:
             key = max(self._told, default=0) + 1
             _keep(self._told, key, policy)
-            return _Told(key, policy.name, policy.state())
+            return _Told(key, policy.name, policy.state(), dict(self._preverifiers.pass_seconds))
         self._told.move_to_end(key)
         return _Told(key, policy.name, None)
 
@@ -144,16 +160,45 @@ def _keep(policies: OrderedDict[int, Policy], key: int, policy: Policy) -> None:
         policies.popitem(last=False)
 
 
-def leading_engine(generator: SelfSpecGenerator, own: str | None) -> Callable[[], Engine]:
+class _Packer(pickle.Pickler):
+    """Names what is shared by its number."""
+
+    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_id(self, value: object) -> int | None:
+        return next((number for number, known in enumerate(self._shared) if known is value), None)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> object:
+        return self._shared[number]
+
+
+def _packed(processors: LogitsProcessorList, shared: Sequence[object]) -> bytes:
+    file = io.BytesIO()
+    _Packer(file, shared).dump(processors)
+    return file.getvalue()
+
+
+def leading_engine(
+    generator: SelfSpecGenerator, own: str | None, shared: Sequence[object] = ()
+) -> Callable[[], Engine]:
     """What makes a server's engines: they lead those of other processes if the model is divided over some.
 
-    own: name of the server's policy.
+    own: name of the server's policy. shared: what logits processors may hold that each process has by itself, such as a
+    vocabulary; `follow` is given the same, in the same order.
     """
     model = generator.model
     if not isinstance(model, ShardedModel):
         return Engine
     ranks, policy, told = model.ranks, generator.resolve_policy(own), OrderedDict[int, Policy]()
-    return lambda: LeadingEngine(ranks, policy, told)
+    return lambda: LeadingEngine(ranks, policy, told, generator.load_preverifier, shared)
 
 
 def end_followers(generator: SelfSpecGenerator) -> None:
@@ -162,10 +207,13 @@ def end_followers(generator: SelfSpecGenerator) -> None:
         generator.model.ranks.from_first(lambda: _News(ends=True))
 
 
-def follow(generator: SelfSpecGenerator, own: str | None, copies: CopyStore | None = None) -> None:
+def follow(
+    generator: SelfSpecGenerator, own: str | None, copies: CopyStore | None = None, shared: Sequence[object] = ()
+) -> None:
     """Take rank 0's steps until it ends.
 
-    own: name of the server's policy. copies: what its drafts may be copied from beside their own texts.
+    own: name of the server's policy. copies: what its drafts may be copied from beside their own texts. shared: as in
+    `leading_engine`.
     """
     model = generator.model
     assert isinstance(model, ShardedModel)
@@ -182,7 +230,8 @@ def follow(generator: SelfSpecGenerator, own: str | None, copies: CopyStore | No
                     engine.cancel(event)
                 else:
                     joined = True
-                    engine.join(_checked(generator, event, policies.find(event.policy), copies), event.following)
+                    checked = _checked(generator, event, policies.find(event.policy), copies, shared)
+                    engine.join(checked, event.following)
             except RankError:
                 raise
             except Exception:  # rank 0 has the same error, and answers for it
@@ -218,6 +267,7 @@ class _Policies:
             self._known.move_to_end(told.key)
             return self._known[told.key]
         generator = self._generator
+        generator.load_preverifier.pass_seconds.update(told.pass_seconds)
         policy = parse_policy(
             told.name,
             num_layers=generator.model.num_layers,
@@ -229,12 +279,14 @@ class _Policies:
         return policy
 
 
-def _checked(generator: SelfSpecGenerator, told: _Joins, policy: Policy, copies: CopyStore | None) -> Checked:
+def _checked(
+    generator: SelfSpecGenerator, told: _Joins, policy: Policy, copies: CopyStore | None, shared: Sequence[object]
+) -> Checked:
     """The same call as rank 0's. Its random numbers come when it joins, and its criteria are rank 0's alone."""
     model = generator.model
     request = Request(
         prompt=torch.tensor(told.prompt, dtype=torch.long),
-        processors=pickle.loads(told.processors),
+        processors=_Unpacker(io.BytesIO(told.processors), shared).load(),
         stops=StopConditions(
             eos=told.eos,
             criteria=StoppingCriteriaList([_never] * told.num_criteria),

@@ -41,7 +41,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
-    make_engine = leading_engine(generator, settings.policy)
+    make_engine = leading_engine(generator, settings.policy, [translator.vocabulary])
     created = int(time())
     served = Model(
         id=settings.model_name,
@@ -118,7 +118,7 @@ def follow_server(generator: SelfSpecGenerator, settings: ServerSettings) -> Non
     """What the other ranks do while rank 0 serves a model that is divided over them. Returns when the server has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 says when it is over
     translator = Translator(generator, settings)
-    follow(generator, settings.policy, translator.copies)
+    follow(generator, settings.policy, translator.copies, [translator.vocabulary])
 
 
 async def _translated(request: Request, body: GenerationRequest, translate: Callable[[], list[Choice]]) -> list[Choice]:

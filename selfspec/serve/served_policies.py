@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from functools import partial
 
 from policies import CostModel, Policy, PreVerifier, parse_policy
@@ -28,6 +29,9 @@ class ServedPolicies:
         self._default_name = generator.resolve_policy(default).name
         if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
             measured_cost(generator.model, generator.runner)
+        if generator.model.num_ranks > 1:  # together with the other processes, whose model it is checked against
+            with suppress(ValueError, FileNotFoundError):  # none, or one that requests then cannot name
+                generator.load_preverifier(None)
         self._named: OrderedDict[str, Policy] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -61,18 +65,15 @@ class ServedPolicies:
 
     def _parse(self, name: str, *, measured: bool) -> Policy:
         model = self._generator.model
-        if model.num_ranks > 1 and "pacer" in name:
-            raise ValueError(
-                "over several processes a request may not name pacer, whose time they would have to measure together: make "
-                "it the server's policy"
-            )
         measure = partial(measured_cost, model, self._generator.runner) if measured else _refuse_measuring
         return parse_policy(name, num_layers=model.num_layers, measure=measure, preverifier=self._beside_the_model)
 
     def _beside_the_model(self, path: str | None) -> PreVerifier:
         if path is not None:
             raise ValueError("a request may not name a folder of the server")
-        return self._generator.load_preverifier(None)
+        if self._generator.model.num_ranks == 1:
+            return self._generator.load_preverifier(None)
+        return self._generator.load_preverifier.on_this_process()  # the other processes do not wait for this thread
 
 
 def _refuse_measuring() -> CostModel:

@@ -25,11 +25,12 @@ _COMPACT: Any = {"whitespace_flexible": False}
 class Vocabulary:
     """A tokenizer's tokens as bytes. Made when first needed: for a large vocabulary that takes about a second.
 
-    eos: ids that end a text. vocab_size: the model's, which may be larger than the tokenizer's.
+    eos: ids that end a text. size: the model's vocabulary, which may be larger than the tokenizer's.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, [*eos]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, eos: Sequence[int]) -> None:
+        self.size = size
+        self._tokenizer, self._eos = tokenizer, [*eos]
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
 
@@ -54,21 +55,27 @@ class Vocabulary:
         with self._lock:
             if self._made is None:
                 eos: Any = self._eos or None
-                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+                self._made = from_tokenizer(self._tokenizer, n_vocab=self.size, eos_token=eos)
             return self._made
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Allows only tokens with which the text can still become what the grammar asks for. For one text.
+    """Allows only tokens with which the text can still become JSON that follows the schema. For one text.
 
-    Raises ValueError for a text that the grammar does not allow.
+    Raises ValueError as `Vocabulary.matcher`, and when called with a text that the grammar does not allow.
     """
 
-    def __init__(self, matcher: LLMatcher, prompt_length: int, vocab_size: int) -> None:
-        self._matcher, self._prompt_length, self._vocab_size = matcher, prompt_length, vocab_size
+    def __init__(self, vocabulary: Vocabulary, schema: dict[str, Any] | bool, prompt_length: int) -> None:
+        self._made_of = vocabulary, schema, prompt_length
+        self._matcher = vocabulary.matcher(schema)
+        self._prompt_length, self._vocab_size = prompt_length, vocabulary.size
         self._taken: list[int] = []
-        self._mask = torch.zeros((vocab_size + 31) // 32, dtype=torch.int32, device="cpu")
+        self._mask = torch.zeros((vocabulary.size + 31) // 32, dtype=torch.int32, device="cpu")
         self._bits = torch.arange(32, dtype=torch.int32, device="cpu")
+
+    def __reduce__(self) -> tuple[type[GrammarProcessor], tuple[Vocabulary, dict[str, Any] | bool, int]]:
+        """In another process it starts anew, with that process' vocabulary (see `mirrored_engine`)."""
+        return GrammarProcessor, self._made_of
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids: int64 [1, n]. scores: [1, vocab]. Returns them with -inf where a token may not come."""

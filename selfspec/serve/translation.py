@@ -189,17 +189,10 @@ class Translator:
         elif isinstance(body.response_format, JsonSchemaFormat):
             schema = body.response_format.json_schema.schema_
         if schema is not None:
-            if self._generator.model.num_ranks > 1:
-                raise ApiError(
-                    "this server's model is divided over several processes, which cannot follow a JSON schema: leave "
-                    "out response_format",
-                    param="response_format",
-                )
             try:
-                matcher = self.vocabulary.matcher(schema)
+                processors.append(GrammarProcessor(self.vocabulary, schema, prompt_length))
             except ValueError as error:
                 raise ApiError(str(error), param="response_format") from None
-            processors.append(GrammarProcessor(matcher, prompt_length, self._vocab_size))
         return processors
 
     def _check_model(self, body: GenerationRequest) -> None:
