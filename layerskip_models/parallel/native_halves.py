@@ -11,15 +11,13 @@ from ctypes import addressof
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from layerskip_models.kernels.library import Step
 from layerskip_models.kernels.native_layers import NativeLayers, portions
 from layerskip_models.kernels.native_linear import check_rows
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import CacheRows
-from layerskip_models.parallel.collectives import expected, hand_out, sum_in_place
+from layerskip_models.parallel.collectives import Exchange, sum_in_place
 from layerskip_models.parallel.ranks import SMALL, Ranks
 
 _ATTENTION, _MLP, _NEITHER = range(3)  # `enum Half` of halves.h
@@ -77,57 +75,66 @@ class NativeHalves:
         space.reserve(len(x))
         spans, step = space.describe(rows, positions, rotary), space.step
         step.x = x.data_ptr()
-        sums = _Sums(self._ranks, x)
+        sums, address, threads = _Sums(self._ranks, x), addressof(step), num_threads()
         parts: Tensor | None = None
         for layer in range(start, stop):
+            step.first = layer
             for half in (_ATTENTION, _MLP):
                 own = sums.begin()
-                step.first, step.outputs = layer, own.data_ptr()
-                space.keep(self._call(step, half, parts), rows, x, spans, rotary, own, parts)
+                step.outputs = own.data_ptr()
+                job = self._layers.run_half(address, half, *_described(parts), threads)
+                if job:
+                    space.keep(job, rows, x, spans, rotary, own, parts)
                 if seen and half == _ATTENTION and layer > start:
                     seen[layer - start - 1][: len(x)] = x
                 parts = sums.end()
         step.first = stop
-        space.keep(self._call(step, _NEITHER, parts), rows, x, spans, rotary, parts)
+        job = self._layers.run_half(address, _NEITHER, *_described(parts), threads)
+        space.keep(job, rows, x, spans, rotary, parts)
         if seen:
             seen[-1][: len(x)] = x
 
-    def _call(self, step: Step, half: int, parts: Tensor | None) -> int:
-        address, count = (None, 0) if parts is None else (parts.data_ptr(), len(parts))
-        return self._layers.run_half(addressof(step), half, address, count, num_threads())
+
+def _described(parts: Tensor | None) -> tuple[int | None, int]:
+    """For C: where they are, and how many."""
+    return (None, 0) if parts is None else (parts.data_ptr(), parts.shape[0])
 
 
 class _Sums:
     """Room for one pass's parts: two of them, since others may send the next ones while these are still read.
 
-    Few rows are received where they are read, and what is to arrive is announced before the own part is computed: it then
-    comes in one message (measured: half the time). Of many rows the sum is made by all ranks together.
+    Few rows are received where they are read, and announced before the own part is computed. Of many rows the sum is made by
+    all ranks together.
     """
 
     def __init__(self, ranks: Ranks, x: Tensor) -> None:
-        self._ranks, self._rank = ranks, ranks.rank
-        self._directly = x.numel() * x.element_size() <= SMALL
-        self._rooms = [x.new_empty(ranks.size if self._directly else 1, *x.shape) for _ in range(2)]
-        self._arriving: list[dist.Work] = []
+        self._ranks = ranks
+        self._exchanges: list[Exchange] = []
+        self._sum = x.new_empty(0)
+        if x.numel() * x.element_size() <= SMALL:
+            self._exchanges = [Exchange(x.new_empty(ranks.size, *x.shape)) for _ in range(2)]
+        else:
+            self._sum = x.new_empty(1, *x.shape)
 
     def begin(self) -> Tensor:
         """Where the own part goes."""
-        self._rooms.reverse()
-        if not self._directly:
-            return self._rooms[0][0]
+        if not self._exchanges:
+            self._sum = torch.empty_like(self._sum)  # the one before is still to be read
+            return self._sum[0]
+        self._exchanges.reverse()
         started = perf_counter()
-        self._arriving = expected(self._rooms[0])
+        self._exchanges[0].announce()
         self._ranks.waiting_seconds += perf_counter() - started
-        return self._rooms[0][self._rank]
+        return self._exchanges[0].own
 
     def end(self) -> Tensor:
         """[ranks, rows, hidden], or one of them that is the sum."""
-        room, started = self._rooms[0], perf_counter()
-        if self._directly:
-            hand_out(room)
-            for work in self._arriving:
-                work.wait()
+        started = perf_counter()
+        if self._exchanges:
+            self._exchanges[0].complete()
+            found = self._exchanges[0].parts
         else:
-            sum_in_place(room[0])
+            sum_in_place(self._sum[0])
+            found = self._sum
         self._ranks.waiting_seconds += perf_counter() - started
-        return room
+        return found
