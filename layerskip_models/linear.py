@@ -77,7 +77,7 @@ class PlainLinear:
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None = None, whole: Whole | None = None) -> Linear:
-    """A weight in 8 bits: on our own kernels, which do not round inputs, or where there are none on FBGEMM's, which do.
+    """A weight in 8 bits: on our own kernels, or where there are none on FBGEMM's, which round inputs to 8 bits, too.
 
     whole: of the matrix that this is some columns of.
     """

@@ -10,8 +10,9 @@ from layerskip_models.kernels.native_linear import NativeLinear
 
 
 class NativeInt4Linear(NativeLinear):
-    """x W^T + b with W in 4 bits. On processors that multiply bytes, inputs are cut to 16 bits of their row's largest.
+    """x W^T + b with W in 4 bits.
 
+    On processors that multiply bytes, inputs are cut to 16 bits of their row's largest.
     Another model than the one with the full weights: "the model's own output" then means this one's.
     Raises as `NativeLinear`.
     """

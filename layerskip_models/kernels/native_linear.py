@@ -239,9 +239,9 @@ class NativeLinear:
 
 
 class NativeInt8Linear(NativeLinear):
-    """The same with W rounded to 8 bits, one scale per output. On processors that multiply bytes, inputs
-    are cut to 24 bits of their row's largest.
+    """The same with W rounded to 8 bits, one scale per output.
 
+    On processors that multiply bytes, inputs are cut to 24 bits of their row's largest.
     Another model than the one with the full weights: "the model's own output" then means this one's.
     peaks: float32 [out], each output's largest magnitude, if the weight is a part of one with more inputs.
     """

@@ -74,10 +74,8 @@ class ShardPlan:
         Raises ValueError for a number of ranks that the model cannot be divided by.
         """
         heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        head_dim, inner = (
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
-            int(config.intermediate_size),
-        )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        inner = int(config.intermediate_size)
         whole = heads * head_dim % unit == 0  # else the output projection has no units to be cut at
         units = inner // unit if inner % unit == 0 else inner
 
