@@ -56,6 +56,9 @@ def states(model: LayerSkipModel, tokens: Tensor = TOKENS) -> list[NDArray[Any]]
 
 def _of_one(paths: dict[str, Path]) -> dict[str, list[NDArray[Any]]]:
     models = {kind: load_shard(path, dtype="float32", device="cpu") for kind, path in paths.items()}
+    llama = models["llama"]
+    with pytest.raises(ValueError, match="hidden"):  # C would read beyond it
+        llama.run_layers(torch.zeros(2, llama.hidden_size - 4), 0, 1, KVCache(llama, 4))
     return {kind: states(model, TOKENS[:20]) for kind, model in models.items() if model.kernels is not None}
 
 

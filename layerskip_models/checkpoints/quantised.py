@@ -45,6 +45,11 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
 
 
+def is_first_version(settings: Mapping[str, Any]) -> bool:
+    """Whether zero points are stored as GPTQ's first version does (`packed_weights.dequantise`)."""
+    return settings.get("checkpoint_format") != "gptq_v2"
+
+
 def unquantised(config: Any) -> Any:
     """The configuration of the same model with float weights."""
     plain = copy.deepcopy(config)
@@ -136,8 +141,7 @@ def load_quantised(
         weights, packed = found
         return named_gguf(_filled(name, plain, weights, packed, dtype, device), name), packed
     files = weight_files(name, revision, local_files_only)
-    first_version = settings.get("checkpoint_format") != "gptq_v2"
-    weights, packed = read_weights(files, dtype, first_version=first_version, keep_packed=keep_packed)
+    weights, packed = read_weights(files, dtype, first_version=is_first_version(settings), keep_packed=keep_packed)
     model = _filled(name, plain, weights, packed, dtype, device)
     model.config.name_or_path = model.name_or_path = name
     try:

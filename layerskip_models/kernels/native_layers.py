@@ -226,8 +226,7 @@ class NativeLayers:
 
         Raises ValueError, before anything is computed, if an argument does not fit the others: C would read and write beyond.
         """
-        check_rows("hidden", hidden, self._hidden_size)
-        self.check(hidden.shape[0], start, stop, rows, rotary)
+        self.check_rows(hidden, start, stop, rows, rotary)
         if start == stop:
             return hidden
         hidden = hidden.contiguous()
@@ -247,6 +246,11 @@ class NativeLayers:
             for index in range(stop - start):
                 capture(start + index + 1, outputs[index])
         return outputs[-1]
+
+    def check_rows(self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> None:
+        """Raises ValueError if a pass over these rows, [rows, hidden], does not fit the other arguments."""
+        check_rows("hidden", hidden, self._hidden_size)
+        self.check(hidden.shape[0], start, stop, rows, rotary)
 
     def check(self, count: int, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> list[int]:
         """Where each text's rows begin. Raises ValueError if a pass over `count` rows does not fit the other arguments."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from layerskip_models.kernels.native_layers import NativeLayers, portions
-from layerskip_models.kernels.native_linear import check_rows
 from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.parallel.collectives import Exchange, sum_in_place
@@ -40,8 +39,7 @@ class NativeHalves:
         capture: Callable[[int, Tensor], None] | None,
     ) -> Tensor:
         """As `NativeLayers.run`; all ranks must call it alike. Raises RankError where another process ends."""
-        check_rows("hidden", hidden, hidden.shape[-1])
-        self._layers.check(hidden.shape[0], start, stop, rows, rotary)
+        self._layers.check_rows(hidden, start, stop, rows, rotary)
         if start == stop:
             return hidden
         x = hidden.clone(memory_format=torch.contiguous_format)

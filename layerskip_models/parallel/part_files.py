@@ -6,7 +6,7 @@ Of weights that others quantised the numbers are read in parts, too, and their s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,19 @@ class Parts:
         dim, parts = pieces
         if parts[-1].stop > stored.get_shape()[dim]:
             raise ValueError(f"{self._name}: {name} has shape {stored.get_shape()}, which its config.json does not fit")
-        cut = [stored[p.start : p.stop] if dim == 0 else stored[:, p.start : p.stop] for p in parts]
-        return cut[0] if len(cut) == 1 else torch.cat(cut)
+        return one_behind_the_other(
+            [stored[p.start : p.stop] if dim == 0 else stored[:, p.start : p.stop] for p in parts]
+        )
+
+    def _joined(self, module: str, found: Sequence[FourBitWeight | None]) -> FourBitWeight | None:
+        """What `cuts_of` a matrix came to: all are kept in 4 bits, or none. Raises ValueError for scales of NaN."""
+        weights = [weight for weight in found if weight is not None]
+        if not weights:
+            return None
+        weight = FourBitWeight.cat(weights)
+        if not weight.is_finite():
+            raise ValueError(f"{self._name} holds NaN or infinite scales, in {module}: copy or download it again")
+        return weight
 
     def _stored(self, name: str) -> Any:
         """A slice of an open file."""
@@ -105,12 +116,7 @@ class QuantisedParts(Parts):
                 in_four_bits(stored, first_version=self._first_version, cut=cut)
                 for cut in cuts_of(f"{module}.weight", plan)
             ]
-        weights = [weight for weight in found if weight is not None]
-        if not weights:  # a matrix is kept with all its parts or not at all
-            return None
-        weight = FourBitWeight.cat(weights)
-        check_scales(self._name, module, weight)
-        return weight
+        return self._joined(module, found)
 
     def _part(self, name: str, plan: ShardPlan) -> Tensor:
         module = name.removesuffix(".weight")
@@ -122,7 +128,7 @@ class QuantisedParts(Parts):
                 dequantise(stored, first_version=self._first_version, cut=cut)
                 for cut in cuts_of(f"{module}.weight", plan)
             ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return one_behind_the_other(found)
 
     def _tensors(self, module: str) -> dict[str, Any]:
         """Those of a module by their names within it: of the numbers a slice of an open file, of all else everything."""
@@ -141,10 +147,9 @@ class QuantisedParts(Parts):
             raise ValueError(f"{self._name}: the quantised weight of {module} cannot be read: {error}") from error
 
 
-def check_scales(name: str, module: str, weight: FourBitWeight) -> None:
-    """Raises ValueError for scales that are not finite. name: of the checkpoint."""
-    if not weight.is_finite():
-        raise ValueError(f"{name} holds NaN or infinite scales, in {module}: copy or download it again")
+def one_behind_the_other(parts: Sequence[Tensor]) -> Tensor:
+    """A single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def cuts_of(name: str, plan: ShardPlan) -> list[Cut]:

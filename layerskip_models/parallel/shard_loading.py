@@ -17,7 +17,7 @@ from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_
 from layerskip_models.checkpoints.conversion import WholeOf, convert
 from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, gguf_file, gguf_generation_config
 from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype, resolve_layout
-from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
+from layerskip_models.checkpoints.quantised import is_first_version, quantisation_of, unquantised
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight
@@ -66,7 +66,7 @@ class Source:
             return Parts(self.name, float_files(self.name, self.origin))
         if settings["quant_method"] == GGUF_METHOD:
             return GgufParts(self.name, unquantised(self.config), keep_packed=keep_packed)
-        first_version = settings.get("checkpoint_format") != "gptq_v2"
+        first_version = is_first_version(settings)
         return QuantisedParts(self.name, self.origin, first_version=first_version, keep_packed=keep_packed)
 
     def generation_config(self) -> GenerationConfig:
