@@ -60,7 +60,7 @@ int main(void) {
             EXPORT(linear)(&m, x, rows, residual, many, threads);
             wrong |= differ("linear", alone, many, rows * out);
           }
-        for (int64_t i = 0; i < MOST * out; i++) printf("%.6f\n", alone[i]);
+        for (int64_t i = 0; i < MOST * out; i++) printf("%.9g\n", alone[i]);
       }
   Layer layers[LAYERS] = {{{0}}};
   for (int l = 0; l < LAYERS; l++) { /* the second one with all that some families' layers have besides */
@@ -116,7 +116,7 @@ int main(void) {
       }
       wrong |= differ("half", alone, state, MOST * HIDDEN);
     }
-  for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.6f\n", alone[i]);
+  for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.9g\n", alone[i]);
 
   Adapter adapter = {matrix(1, 2 * INNER, HIDDEN, 0), matrix(0, HIDDEN, INNER, 0), floats(HIDDEN)};
   float *gated = floats(MOST * INNER);
@@ -125,6 +125,6 @@ int main(void) {
     EXPORT(adapt)(&adapter, 1e-5f, x, MOST, gated, many, threads);
     wrong |= differ("adapt", alone, many, MOST * HIDDEN);
   }
-  for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.6f\n", alone[i]);
+  for (int64_t i = 0; i < MOST * HIDDEN; i++) printf("%.9g\n", alone[i]);
   return wrong;
 }

@@ -108,6 +108,33 @@ def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
         assert (alone - expected).abs().max() < bound * expected.abs().max()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("outliers", [1, 8])
+def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(variant: str, outliers: int) -> None:
+    """Where the outliers' weights are 0, only the small numbers matter. Rows without outliers are beside those with some."""
+    torch.manual_seed(outliers)
+    out, width = 36, 4096
+    q = torch.randint(0, 16, (out, width))
+    q[:, :outliers] = 8
+    halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
+    stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
+    scales = ((torch.rand(out, width // 32) + 0.5) / 100).half()
+    weight = scales.double().repeat_interleave(32, 1) * (q - 8)
+    kind = library.KINDS[torch.uint8]
+    matrix = Matrix(
+        stored.data_ptr(), kind=kind, in_features=width, out_features=out, groups=scales.data_ptr(), group=32
+    )
+    sizes = torch.tensor([1, 100, 1, 1e3, 1e4, 1e5, 30])
+    x = torch.randn(len(sizes), width)
+    x[:, :outliers] = sizes.unsqueeze(1)
+    alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
+    expected = x.double() @ weight.T
+    errors = (alone - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt()
+    assert (errors < torch.where(sizes < 100, 1e-3, 1e-4)).all(), errors
+    for rows, threads in ((2, 1), (4, 1), (7, 1), (7, 2)):
+        assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
+
+
 def test_the_trial_of_parts_cuts_rows_as_the_kernels_do() -> None:
     x = rows_of(9, 70)[3:]  # without the row whose largest number would need one bit more
     q, unit = fixed_point(x)

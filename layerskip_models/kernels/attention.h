@@ -22,7 +22,8 @@ static void normalise(const float *x, const float *weight, float eps, int64_t ro
   }
 }
 
-/* Rotate pairs (a, b) of one head by pairs (cosine, sine), unless there are none, and multiply by scale.
+/* Rotate pairs (a, b) of one head by pairs (cosine, sine), unless there are none, and multiply by scale. Fused operations are
+ * written out: GCC 12 fuses these by itself when it optimises for speed (-O3), in spite of -ffp-contract=off.
  * `restrict`, or a compiler decides by the addresses at run time which of two versions it takes, and they may round otherwise. */
 INLINE void rotate(const float *restrict x, const float *restrict rotary, float scale, int64_t size, float *restrict y) {
   if (!rotary) {
@@ -31,8 +32,8 @@ INLINE void rotate(const float *restrict x, const float *restrict rotary, float 
   }
   for (int64_t i = 0; i < size; i += 2) {
     float a = x[i], b = x[i + 1], c = rotary[i], s = rotary[i + 1];
-    y[i] = (a * c - b * s) * scale;
-    y[i + 1] = (a * s + b * c) * scale;
+    y[i] = multiply_add_1(-b, s, a * c) * scale;
+    y[i + 1] = multiply_add_1(b, c, a * s) * scale;
   }
 }
 

@@ -3,7 +3,8 @@
  * A row becomes fixed-point numbers q * unit, `unit` a power of two that fits its largest number, and q is cut into signed
  * bytes, its digits: three for weights of 8 bits, two for weights of 4 bits. The processor multiplies 64 of these with 64 weights
  * and adds them up in one instruction. What this rounds are the row's small numbers alone: to within 2^-23 of its largest one,
- * about as float32 rounds a sum of them, or with two digits to within 2^-15.
+ * about as float32 rounds a sum of them, or with two digits to within 2^-15. Where most of a row is much smaller than its largest
+ * number, that is too coarse: such a row gets two digits more, for what the first two have left, and is multiplied twice.
  */
 #ifndef SELFSPEC_DIGITS_H
 #define SELFSPEC_DIGITS_H
@@ -23,9 +24,17 @@ INLINE int as_integers(const Matrix *m) {
 
 #define DIGITS 3        /* of a row that meets weights of 8 bits */
 #define NIBBLE_DIGITS 2 /* and of 4 bits: what that costs is a hundred-thousandth of what the weights have lost */
+#define FINER 64        /* times the mean magnitude of a row's numbers: from there on the largest wants digits more for 4 bits */
+#define FINER_BITS 15   /* that a finer unit is below the unit of the first digits */
 #define CHUNK_INPUTS 64 /* that one instruction multiplies */
 #define INTEGER_ROWS 2  /* that a weight of 8 bits serves at once, and of 4 bits: each has a sum per digit, or one */
 #define NIBBLE_ROWS 4
+
+/* Whether so many rows meet this matrix on the matrix unit. One or two are faster without it where bytes can be multiplied in
+ * vectors: that gives the same bits. */
+INLINE int by_tiles(const Matrix *m, int64_t rows) {
+  return on_tiles(m) && !(VNNI && m->kind == INT8 && rows <= INTEGER_ROWS);
+}
 
 INLINE int digits_for(const Matrix *m) { return m->kind == INT4 ? NIBBLE_DIGITS : DIGITS; }
 
@@ -40,78 +49,20 @@ INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / C
 /* Bytes of a row's chunk: its digits, and for 4-bit weights what is added to each four products (`to_digits`). */
 INLINE int64_t chunk_bytes(const Matrix *m) { return (digits_for(m) + (m->kind == INT4)) * CHUNK_INPUTS; }
 
-/* Numbers of room that a row takes: its chunks, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
-INLINE int64_t digits_room(const Matrix *m) {
+/* Numbers that a row's digits take: its chunks, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
+INLINE int64_t digits_size(const Matrix *m) {
   return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
 }
 
-#if INTEGERS
-/* The exponent by which numbers up to `largest` become integers of so many bytes. */
-static int fixed_exponent(float largest, int digits) {
-  const double most = digits == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
-  int exponent;
-  frexpf(largest, &exponent);
-  exponent = 8 * digits - 1 - exponent;
-  return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
-}
+/* Behind the digits of rows that meet 4-bit weights together: which of them have finer digits, which come next. */
+typedef struct {
+  int32_t count, rows[NIBBLE_ROWS], unused[3];
+} Finer;
 
-/* Rows [rows, in] become digits, highest first: chunk by chunk of 64 inputs, there row by row and digit by digit; for tiles digit by
- * digit, four neighbouring inputs after another, and for these row by row. Behind a chunk for 4-bit weights without offsets come its
- * sums of four q times -8, which make the weights 0 .. 15 to -8 .. 7. Behind all come each row's `Fixed`, and for 4-bit weights
- * each row's sums of 32. A row with NaN or an infinity comes to NaN. */
-static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
-  const int64_t in = m->in, chunks = chunks_of_inputs(in);
-  const int count = digits_for(m), grouped = m->kind == INT4, tiles = on_tiles(m), shift = m->offsets ? 0 : -8;
-  char *digits = (char *)room;
-  Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m));
-  float *sums = (float *)(fixed + rows);
-  for (int64_t r = 0; r < rows; r++, x += in) {
-    int32_t top = 0; /* of the bits without the sign, which are in the order of the numbers; infinity and NaN come last */
-    for (int64_t i = 0; i < in; i++) {
-      int32_t bits;
-      memcpy(&bits, x + i, 4);
-      bits &= 0x7fffffff;
-      top = bits > top ? bits : top;
-    }
-    const float largest = of_bits(top);
-    const int odd = top >= 0x7f800000;
-    int exponent = odd || largest == 0 ? 0 : fixed_exponent(largest, count);
-    /* Two steps, since one power of two may be beyond float32. */
-    float factor = ldexpf(1, exponent / 2), rest = ldexpf(1, exponent - exponent / 2);
-    int64_t total = 0;
-    for (int64_t c = 0; c < chunks; c++) {
-      int64_t inputs = odd ? 0 : least(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
-      int32_t q[CHUNK_INPUTS] = {0}, halves[2] = {0, 0};
-      int8_t cut[DIGITS][CHUNK_INPUTS];
-      if (inputs == CHUNK_INPUTS)
-        for (int i = 0; i < CHUNK_INPUTS; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
-      else
-        for (int i = 0; i < inputs; i++) q[i] = (int32_t)rintf(x[c * CHUNK_INPUTS + i] * factor * rest);
-      for (int i = 0; i < CHUNK_INPUTS / 2; i++) halves[0] += q[i], halves[1] += q[i + CHUNK_INPUTS / 2];
-      for (int i = 0; i < CHUNK_INPUTS; i++) {
-        cut[0][i] = (int8_t)((q[i] + 128 + 128 * 256) >> 16);
-        cut[1][i] = (int8_t)((q[i] + 128) >> 8);
-        cut[2][i] = (int8_t)q[i];
-      }
-      const int8_t(*used)[CHUNK_INPUTS] = cut + DIGITS - count;
-      char *place = digits + (c * rows + r) * chunk_bytes(m);
-      if (!tiles || rows == 1) memcpy(place, used, count * CHUNK_INPUTS);
-      else
-        for (int d = 0; d < count; d++)
-          for (int i = 0; i < CHUNK_INPUTS; i += 4)
-            memcpy(digits + ((c * count + d) * CHUNK_INPUTS + i) * rows + 4 * r, used[d] + i, 4);
-      if (grouped) {
-        int32_t added[CHUNK_INPUTS / 4];
-        for (int i = 0; i < CHUNK_INPUTS / 4; i++) added[i] = shift * (q[4 * i] + q[4 * i + 1] + q[4 * i + 2] + q[4 * i + 3]);
-        memcpy(place + count * CHUNK_INPUTS, added, sizeof added);
-        sums[r * 2 * chunks + 2 * c] = halves[0], sums[r * 2 * chunks + 2 * c + 1] = halves[1];
-      }
-      total += halves[0] + (int64_t)halves[1];
-    }
-    fixed[r] = (Fixed){odd ? (double)NAN : ldexp(1.0, -exponent), total};
-  }
+/* Numbers of room that a row takes: for its digits, and with 4-bit weights as much for finer ones, which few rows have. */
+INLINE int64_t digits_room(const Matrix *m) {
+  return m->kind == INT4 ? 2 * digits_size(m) + (int64_t)(sizeof(Finer) / 4) : digits_size(m);
 }
-#endif
 
 #if VNNI
 typedef int32_t v4i __attribute__((vector_size(16)));
@@ -262,19 +213,34 @@ static void dots_4(const Matrix *m, int64_t first, int64_t stride, const float *
   }
 }
 
+/* The same of rows some of which may have finer digits: four outputs, `stride` bytes apart. */
+static void finer_dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
+  dots_4(m, first, stride, x, rows, fetch, y);
+  const Finer *finer = (const Finer *)(x + rows * digits_size(m));
+  int64_t count = least(finer->count, rows); /* a late member may find any number here, and must not leave its memory */
+  if (count <= 0) return;
+  float more[NIBBLE_ROWS * BLOCK];
+  dots_4(m, first, stride, (const float *)(finer + 1), count, (Fetch){0}, more);
+  for (int64_t k = 0; k < count; k++) {
+    int64_t r = finer->rows[k];
+    if (r < 0 || r >= rows) continue;
+    for (int o = 0; o < 4; o++) y[r * BLOCK + o] += more[k * BLOCK + o];
+  }
+}
+
 /* `outputs` for rows as integers, without scale and bias. */
 static void integer_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
   int64_t stride = m->kind == INT4 ? m->in / 2 : m->in;
   for (int64_t o = 0; o < count; o += 4) {
     if (count - o >= 4) {
       if (m->kind == INT8) dots_8(m, first + o, stride, x, rows, fetch, y + o);
-      else dots_4(m, first + o, stride, x, rows, fetch, y + o);
+      else finer_dots_4(m, first + o, stride, x, rows, fetch, y + o);
       continue;
     }
     for (; o < count; o++) { /* the last ones one by one: the same output four times */
       float same[ROWS * BLOCK];
       if (m->kind == INT8) dots_8(m, first + o, 0, x, rows, (Fetch){0}, same);
-      else dots_4(m, first + o, 0, x, rows, (Fetch){0}, same);
+      else finer_dots_4(m, first + o, 0, x, rows, (Fetch){0}, same);
       for (int64_t r = 0; r < rows; r++) y[r * BLOCK + o] = same[r * BLOCK];
     }
   }

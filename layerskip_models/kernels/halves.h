@@ -36,17 +36,14 @@ static void join(Member *member, const Halving *a) {
   }
 }
 
-static int halving(const void *arguments, Member *member) {
+static void halving(const void *arguments, Member *member) {
   const Halving *a = arguments;
   const Pass *pass = &a->pass;
-  float *room = pool_memory(member, room_of_pass(pool_team(member), pass) * sizeof(float));
-  if (!room) return -1;
   const Scratch in = scratch_of(pass);
   if (a->parts) join(member, a);
-  if (a->half == ATTENTION) attention_half(member, pass, pass->first, a->x, NULL, NULL, pass->outputs, &in, room);
-  if (a->half == MLP) mlp_half(member, pass, pass->first, a->x, NULL, NULL, pass->outputs, &in, room);
+  if (a->half == ATTENTION) attention_half(member, pass, pass->first, a->x, NULL, NULL, pass->outputs, &in);
+  if (a->half == MLP) mlp_half(member, pass, pass->first, a->x, NULL, NULL, pass->outputs, &in);
   leave_tiles();
-  return 0;
 }
 
 _Static_assert(sizeof(Halving) <= POOL_ARGUMENTS, "the arguments of half a layer are too large for the team");

@@ -25,13 +25,10 @@ typedef struct {
   float *y;
 } Product;
 
-static int product(const void *arguments, Member *member) {
+static void product(const void *arguments, Member *member) {
   const Product *a = arguments;
-  float *room = pool_memory(member, room_of(pool_team(member), &a->matrix, a->input.rows) * sizeof(float));
-  if (!room) return -1;
-  multiply(member, &a->matrix, &a->input, 0, a->residual, a->y, room);
+  multiply(member, &a->matrix, &a->input, 0, a->residual, a->y);
   leave_tiles();
-  return 0;
 }
 
 /* y = residual + x W^T, for any number of rows. Returns as `pool_run`. */
@@ -60,15 +57,10 @@ typedef struct {
   const float *norm; /* [hidden] */
 } Adapter;
 
-static int64_t room_of_adapter(int64_t team, const Adapter *a, int64_t rows) {
-  return most(room_of(team, &a->gate_up, rows), room_of(team, &a->down, rows));
-}
-
 /* x, y: [rows, hidden]. gated: [rows, rank]. */
-static void adapt_rows(Member *member, const Adapter *a, float eps, const float *x, int64_t rows, float *gated, float *y,
-                       float *room) {
-  multiply(member, &a->gate_up, &(Input){x, a->norm, eps, rows}, 1, NULL, gated, room);
-  multiply(member, &a->down, &(Input){gated, NULL, 0, rows}, 0, x, y, room);
+static void adapt_rows(Member *member, const Adapter *a, float eps, const float *x, int64_t rows, float *gated, float *y) {
+  multiply(member, &a->gate_up, &(Input){x, a->norm, eps, rows}, 1, NULL, gated);
+  multiply(member, &a->down, &(Input){gated, NULL, 0, rows}, 0, x, y);
 }
 
 typedef struct {
@@ -79,13 +71,10 @@ typedef struct {
   float *gated, *y;
 } Adapting;
 
-static int adapting(const void *arguments, Member *member) {
+static void adapting(const void *arguments, Member *member) {
   const Adapting *a = arguments;
-  float *room = pool_memory(member, room_of_adapter(pool_team(member), &a->adapter, a->rows) * sizeof(float));
-  if (!room) return -1;
-  adapt_rows(member, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y, room);
+  adapt_rows(member, &a->adapter, a->eps, a->x, a->rows, a->gated, a->y);
   leave_tiles();
-  return 0;
 }
 
 /* An adapter alone. gated: scratch for [rows, rank]. Returns as `pool_run`. */
@@ -116,14 +105,18 @@ static int64_t chunk_pieces(int64_t team, const Matrix *m) {
   return pieces_of(team, chunk_count(m->out), bytes_of(m->kind, m->out * m->in));
 }
 
-/* A phase: logits, chunk by chunk, and what they come to. room: see `room_of_picking`. */
-static void summarise_all(Member *member, const Picking *a, float *room) {
+/* A phase or two: logits, chunk by chunk, and what they come to. */
+static void summarise_all(Member *member, const Picking *a) {
   const Matrix *m = &a->matrix;
   int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
   int64_t pieces = chunk_pieces(pool_team(member), m);
-  float *wide = room + rows_room(m, rows), *logits = wide + wide_room(m, rows);
-  Summary *own = (Summary *)(logits + (rows * width + 1) / 2 * 2);
-  const float *x = NULL;
+  const float *x = prepared_together(member, &a->input, m);
+  int64_t before = x ? 0 : rows_room(m, rows), summaries = before + wide_room(m, rows) + (rows * width + 1) / 2 * 2; /* numbers of room */
+  int64_t most_chunks = (chunks + pieces - 1) / pieces;
+  float *room = pool_memory(member, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
+  if (!room) return;
+  float *wide = room + before, *logits = wide + wide_room(m, rows);
+  Summary *own = (Summary *)(room + summaries);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = chunks * piece / pieces, count = chunks * (piece + 1) / pieces - first;
@@ -141,21 +134,9 @@ static void summarise_all(Member *member, const Picking *a, float *room) {
   }
 }
 
-/* Numbers of `room` that `summarise_all` needs. */
-static int64_t room_of_picking(int64_t team, const Picking *a) {
-  const Matrix *m = &a->matrix;
-  int64_t chunks = chunk_count(m->out) / chunk_pieces(team, m) + 1;
-  int64_t row = chunk_size(m->out) + LANES + chunks * (int64_t)(sizeof(Summary) / sizeof(float));
-  return rows_room(m, a->input.rows) + a->input.rows * row + wide_room(m, a->input.rows) + 2;
-}
-
-static int picking(const void *arguments, Member *member) {
-  const Picking *a = arguments;
-  float *room = pool_memory(member, room_of_picking(pool_team(member), a) * sizeof(float));
-  if (!room) return -1;
-  summarise_all(member, a, room);
+static void picking(const void *arguments, Member *member) {
+  summarise_all(member, arguments);
   leave_tiles();
-  return 0;
 }
 
 /* What the summaries say of each row; see `pick`. */
@@ -220,20 +201,14 @@ typedef struct {
   int looks;
 } Stepping;
 
-static int stepping(const void *arguments, Member *member) {
+static void stepping(const void *arguments, Member *member) {
   const Stepping *a = arguments;
-  int64_t team = pool_team(member), need = room_of_pass(team, &a->pass);
   const Picking *look = &a->picking;
-  if (a->looks) need = most(need, room_of_picking(team, look));
-  if (a->adapter) need = most(need, room_of_adapter(team, a->adapter, look->input.rows));
-  float *room = pool_memory(member, need * sizeof(float));
-  if (!room) return -1;
-  walk_layers(member, &a->pass, room);
+  walk_layers(member, &a->pass);
   if (a->adapter && !pool_left(member))
-    adapt_rows(member, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x, room);
-  if (a->looks && !pool_left(member)) summarise_all(member, &a->picking, room);
+    adapt_rows(member, a->adapter, look->input.eps, a->exit, look->input.rows, a->gated, (float *)look->input.x);
+  if (a->looks && !pool_left(member)) summarise_all(member, look);
   leave_tiles();
-  return 0;
 }
 
 _Static_assert(sizeof(Stepping) <= POOL_ARGUMENTS, "the arguments of a step are too large for the team");
@@ -256,13 +231,14 @@ PUBLIC int64_t EXPORT(parts_size)(const Step *s) {
 
 PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   int64_t hidden = s->shape->hidden;
-  if (s->embedding)
-    for (int64_t i = 0; i < s->rows * hidden; i++) {
-      int64_t at = s->embedded[i / hidden] * hidden + i % hidden;
-      s->x[i] = s->kind == FLOAT32    ? one_float32((const float *)s->embedding + at)
-                : s->kind == BFLOAT16 ? one_bfloat16((const uint16_t *)s->embedding + at)
-                                      : one_float16((const uint16_t *)s->embedding + at);
+  for (int64_t r = 0; s->embedding && r < s->rows; r++) {
+    const char *row = (const char *)s->embedding + bytes_of(s->kind, s->embedded[r] * hidden);
+    switch (s->kind) {
+    case FLOAT32: memcpy(s->x + r * hidden, row, hidden * sizeof(float)); break;
+    case BFLOAT16: widen_bfloat16((const uint16_t *)row, hidden, s->x + r * hidden); break;
+    default: widen_float16((const uint16_t *)row, hidden, s->x + r * hidden);
     }
+  }
   Stepping a = {
     .pass = {*s->shape, s->layers, *s->spans, s->num_spans > 1 ? s->spans : NULL, s->x, s->rotary, s->outputs, s->scratch,
              s->first, s->count, s->rows, s->stride, s->parts},

@@ -11,14 +11,14 @@ INLINE void keep(const float *x, int64_t kind, void *numbers, int64_t place, int
     for (int64_t i = 0; i < dim; i++) ((uint16_t *)numbers)[place + i] = to_bfloat16(x[i]);
 }
 
-/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs.
- * room: for 2 * head_dim numbers. */
-static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv, float *room) {
+/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs. */
+static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv) {
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
   int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows of earlier spans */
   int64_t units = a->rows * s->kv_heads, pieces = least(units, pool_team(member));
+  float *room = pool_memory(member, 2 * dim * sizeof(float));
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;
@@ -55,22 +55,9 @@ static void add_normalised(Member *member, const Pass *a, const float *x, const 
 
 /* y = residual + norm(x W^T), without a norm in one phase, else in two. added: room for [rows, hidden]. */
 static void add(Member *member, const Pass *a, const Matrix *m, const float *x, const float *norm, const float *residual,
-                float *y, float *added, float *room) {
-  multiply(member, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y, room);
+                float *y, float *added) {
+  multiply(member, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y);
   if (norm) add_normalised(member, a, added, norm, residual, y);
-}
-
-/* Numbers of `room` that `walk_layers` needs. */
-static int64_t room_of_pass(int64_t team, const Pass *a) {
-  int64_t rows = a->rows, need = 2 * a->shape.head_dim;
-  for (int64_t l = a->first; l < a->first + a->count; l++) {
-    if (l > a->first && a->layers[l].window == a->layers[l - 1].window) continue;
-    Division d = divide(a, a->layers + l, team);
-    need = most(need, room_of_attention(a, &d));
-  }
-  const Matrix *matrices[] = {&a->layers->qkv, &a->layers->output, &a->layers->gate_up, &a->layers->down};
-  for (int i = 0; i < 4; i++) need = most(need, room_of(team, matrices[i], rows));
-  return need;
 }
 
 /* What is between the matrices of a layer, in the scratch of a pass: qkv, [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
@@ -92,30 +79,30 @@ static Scratch scratch_of(const Pass *a) {
 
 /* The first half of a layer: y = residual + norm(attention(x)), where `norm` and `residual` may be NULL. */
 static void attention_half(Member *member, const Pass *a, int64_t layer, const float *x, const float *norm, const float *residual,
-                           float *y, const Scratch *in, float *room) {
+                           float *y, const Scratch *in) {
   const Layer *l = a->layers + layer;
-  multiply(member, &l->qkv, &(Input){x, l->input_norm, a->shape.eps, a->rows}, 0, NULL, in->qkv, room);
-  write_caches(member, a, layer, in->qkv, room);
-  attend_all(member, a, layer, in->qkv, in->attended, room);
-  add(member, a, &l->output, in->attended, norm, residual, y, in->added, room);
+  multiply(member, &l->qkv, &(Input){x, l->input_norm, a->shape.eps, a->rows}, 0, NULL, in->qkv);
+  write_caches(member, a, layer, in->qkv);
+  attend_all(member, a, layer, in->qkv, in->attended);
+  add(member, a, &l->output, in->attended, norm, residual, y, in->added);
 }
 
 /* The second half: y = residual + norm(MLP(x)). */
 static void mlp_half(Member *member, const Pass *a, int64_t layer, const float *x, const float *norm, const float *residual,
-                     float *y, const Scratch *in, float *room) {
+                     float *y, const Scratch *in) {
   const Layer *l = a->layers + layer;
-  multiply(member, &l->gate_up, &(Input){x, l->post_attention_norm, a->shape.eps, a->rows}, 1, NULL, in->gated, room);
-  add(member, a, &l->down, in->gated, norm, residual, y, in->added, room);
+  multiply(member, &l->gate_up, &(Input){x, l->post_attention_norm, a->shape.eps, a->rows}, 1, NULL, in->gated);
+  add(member, a, &l->down, in->gated, norm, residual, y, in->added);
 }
 
-static void walk_layers(Member *member, const Pass *a, float *room) {
+static void walk_layers(Member *member, const Pass *a) {
   const Scratch in = scratch_of(a);
   const float *input = a->x;
   for (int64_t l = 0; l < a->count && !pool_left(member); l++) {
     const Layer *layer = a->layers + a->first + l;
     float *result = a->stride ? a->outputs + l * a->stride : l + 1 < a->count ? in.between : a->outputs;
-    attention_half(member, a, a->first + l, input, layer->output_norm, input, in.middle, &in, room);
-    mlp_half(member, a, a->first + l, in.middle, layer->down_norm, in.middle, result, &in, room);
+    attention_half(member, a, a->first + l, input, layer->output_norm, input, in.middle, &in);
+    mlp_half(member, a, a->first + l, in.middle, layer->down_norm, in.middle, result, &in);
     input = result;
   }
 }

@@ -1,9 +1,7 @@
 /* Four outputs of a matrix for a few rows: the loop in which nearly all time goes. */
 #ifndef SELFSPEC_MATRICES_H
 #define SELFSPEC_MATRICES_H
-#include "digits.h"
-#include "floats.h"
-#include "tiles.h"
+#include "prepare.h"
 
 /* How many rows from `r` on go through a weight together: few, and about equally many each time. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
@@ -16,31 +14,6 @@ INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
   int64_t turns = turns_of(m, rows), size = (rows + turns - 1) / turns;
   return least(size, rows - r);
-}
-
-/* Numbers of room that a row takes as `outputs` wants it. */
-INLINE int64_t row_room(const Matrix *m) {
-  return as_integers(m) ? digits_room(m) : on_tiles(m) ? PARTS * m->in / 2 : m->in;
-}
-
-/* Whether a row alone is what `outputs` wants as it is. */
-INLINE int as_it_is(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
-
-/* Rows that go through a weight together become what `outputs` wants. */
-INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *room) {
-#if INTEGERS
-  if (as_integers(m)) {
-    to_digits(x, rows, m, room);
-    return;
-  }
-#endif
-#if TILES
-  if (on_tiles(m)) {
-    to_parts(x, rows, m->in, (uint16_t *)room);
-    return;
-  }
-#endif
-  pack(x, rows, m->in, room);
 }
 
 INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
@@ -69,7 +42,7 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
 static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
   int64_t count = least(BLOCK, m->out - first);
 #if TILES
-  if (on_tiles(m)) tile_outputs(m, first, x, rows, fetch, y);
+  if (by_tiles(m, rows)) tile_outputs(m, first, x, rows, fetch, y);
   else
 #endif
 #if VNNI
@@ -86,8 +59,8 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
 }
 
 /* How many outputs before their use weights are fetched where rows take so many turns with a group of `group` outputs. */
-INLINE int64_t outputs_ahead(const Matrix *m, int64_t turns, int64_t group) {
-  int64_t bytes = bytes_of(m->kind, BLOCK * m->in);
-  return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * BLOCK;
+INLINE int64_t outputs_ahead(const Matrix *m, int64_t rows, int64_t turns, int64_t group) {
+  int64_t step = by_tiles(m, rows) ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
+  return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * step;
 }
 #endif

@@ -36,11 +36,20 @@ INLINE int64_t bytes_of(int64_t kind, int64_t count) {
 /* Whether sums of products of weights and digits stay within 32 bits: of 2^16 inputs they do, at 255 * 128 each. */
 INLINE int sums_fit(const Matrix *m) { return m->in <= 1 << 16; }
 
-/* Whether the matrix unit multiplies by this matrix: its outputs, be they gates above ups, and its inputs fill tiles. The same for
- * every part of it. */
+#ifndef TILE_BYTES
+/* Fewest bytes of a bfloat16 matrix that tiles multiply by. Models whose matrices are all smaller decode 1.45 times as fast with
+ * vectors, and read prompts .86 times as fast. */
+#define TILE_BYTES (4 << 20)
+#endif
+
+INLINE int64_t whole_bytes(const Matrix *m) { return bytes_of(m->kind, (m->whole ? m->whole : m->out) * m->in); }
+
+/* Whether the matrix unit multiplies by this matrix: its outputs, be they gates above ups, and its inputs fill tiles. It is the
+ * same for every part of the matrix and for any number of rows, since sums of bfloat16 products depend on it. */
 INLINE int on_tiles(const Matrix *m) {
   int64_t outputs = m->whole ? m->whole : m->out;
-  return TILES && ((m->kind == INT8 && sums_fit(m)) || m->kind == BFLOAT16) && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
+  int takes = (m->kind == INT8 && sums_fit(m)) || (m->kind == BFLOAT16 && whole_bytes(m) >= TILE_BYTES);
+  return TILES && takes && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
 }
 
 #define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */

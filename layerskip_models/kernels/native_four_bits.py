@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from layerskip_models.compact_linear import four_bit_product
 from layerskip_models.four_bits import FourBitWeight
-from layerskip_models.kernels.native_linear import NativeLinear
+from layerskip_models.kernels.native_linear import NativeLinear, pointer, readable
 
 
 class NativeInt4Linear(NativeLinear):
@@ -18,12 +19,14 @@ class NativeInt4Linear(NativeLinear):
     """
 
     def __init__(self, weight: FourBitWeight, bias: Tensor | None = None) -> None:
-        weight = weight.contiguous()
+        offsets = None if weight.offsets is None else readable(weight.offsets)
         self._set(weight.packed, weight.factors, bias)
-        self.four_bits = weight
+        self.four_bits = weight = FourBitWeight(self.stored, readable(weight.groups), offsets, self._scale)
         self._in = self.matrix.in_features = weight.shape[1]
-        self.matrix.groups, self.matrix.group = weight.groups.data_ptr(), weight.group
-        self.matrix.offsets = None if weight.offsets is None else weight.offsets.data_ptr()
+        shape = (self._out, self._in // weight.group)
+        self.matrix.groups = pointer("the groups' scales", weight.groups, torch.float16, *shape)
+        self.matrix.offsets = pointer("the groups' offsets", offsets, torch.float32, *shape)
+        self.matrix.group = weight.group
         self.num_bytes = weight.num_bytes
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, SECTION, Layer, Shape, Span, Step
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows
+from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, pointer, readable
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.kv_cache import CacheRows, KVCache
 from layerskip_models.norm import RMSNorm
@@ -97,15 +97,18 @@ class Workspace:
         """Scratch for so many rows; it grows with their number."""
         size = self._layers.scratch_size(rows)
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.float32, device="cpu")
-            self.step.scratch = self._scratch.data_ptr()
+            scratch = torch.empty(size, dtype=torch.float32, device="cpu")
+            address = scratch.data_ptr()
+            # Nothing is called between these, so no signal comes between: the address is never that of freed memory.
+            self._scratch, self.step.scratch = scratch, address
 
     def _reserve_parts(self) -> None:
         """Room for what the threads find in parts of the texts that `step` describes."""
         size = self._layers.parts_size(addressof(self.step))
         if self._parts.numel() < size:
-            self._parts = torch.empty(size + size // 2, dtype=torch.float32, device="cpu")
-            self.step.parts = self._parts.data_ptr()
+            parts = torch.empty(size, dtype=torch.float32, device="cpu")
+            address = parts.data_ptr()
+            self._parts, self.step.parts = parts, address
 
     def run(
         self, rows: CacheRows, positions: Sequence[int], start: int, stop: int, rotary: Tensor, *needed: object
@@ -191,9 +194,8 @@ class NativeLayers:
                     continue
                 if norm.factors is None:
                     raise ValueError(f"{name} has no factors of its own")
-                check_rows(name, norm.factors.unsqueeze(0), width)
-                factors = norm.factors.contiguous()
-                setattr(described, name, factors.data_ptr())
+                factors = readable(norm.factors)
+                setattr(described, name, pointer(name, factors, torch.float32, width))
                 self._alive.append(factors)
             window = _UNLIMITED if layer.sliding_window is None else layer.sliding_window
             if window < 1:

@@ -49,13 +49,32 @@ def pieces(rows: int) -> Iterator[tuple[int, int]]:
 def without_loss(weight: Tensor) -> Tensor:
     """A weight in the first of bfloat16, float16 and float32 that holds the same numbers. 16 bits stay what they are."""
     if weight.dtype in (torch.bfloat16, torch.float16):
-        return weight.contiguous()
+        return weight
     weight = weight.float()
     for dtype in (torch.bfloat16, torch.float16):
         half = weight.to(dtype)
         if torch.equal(half.float(), weight):
             return half
-    return weight.contiguous()
+    return weight
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The same numbers one behind the other in memory, as C reads them, the first where its size allows."""
+    tensor = tensor.contiguous()
+    # a tensor of a mapped file may begin anywhere
+    return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
+
+
+def pointer(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
+    """For C, which knows no strides. ValueError unless the tensor is contiguous, on the CPU, of this dtype and shape."""
+    if tensor is None:
+        return None
+    if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
+        raise ValueError(
+            f"{name} must be contiguous {dtype} {list(shape)} on the CPU, "
+            f"got {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+        )
+    return tensor.data_ptr()
 
 
 def check_rows(name: str, x: Tensor, width: int) -> None:
@@ -87,21 +106,19 @@ class NativeLinear:
             )
         if bias is not None and (bias.shape != stored.shape[:1] or not bias.is_cpu):
             raise ValueError(f"bias must be [{stored.shape[0]}] on the CPU, got {list(bias.shape)} on {bias.device}")
-        if stored.data_ptr() % stored.element_size():  # a tensor of a mapped file may begin anywhere
-            stored = stored.clone()
+        self.stored = stored = readable(stored)
         use_large_pages(stored)
-        self.stored = stored
-        self._scale = scale
-        self._bias = None if bias is None else bias.float().contiguous()
+        self._scale = None if scale is None else readable(scale)
+        self._bias = None if bias is None else readable(bias.float())
         self._out, self._in = stored.shape
         self._run = chosen.linear
         self._run_normalised = chosen.normalised_linear
         self._pick, self._pick_scratch = chosen.pick, chosen.pick_scratch
         self._scratch = threading.local()
         self.matrix = Matrix(
-            stored.data_ptr(),
-            None if scale is None else scale.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            pointer("a weight", stored, stored.dtype, *stored.shape),
+            pointer("scale", self._scale, torch.float32, self._out),
+            pointer("bias", self._bias, torch.float32, self._out),
             KINDS[stored.dtype],
             self._in,
             self._out,
@@ -180,13 +197,13 @@ class NativeLinear:
             return self(norm(x))
         x, threads = x.contiguous(), num_threads()
         check_rows("x", x, self._in)
-        check_rows("the norm's factors", factors.unsqueeze(0), self._in)
+        norms = pointer("the norm's factors", factors, torch.float32, self._in)
         rows, size = x.shape
         y = x.new_empty(rows, self._out)
         for first, count in pieces(rows):
             job = self._run_normalised(
                 self._address,
-                factors.data_ptr(),
+                norms,
                 norm.eps,
                 x.data_ptr() + 4 * first * size,
                 count,
@@ -215,7 +232,7 @@ class NativeLinear:
         choices, scratch = empty_choices(rows, detail), self._scratch_for(rows)
         job = self._pick(
             self._address,
-            factors.data_ptr(),
+            pointer("the norm's factors", factors, torch.float32, self._in),
             eps,
             x.data_ptr(),
             rows,

@@ -18,10 +18,11 @@ from layerskip_models.choices import Detail, Look
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS
 from layerskip_models.kernels.native_layers import NativeLayers, Workspace
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows
+from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, pointer
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.norm import RMSNorm
 
+_EMBEDDINGS = (torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 64
 """Most rows of a step: its scratch lasts as long as whoever takes the steps."""
 
@@ -57,7 +58,8 @@ class NativeSteps:
         adapters: Mapping[int, Adapted] = _NONE,
     ) -> None:
         chosen, factors = library.kernels(), norm.factors
-        if chosen is None or factors is None or embedding.dtype not in KINDS or not embedding.is_contiguous():
+        fits = embedding.dtype in _EMBEDDINGS and embedding.is_cpu and embedding.is_contiguous()
+        if chosen is None or factors is None or not fits:
             raise RuntimeError("no native steps here")
         assert STEP_ROWS <= MOST_ROWS
         if any(adapter.address is None for adapter in adapters.values()):
@@ -69,6 +71,9 @@ class NativeSteps:
         self._adapted = torch.empty(size, dtype=torch.float32, device="cpu")
         self._rotary, self._embedding, self._factors = rotary, embedding, factors
         self._vocab, self._hidden = embedding.shape
+        for name, linear in self._heads.items():
+            if linear.shape[1] != self._hidden:
+                raise ValueError(f"the {name} head takes {linear.shape[1]} numbers, hidden states have {self._hidden}")
         self._pointers = {name: addressof(linear.matrix) for name, linear in self._heads.items()}
         most = max(chosen.pick_scratch(pointer, STEP_ROWS) for pointer in self._pointers.values())
         self._summaries = torch.empty(-(-most // 8), dtype=torch.int64, device="cpu")
@@ -79,7 +84,8 @@ class NativeSteps:
         self._space.reserve(STEP_ROWS)
         step = self._step = self._space.step
         step.kind, step.embedded = KINDS[embedding.dtype], addressof(self._embedded)
-        step.norm, step.eps, step.summaries = factors.data_ptr(), norm.eps, self._summaries.data_ptr()
+        step.norm, step.eps = pointer("the norm's factors", factors, torch.float32, self._hidden), norm.eps
+        step.summaries = self._summaries.data_ptr()
         step.tokens, step.numbers = addressof(self._tokens), addressof(self._numbers)
         step.adapted = self._adapted.data_ptr()
 
@@ -104,8 +110,8 @@ class NativeSteps:
             raise ValueError(f"{count} tokens do not fit a step, or there are no such tokens: {tokens}")
         if last.dtype is not torch.float32 or last.shape[-1] != self._hidden or last.numel() != count * self._hidden:
             raise ValueError(f"last must be float32 [{count}, {self._hidden}], got {last.dtype} {list(last.shape)}")
-        if not last.is_contiguous():
-            raise ValueError("last must be contiguous")
+        if not (last.is_cpu and last.is_contiguous()):
+            raise ValueError("last must be contiguous, on the CPU")
         step = self._step
         step.embedding, step.x = self._embedding.data_ptr(), self._x.data_ptr()
         self._embedded[:count] = [*tokens]
@@ -156,9 +162,11 @@ class NativeSteps:
         else:
             kept, first = record
             most = kept.shape[1]
-            if first + count > most or stop > kept.shape[0]:
+            if not 0 <= first <= most - count or stop > kept.shape[0]:
                 raise ValueError(f"{count} rows from {first} on do not fit a record of {list(kept.shape)}")
-            step.outputs = kept.data_ptr() + 4 * (start * most + first) * self._hidden
+            begin = pointer("a record", kept, torch.float32, kept.shape[0], most, self._hidden)
+            assert begin is not None
+            step.outputs = begin + 4 * (start * most + first) * self._hidden
             step.stride = most * self._hidden
             step.last = None if last is None else last.data_ptr()
         step.head = None if head is None else self._pointers[head]

@@ -15,6 +15,11 @@
  *   memory that is mapped has no other effect than its value.
  * - A job ends for its owner when its last phase has. Others may still be inside; `door` tells them, and `inside` the owner:
  *   both are sequentially consistent, so either the member sees the door closed or the owner sees the member inside.
+ * - What describes a job (`pool.job` and so on) is written behind a closed door and read like a seqlock. Opening the door is a
+ *   release, so whoever has seen it open sees at least that job's description. A member that is late may read words of a later
+ *   job. The release fence before they are written and the acquire fence behind its reading make it then see the door that was
+ *   closed before, and it takes no part. Hence nothing of the description may change between the opening and the closing, nor
+ *   behind the closing without that fence: the phase that a job came to is kept in `pool.reached`, which owners alone read.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -79,9 +84,13 @@ struct Member {
   Place *places; /* of the whole team; NULL for one that works alone */
   int index, team;
   uint32_t door;
+  int starved; /* it got no memory in this job */
   uint64_t phase;
   void *memory;
-  size_t held;
+  size_t held;  /* bytes of it */
+  size_t guard; /* where the guard begins behind them; 0 without one */
+  void *common; /* memory of the team in this job */
+  size_t common_held;
   _Atomic int64_t inside; /* the job's number, or a lower one; 0 outside */
   char arguments[POOL_ARGUMENTS] ALIGNED;
 } ALIGNED;
@@ -90,14 +99,19 @@ static struct {
   _Atomic uint32_t door ALIGNED; /* odd while a job is open */
   _Atomic int asleep;
   _Atomic int core; /* on which the owner last opened a job; -1 if the system does not tell */
-  /* Of the open job; written while the door is closed. */
-  Work work ALIGNED;
-  size_t size;
-  int team;
-  int64_t job;
-  uint64_t phase; /* the last one of all jobs before */
-  char arguments[POOL_ARGUMENTS];
+  /* Of the open job; written while the door is closed. Atomic, since late members read them while they are written. */
+  _Atomic(Work) work ALIGNED;
+  _Atomic size_t size;
+  _Atomic int team;
+  _Atomic int64_t job;
+  _Atomic uint64_t phase; /* the last one of all jobs before */
+  _Atomic(void *) common;
+  _Atomic size_t common_held;
+  _Atomic uint64_t arguments[POOL_ARGUMENTS / 8];
   _Atomic int busy ALIGNED; /* somebody owns the team */
+  uint64_t reached;         /* the last phase of the job before; the owner's */
+  Member *holder; /* no thread: its memory is the team's; changed by the owner alone, like what follows */
+  size_t wanted;  /* bytes of it, the most that a job has asked for */
   _Atomic int stopping;
   int helpers; /* threads started; changed by the owner alone */
   pthread_t threads[POOL_MEMBERS];
@@ -149,10 +163,16 @@ static void sleep_at(uint32_t door) {
   syscall(SYS_futex, &pool.door, FUTEX_WAIT_PRIVATE, door, NULL, NULL, 0);
   atomic_fetch_sub(&pool.asleep, 1);
 }
+static void make_bed(void) {}
 static void wake(void) { syscall(SYS_futex, &pool.door, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0); }
 #else
 static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t bell = PTHREAD_COND_INITIALIZER;
+/* Anew, whatever state another process's threads left them in. */
+static void make_bed(void) {
+  bed = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+  bell = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+}
 static void sleep_at(uint32_t door) {
   pthread_mutex_lock(&bed);
   atomic_fetch_add(&pool.asleep, 1);
@@ -172,18 +192,60 @@ static void wake(void) {
 int pool_alone(const Member *m) { return m->places == NULL; }
 int pool_team(const Member *m) { return m->team; }
 int pool_left(const Member *m) {
-  return m->places && atomic_load_explicit(&pool.door, memory_order_relaxed) != m->door;
+  return m->starved || (m->places && atomic_load_explicit(&pool.door, memory_order_relaxed) != m->door);
+}
+
+/* ---- Memory of members ---------------------------------------------------------------------------------------------- */
+
+#ifdef __SANITIZE_ADDRESS__
+#define GUARD 0 /* what comes behind memory is guarded already */
+#else
+#define GUARD 4096 /* bytes */
+#endif
+#define GUARD_BYTE 0x5a
+#ifndef EXACT_ROOMS
+#define EXACT_ROOMS 0
+#endif
+static _Atomic int exact = EXACT_ROOMS;
+static _Atomic int64_t overruns;
+
+PUBLIC void pool_exact_rooms(int on) { atomic_store(&exact, on); }
+PUBLIC int64_t pool_overruns(void) { return atomic_load(&overruns); }
+
+static void look_at_guard(const Member *m) {
+  if (!m->guard) return;
+  const unsigned char *guard = (const unsigned char *)m->memory + m->guard;
+  for (int i = 0; i < GUARD; i++)
+    if (guard[i] != GUARD_BYTE) {
+      atomic_fetch_add(&overruns, 1);
+      return;
+    }
 }
 
 void *pool_memory(Member *m, size_t bytes) {
-  if (m->held < bytes) {
-    free(m->memory);
-    m->held = (bytes + bytes / 2 + LINE - 1) / LINE * LINE;
-    m->memory = aligned_alloc(LINE, m->held);
-    if (!m->memory) m->held = 0;
+  int exactly = atomic_load_explicit(&exact, memory_order_relaxed);
+  if (m->held >= bytes && !exactly && !m->guard) return m->memory;
+  look_at_guard(m);
+  free(m->memory);
+  m->guard = exactly && GUARD ? bytes : 0;
+  m->held = exactly ? bytes : bytes + bytes / 2;
+  if (posix_memalign(&m->memory, LINE, m->held + (m->guard ? GUARD : 0))) {
+    m->memory = NULL;
+    m->held = m->guard = 0;
+    m->starved = 1;
+    return NULL;
   }
+  if (m->guard) memset((char *)m->memory + m->guard, GUARD_BYTE, GUARD);
   return m->memory;
 }
+
+void *pool_common(Member *m, size_t bytes) {
+  if (!m->places) return NULL;
+  if (m->index == 0 && bytes > pool.wanted) pool.wanted = bytes;
+  return bytes <= m->common_held ? m->common : NULL;
+}
+
+/* ---- Pieces --------------------------------------------------------------------------------------------------------- */
 
 static int64_t first_of(const Phase *p, int64_t member) { return p->pieces * member / p->member->team; }
 
@@ -246,6 +308,7 @@ static int64_t another(Phase *p) {
 
 int64_t pool_next(Phase *p) {
   Member *m = p->member;
+  if (m->starved) return -1; /* nor in later phases: it has not waited for this one */
   if (!m->places) return p->at < p->end ? p->at++ : -1;
   while (p->at < p->end) {
     int64_t piece = p->at++;
@@ -283,12 +346,17 @@ void pool_done(Phase *p, int64_t piece) {
 static void join(Member *m, uint32_t door) {
   atomic_store(&m->inside, 1); /* until the job's number is known: in any, for all that others can tell */
   if (atomic_load(&pool.door) == door) {
-    Work work = pool.work;
-    size_t size = pool.size;
-    int team = pool.team;
-    int64_t job = pool.job;
-    uint64_t phase = pool.phase;
-    memcpy(m->arguments, pool.arguments, size <= POOL_ARGUMENTS ? size : 0);
+    Work work = atomic_load_explicit(&pool.work, memory_order_relaxed);
+    size_t size = atomic_load_explicit(&pool.size, memory_order_relaxed);
+    int team = atomic_load_explicit(&pool.team, memory_order_relaxed);
+    int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed);
+    uint64_t phase = atomic_load_explicit(&pool.phase, memory_order_relaxed);
+    void *common = atomic_load_explicit(&pool.common, memory_order_relaxed);
+    size_t common_held = atomic_load_explicit(&pool.common_held, memory_order_relaxed);
+    for (size_t i = 0; 8 * i < size; i++) {
+      uint64_t word = atomic_load_explicit(pool.arguments + i, memory_order_relaxed);
+      memcpy(m->arguments + 8 * i, &word, 8);
+    }
     atomic_thread_fence(memory_order_acquire);
     if (atomic_load(&pool.door) == door && m->index < team) { /* so all of that belongs together */
       atomic_store(&m->inside, job);
@@ -296,10 +364,53 @@ static void join(Member *m, uint32_t door) {
       m->team = team;
       m->phase = phase;
       m->places = pool.places;
+      m->common = common;
+      m->common_held = common_held;
+      m->starved = 0;
       work(m->arguments, m);
+      look_at_guard(m);
     }
   }
   atomic_store(&m->inside, 0);
+}
+
+/* Tell members of a job, behind a closed door. */
+static void describe(Work work, const void *arguments, size_t size, int team, int64_t job) {
+  atomic_thread_fence(memory_order_release); /* see above: the door was closed before any of this */
+  atomic_store_explicit(&pool.work, work, memory_order_relaxed);
+  atomic_store_explicit(&pool.size, size, memory_order_relaxed);
+  atomic_store_explicit(&pool.team, team, memory_order_relaxed);
+  atomic_store_explicit(&pool.job, job, memory_order_relaxed);
+  atomic_store_explicit(&pool.phase, pool.reached, memory_order_relaxed);
+  for (size_t i = 0; 8 * i < size; i++) {
+    uint64_t word = 0;
+    memcpy(&word, (const char *)arguments + 8 * i, size - 8 * i < 8 ? size - 8 * i : 8);
+    atomic_store_explicit(pool.arguments + i, word, memory_order_relaxed);
+  }
+}
+
+/* Whether another member is inside a job. */
+static int somebody_inside(void) {
+  for (int i = 1; i <= pool.helpers; i++)
+    if (atomic_load(&pool.members[i]->inside)) return 1;
+  return 0;
+}
+
+static Member *new_member(void) {
+  void *m;
+  if (posix_memalign(&m, LINE, sizeof(Member))) return NULL;
+  return memset(m, 0, sizeof(Member));
+}
+
+/* Have as much common memory as was last wanted, behind a closed door; later, if a late member may still read what there is. */
+static void share_memory(Member *owner) {
+  Member *holder = pool.holder;
+  if (!holder) holder = pool.holder = new_member();
+  if (holder && holder->held < pool.wanted && !somebody_inside()) pool_memory(holder, pool.wanted);
+  owner->common = holder ? holder->memory : NULL;
+  owner->common_held = holder ? holder->held : 0;
+  atomic_store_explicit(&pool.common, owner->common, memory_order_relaxed);
+  atomic_store_explicit(&pool.common_held, owner->common_held, memory_order_relaxed);
 }
 
 static int own_core(void) {
@@ -332,8 +443,10 @@ static void *helper(void *argument) {
   ask_for_short_turns();
   uint32_t last = 0, naps = 0; /* since the last job */
   uint64_t crowded = 0, came = ticks(), before = came;
-  while (!atomic_load_explicit(&pool.stopping, memory_order_acquire)) {
+  for (;;) {
+    /* The door first: pool_stop changes it last, so whoever sleeps at a door that it has seen before the stop is woken. */
     uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
+    if (atomic_load_explicit(&pool.stopping, memory_order_acquire)) break;
     uint64_t now = ticks();
     int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
     if (core >= 0 && core == own_core()) {
@@ -361,12 +474,6 @@ static void *helper(void *argument) {
     }
   }
   return NULL;
-}
-
-static Member *new_member(void) {
-  Member *m = aligned_alloc(LINE, (sizeof(Member) + LINE - 1) / LINE * LINE);
-  if (m) memset(m, 0, sizeof(Member));
-  return m;
 }
 
 /* Have as many helpers as a team of so many needs; returns the team that there is. */
@@ -412,8 +519,11 @@ static void free_member(void *argument) {
   free(m);
 }
 
-/* A forked child has none of the threads: it starts with a pool of its own. */
-static void forget(void) { memset(&pool, 0, sizeof pool); }
+/* A forked child has none of the threads: it starts with a pool of its own, and with a bed that nobody holds. */
+static void forget(void) {
+  memset(&pool, 0, sizeof pool);
+  make_bed();
+}
 
 static void prepare(void) {
   measure_ticks();
@@ -432,35 +542,41 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
     }
   }
   int mine = 0;
-  if (threads > 1 && !atomic_load_explicit(&pool.stopping, memory_order_relaxed) && size <= POOL_ARGUMENTS)
-    mine = atomic_compare_exchange_strong(&pool.busy, &mine, 1);
-  int team = mine ? gather(threads) : 1;
+  if (threads > 1 && size <= POOL_ARGUMENTS) mine = atomic_compare_exchange_strong(&pool.busy, &mine, 1);
+  int team = mine && !atomic_load(&pool.stopping) ? gather(threads) : 1;
   m->team = team;
+  m->starved = 0;
   if (team == 1) {
     m->places = NULL;
-    int failed = work(arguments, m);
+    work(arguments, m);
+    look_at_guard(m);
     if (mine) atomic_store(&pool.busy, 0);
-    return failed;
+    return m->starved ? -1 : 0;
   }
-  pool.work = work;
-  pool.size = size;
-  pool.team = team;
-  int64_t job = ++pool.job;
-  memcpy(pool.arguments, arguments, size);
+  int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed) + 1;
+  describe(work, arguments, size, team, job);
+  share_memory(m);
   m->index = 0;
-  m->phase = pool.phase;
+  m->phase = pool.reached;
   m->places = pool.places;
   atomic_store_explicit(&pool.core, own_core(), memory_order_relaxed);
   m->door = atomic_fetch_add(&pool.door, 1) + 1;
   if (bytes >= WORTH_WAKING && atomic_load(&pool.asleep)) wake();
-  int failed = work(arguments, m);
+  work(arguments, m);
+  look_at_guard(m);
+  if (pool.holder) look_at_guard(pool.holder);
   atomic_store(&pool.door, m->door + 1);
-  pool.phase = m->phase + (failed ? 1 << 20 : 0); /* beyond what those who had memory may come to */
-  int64_t left = 0;
-  for (int i = 1; i <= pool.helpers; i++)
-    if (atomic_load(&pool.members[i]->inside)) left = job;
+  pool.reached = m->phase;
+  int64_t result = somebody_inside() ? job : 0;
+  if (m->starved) {
+    /* The others go on with the phases that this one has left, and write to what the caller then frees. They end by themselves:
+     * each can do all the work of a phase, and then sees the door closed. */
+    while (somebody_inside()) sched_yield();
+    pool.reached += 1 << 20; /* beyond what they may have come to */
+    result = -1;
+  }
   atomic_store(&pool.busy, 0);
-  return failed ? failed : left;
+  return result;
 }
 
 PUBLIC void pool_stop(void) {
@@ -471,10 +587,13 @@ PUBLIC void pool_stop(void) {
   wake();
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
   for (int i = 1; i <= pool.helpers; i++) {
-    Member *m = atomic_exchange(&pool.members[i], NULL);
+    Member *m = atomic_load(&pool.members[i]); /* stays: another thread may be in pool_oldest */
     free(m->memory);
-    free(m);
+    m->memory = NULL;
+    m->held = m->guard = 0;
   }
+  if (pool.holder) free_member(pool.holder);
+  pool.holder = NULL;
   pool.helpers = 0;
   atomic_store(&pool.busy, 0);
 }

@@ -6,16 +6,19 @@
  * and must come out the same every time. It is computed into memory of the member's own; only the one member to which
  * `pool_win` says yes may then write the result to memory that others see, and says `pool_done` behind it.
  *
- *   static int work(const void *arguments, Member *member) {
+ *   static void work(const void *arguments, Member *member) {
  *     for each phase {
+ *       float *room = pool_memory(member, bytes);
  *       Phase phase = pool_phase(member, pieces);
  *       for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
- *         ... compute it into pool_memory(member) ...
+ *         ... compute it into the room ...
  *         if (pool_win(&phase, piece)) { ... copy the result ...; pool_done(&phase, piece); }
  *       }
  *       if (pool_left(member)) break;
  *     }
  *   }
+ *
+ * A member that gets no memory gets no more pieces either: the others do them. If it is the calling thread, the job fails.
  *
  * What a member reads may be older or newer than it believes, once the others have gone on without it. It must not crash
  * on that, need not be right, and its result is then refused. Hence whatever a job reads must stay in memory until
@@ -27,7 +30,7 @@
 #include <stdint.h>
 
 typedef struct Member Member;
-typedef int (*Work)(const void *arguments, Member *member); /* 0, or -1 if it gave up for want of memory */
+typedef void (*Work)(const void *arguments, Member *member);
 
 #define POOL_ARGUMENTS 512 /* bytes of a job's arguments, which are copied to every member */
 #define POOL_MEMBERS 256   /* most threads of a team */
@@ -38,12 +41,12 @@ typedef struct {
   uint64_t done;   /* what a piece's word holds when the piece is done in this phase */
   int64_t pieces;
   int64_t own, end, at; /* this member's pieces, and where it is */
-  int64_t victim, step; /* whose pieces it does beside its own */
   uint64_t began, waiting, patience; /* ticks */
 } Phase;
 
 /* Run a job with at most so many threads, this one among them. bytes: roughly what it reads, which decides whether sleeping
- * threads are woken for it. Returns the job's number if a thread is still inside it, 0 if not, and -1 if there is no memory. */
+ * threads are woken for it. Returns the job's number if a thread is still inside it, 0 if not. Returns -1 if there was no memory;
+ * then no thread is inside, and what the job wrote is of no use. */
 int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int64_t bytes);
 
 /* The lowest number of a job that a thread is inside of; INT64_MAX if there is none. */
@@ -57,7 +60,7 @@ int64_t pool_next(Phase *phase);
 int pool_win(Phase *phase, int64_t piece);
 void pool_done(Phase *phase, int64_t piece);
 
-/* Whether the job ended without this member. */
+/* Whether the job ended without this member, or the member has got no memory. */
 int pool_left(const Member *member);
 
 /* Whether this member works alone, so that it may write results where they belong at once. */
@@ -66,6 +69,16 @@ int pool_alone(const Member *member);
 /* How many members the team has. */
 int pool_team(const Member *member);
 
-/* Memory of the member's own, 64-byte aligned, until it asks again or the job ends; NULL if there is none. */
+/* Memory of the member's own, 64-byte aligned, until it asks again or the job ends. Every phase asks for what it uses itself: only
+ * it knows how much that is. NULL if there is none, and then `pool_next` returns no more pieces in this job. */
 void *pool_memory(Member *member, size_t bytes);
+
+/* Memory that all of the team see, for what one phase makes and a later one reads; all members get the same answer. NULL where
+ * there is less of it in this job; the next job then has more. */
+void *pool_common(Member *member, size_t bytes);
+
+/* For tests: whether every request gets memory of exactly its size, with a guard behind it (AddressSanitizer's own, where the
+ * library is built with it). And how often a guard was found overwritten. */
+void pool_exact_rooms(int on);
+int64_t pool_overruns(void);
 #endif

@@ -148,9 +148,10 @@ static Head head_of(const Pass *a, const Division *d, int64_t layer, const Item 
   return h;
 }
 
-/* The second phase: parts are joined. room: for the results of a piece's queries. */
-static void join_all(Member *member, const Pass *a, const Division *d, float *attended, float *room) {
-  int64_t dim = a->shape.head_dim, pieces = least(d->pieces, d->parted);
+/* The second phase: parts are joined. */
+static void join_all(Member *member, const Pass *a, const Division *d, float *attended) {
+  int64_t dim = a->shape.head_dim, pieces = least(d->pieces, d->parted), each = (d->parted + pieces - 1) / pieces;
+  float *room = pool_memory(member, each * dim * sizeof(float)); /* for the results of a piece's queries */
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     /* Chunks as in the first phase, each with what begins it. */
@@ -181,17 +182,12 @@ static void join_all(Member *member, const Pass *a, const Division *d, float *at
   }
 }
 
-/* Numbers of `room` that `attend_all` needs. */
-static int64_t room_of_attention(const Pass *a, const Division *d) {
-  int64_t dim = a->shape.head_dim, pieces = least(d->pieces, d->parted);
-  int64_t joined = pieces ? (d->parted / pieces + 1) * dim : 0;
-  return most(joined, dim + QUERIES * dim + ATTEND_ROOM(dim) + d->results);
-}
-
-static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended, float *room) {
+static void attend_all(Member *member, const Pass *a, int64_t layer, const float *qkv, float *attended) {
   Division d = divide(a, a->layers + layer, pool_team(member));
-  int64_t dim = a->shape.head_dim;
-  float *normed = room, *queries = normed + dim, *inside = queries + QUERIES * dim, *own = inside + ATTEND_ROOM(dim);
+  int64_t dim = a->shape.head_dim, before = dim + QUERIES * dim + ATTEND_ROOM(dim);
+  float *room = pool_memory(member, (before + d.results) * sizeof(float));
+  if (!room) return;
+  float *normed = room, *queries = normed + dim, *inside = queries + QUERIES * dim, *own = room + before;
   Item at = no_item(a);
   Phase phase = pool_phase(member, d.pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
@@ -217,6 +213,6 @@ static void attend_all(Member *member, const Pass *a, int64_t layer, const float
     }
     pool_done(&phase, piece);
   }
-  if (d.parted) join_all(member, a, &d, attended, room);
+  if (d.parted) join_all(member, a, &d, attended);
 }
 #endif

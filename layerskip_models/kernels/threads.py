@@ -125,9 +125,13 @@ class OneTeam:
 
     def __enter__(self) -> None:
         if getattr(_here, "threads", None) is None:
-            self._operators = torch.get_num_threads()
-            _here.threads = _wanted()
-            _set_operator_threads(1)
+            operators, wanted = torch.get_num_threads(), _wanted()
+            try:
+                _set_operator_threads(1)
+            except BaseException:  # Ctrl-C, say: nothing is left as it would be inside
+                _set_operator_threads(operators)
+                raise
+            _here.threads, self._operators = wanted, operators
 
     def __exit__(self, *error: object) -> None:
         if self._operators:

@@ -78,8 +78,16 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 #define tile_dot_bfloat16(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #endif
 
+#define BESIDE_BYTES (16 << 20) /* of a matrix, below which parts side by side were faster: at 8 MB they were, at 32 MB not */
+
+/* Whether a row's parts are side by side in one tile, where there is room: one product does the work of three, to the same bits. */
+INLINE int side_by_side(const Matrix *m, int64_t rows) {
+  return m->kind == BFLOAT16 && PARTS * rows <= 16 && whole_bytes(m) < BESIDE_BYTES;
+}
+
 static __thread int64_t tiles_rows; /* that this thread's tiles are configured for; 0: not at all */
 
+/* For tiles with a column for each of so many rows. */
 INLINE void configure_tiles(int64_t rows) {
   if (rows == tiles_rows) return;
   TileConfig config = {.palette = 1};
@@ -95,21 +103,6 @@ INLINE void configure_tiles(int64_t rows) {
 INLINE void leave_tiles(void) {
   if (tiles_rows) tiles_release();
   tiles_rows = 0;
-}
-
-/* Rows [rows, in] become, 32 inputs at a time, three bfloat16 parts that add up to them, the largest first: [in / 32, part, 16
- * pairs of inputs, rows, 2]. */
-static void to_parts(const float *x, int64_t rows, int64_t in, uint16_t *to) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < in; i++) {
-      uint16_t *place = to + (i / 32 * PARTS * 16 + i % 32 / 2) * rows * 2 + r * 2 + i % 2;
-      float left = x[r * in + i];
-      for (int p = 0; p < PARTS; p++) {
-        uint16_t part = to_bfloat16(left);
-        place[p * 16 * rows * 2] = part;
-        left -= one_bfloat16(&part);
-      }
-    }
 }
 
 /* One pass over 16 outputs: SUM is `bytes` or `bfloat16`. The loop over parts is written out, since tiles have fixed numbers. */
@@ -138,7 +131,7 @@ static void to_parts(const float *x, int64_t rows, int64_t in, uint16_t *to) {
 static void tile_outputs(const Matrix *m, int64_t first, const float *packed, int64_t rows, Fetch fetch, float *y) {
   int64_t width = bytes_of(m->kind, m->in);
   const char *w = (const char *)m->weight + first * width, *x = (const char *)packed;
-  configure_tiles(rows);
+  configure_tiles(side_by_side(m, rows) ? PARTS * rows : rows);
   if (m->kind == INT8) {
     int32_t sums[PARTS][BLOCK][16];
     const Fixed *fixed = (const Fixed *)(x + PARTS * m->in * rows);
@@ -148,6 +141,19 @@ static void tile_outputs(const Matrix *m, int64_t first, const float *packed, in
         int64_t whole = (sums[0][o][r] * (int64_t)256 + sums[1][o][r]) * 256 + sums[2][o][r];
         y[r * BLOCK + o] = (float)((double)whole * fixed[r].unit);
       }
+  } else if (side_by_side(m, rows)) {
+    float sums[BLOCK][16];
+    tile_zero(0);
+    for (int64_t at = 0; at < width; at += 64, x += PARTS * 64 * rows) {
+      if (fetch.ahead && (at & fetch.mask) == fetch.place)
+        for (int o = 0; o < BLOCK; o++) FETCH(w + (o + fetch.ahead) * width + at);
+      tile_load(3, w + at, width);
+      tile_load(4, x, 4 * PARTS * rows);
+      tile_dot_bfloat16(0, 3, 4);
+    }
+    tile_store(0, sums, 64);
+    for (int64_t r = 0; r < rows; r++)
+      for (int o = 0; o < BLOCK; o++) y[r * BLOCK + o] = (sums[o][2 * rows + r] + sums[o][rows + r]) + sums[o][r];
   } else {
     float sums[PARTS][BLOCK][16];
     TILE_PASS(bfloat16);

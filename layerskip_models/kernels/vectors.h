@@ -38,6 +38,7 @@ typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline, unused))
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -52,6 +53,13 @@ INLINE uint16_t to_bfloat16(float x) {
   memcpy(&bits, &x, 4);
   uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
+}
+
+/* LANES bits of the nearest bfloat16, each in the lower half of a number. */
+INLINE vu to_bfloat16_lanes(vf x) {
+  vu bits = (vu)x, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  vu odd = (vu)((vi)(bits & 0x7fffffffu) > 0x7f800000);
+  return ((bits >> 16 | 0x40u) & odd) | (rounded & ~odd);
 }
 
 /* a * b + c, rounded once where the processor can do that, else twice; for vectors and for single numbers alike. */
@@ -110,6 +118,49 @@ INLINE vi load_bytes(const uint8_t *p) { return (vi)_mm256_cvtepu8_epi32(_mm_loa
 typedef uint8_t vub_memory __attribute__((vector_size(LANES), aligned(1), may_alias));
 INLINE vi load_bytes(const uint8_t *p) { return __builtin_convertvector(*(const vub_memory *)p, vi); }
 #endif
+
+/* The nearest integers, of two equally near ones the even one; numbers are within 2^31. */
+INLINE vi nearest(vf v) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtps_epi32((__m256)v);
+#elif defined(__SSE2__)
+  return (vi)_mm_cvtps_epi32((__m128)v);
+#else
+  vi q;
+  for (int i = 0; i < LANES; i++) q[i] = (int32_t)rintf(v[i]);
+  return q;
+#endif
+}
+
+INLINE vi larger_integers(vi a, vi b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  vi larger = a > b;
+  return (a & larger) | (b & ~larger);
+#endif
+}
+
+/* The lower 16 bits of each integer. */
+INLINE void store_halves(uint16_t *p, vu v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16((__m512i)v));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = (uint16_t)v[i];
+#endif
+}
+
+INLINE int32_t sum_integers(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < LANES; i++) total += v[i];
+  return total;
+#endif
+}
 
 /* The same of one. */
 INLINE float of_bits(uint32_t bits) {

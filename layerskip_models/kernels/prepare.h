@@ -1,0 +1,281 @@
+/* Rows of floats become what a product takes: digits for whole numbers, bfloat16 parts for tiles, or floats in steps.
+ *
+ * None of this depends on the other rows, but for where a row's numbers are put.
+ */
+#ifndef SELFSPEC_PREPARE_H
+#define SELFSPEC_PREPARE_H
+#include "digits.h"
+#include "floats.h"
+#include "tiles.h"
+
+#define WORDS 16 /* of 4 bytes, that a row has in a step for tiles or integers */
+
+#if INTEGERS
+/* to[i * rows + r] = from[r][i]: WORDS of each row become a tile's lines, which have a word of every row. At most 16 rows. */
+static void turn_words(const uint32_t (*from)[WORDS], int64_t rows, char *to) {
+#if defined(__AVX512F__)
+  if (rows > 1) {
+    __m512i a[16], b[16];
+    UNROLL16 for (int r = 0; r < 16; r++) a[r] = _mm512_loadu_si512(from[r]);
+    UNROLL16 for (int r = 0; r < 16; r += 2) {
+      b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+      b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    UNROLL16 for (int r = 0; r < 16; r += 4) {
+      a[r] = _mm512_unpacklo_epi64(b[r], b[r + 2]);
+      a[r + 1] = _mm512_unpackhi_epi64(b[r], b[r + 2]);
+      a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
+      a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
+    }
+    const __mmask16 there = (__mmask16)((1u << rows) - 1);
+    UNROLL16 for (int i = 0; i < 4; i++) {
+      __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), high = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee);
+      __m512i low_2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44), high_2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xee);
+      _mm512_mask_storeu_epi32(to + 4 * i * rows, there, _mm512_shuffle_i32x4(low, low_2, 0x88));
+      _mm512_mask_storeu_epi32(to + 4 * (4 + i) * rows, there, _mm512_shuffle_i32x4(low, low_2, 0xdd));
+      _mm512_mask_storeu_epi32(to + 4 * (8 + i) * rows, there, _mm512_shuffle_i32x4(high, high_2, 0x88));
+      _mm512_mask_storeu_epi32(to + 4 * (12 + i) * rows, there, _mm512_shuffle_i32x4(high, high_2, 0xdd));
+    }
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < WORDS; i++) memcpy(to + 4 * (i * rows + r), &from[r][i], 4);
+}
+
+/* The exponent by which numbers up to `largest` become integers of so many bytes. */
+static int fixed_exponent(float largest, int digits) {
+  const double most = digits == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
+  int exponent;
+  frexpf(largest, &exponent);
+  exponent = 8 * digits - 1 - exponent;
+  return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
+}
+
+/* How a row becomes integers: its numbers times `factor` times `rest` (two steps, since one power of two may be beyond float32). */
+typedef struct {
+  float factor, rest;
+  float largest;
+  int exponent, odd; /* odd: it has NaN or an infinity, and comes to NaN */
+} Fixing;
+
+static Fixing fixing_of(const float *x, int64_t in, int digits) {
+  vi tops = {0}, others = {0}; /* of the bits without the sign, which are in the order of the numbers; infinity and NaN come last */
+  int64_t i = 0;
+  for (; i + 2 * LANES <= in; i += 2 * LANES) {
+    tops = larger_integers((vi)load(x + i) & 0x7fffffff, tops);
+    others = larger_integers((vi)load(x + i + LANES) & 0x7fffffff, others);
+  }
+  tops = larger_integers(tops, others);
+  int32_t top = 0;
+  for (int k = 0; k < LANES; k++) top = tops[k] > top ? tops[k] : top;
+  for (; i < in; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
+  }
+  const int odd = top >= 0x7f800000;
+  const int exponent = odd || top == 0 ? 0 : fixed_exponent(of_bits(top), digits);
+  return (Fixing){ldexpf(1, exponent / 2), ldexpf(1, exponent - exponent / 2), of_bits(top), exponent, odd};
+}
+
+/* The digits of 64 integers. high: NULL where there are two digits. */
+INLINE void cut_digits(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
+#if defined(__AVX512F__)
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0); /* as packing leaves them */
+  const __m512i word = _mm512_set1_epi32(0xffff), byte = _mm512_set1_epi16(0xff), half = _mm512_set1_epi16(128);
+  __m512i a = _mm512_packus_epi32(_mm512_and_si512((__m512i)q[0], word), _mm512_and_si512((__m512i)q[1], word));
+  __m512i b = _mm512_packus_epi32(_mm512_and_si512((__m512i)q[2], word), _mm512_and_si512((__m512i)q[3], word));
+  __m512i bytes = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+  _mm512_storeu_si512(low, _mm512_permutexvar_epi32(order, bytes));
+  bytes = _mm512_packus_epi16(_mm512_srli_epi16(_mm512_add_epi16(a, half), 8), _mm512_srli_epi16(_mm512_add_epi16(b, half), 8));
+  _mm512_storeu_si512(middle, _mm512_permutexvar_epi32(order, bytes));
+  if (!high) return;
+  vi up[4];
+  UNROLL for (int i = 0; i < 4; i++) up[i] = (q[i] + (128 + 128 * 256)) >> 16;
+  bytes = _mm512_packs_epi16(_mm512_packs_epi32((__m512i)up[0], (__m512i)up[1]), _mm512_packs_epi32((__m512i)up[2], (__m512i)up[3]));
+  _mm512_storeu_si512(high, _mm512_permutexvar_epi32(order, bytes));
+#else
+  for (int i = 0; i < CHUNK_INPUTS; i++) {
+    int32_t number = q[i / LANES][i % LANES];
+    low[i] = (int8_t)number;
+    middle[i] = (int8_t)((number + 128) >> 8);
+    if (high) high[i] = (int8_t)((number + 128 + 128 * 256) >> 16);
+  }
+#endif
+}
+
+/* `shift` times the sums of every four numbers of a chunk in two digits. */
+INLINE void sum_fours(const int8_t *high, const int8_t *low, int shift, int32_t *sums) {
+#if defined(__AVX512VNNI__)
+  __m512i ones = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
+  __m512i highs = _mm512_dpbusd_epi32(zero, ones, _mm512_loadu_si512(high));
+  __m512i all = _mm512_dpbusd_epi32(_mm512_slli_epi32(highs, 8), ones, _mm512_loadu_si512(low));
+  _mm512_storeu_si512(sums, _mm512_mullo_epi32(all, _mm512_set1_epi32(shift)));
+#else
+  for (int i = 0; i < CHUNK_INPUTS; i++) sums[i / 4] = (i % 4 ? sums[i / 4] : 0) + shift * (high[i] * 256 + low[i]);
+#endif
+}
+
+/* A row's chunk for 4-bit weights: its digits, the sums of fours that make the weights 0 .. 15 to -8 .. 7, and its sums of 32. */
+INLINE void put_nibble_chunk(const vi *q, int shift, char *place, float *sums, int64_t *total) {
+  vi halves[2] = {{0}, {0}};
+  UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) halves[i >= CHUNK_INPUTS / LANES / 2] += q[i];
+  const int32_t first = sum_integers(halves[0]), second = sum_integers(halves[1]);
+  int8_t *high = (int8_t *)place, *low = high + CHUNK_INPUTS;
+  cut_digits(q, low, high, NULL);
+  sum_fours(high, low, shift, (int32_t *)(place + 2 * CHUNK_INPUTS));
+  sums[0] = first, sums[1] = second;
+  *total += first + (int64_t)second;
+}
+
+/* Whether a row's numbers are mostly so much smaller than its largest that two digits would hold little of them. */
+INLINE int wants_finer(const float *x, int64_t in, float largest) {
+  vf total = {0};
+  for (int64_t i = 0; i < in; i += LANES) total += (vf)((vi)load(x + i) & 0x7fffffff);
+  return (double)largest * in > FINER * (double)sum(total);
+}
+
+/* Rows [rows, in] become digits for 4-bit weights, highest first: chunk by chunk of 64 inputs, there row by row, digit by digit, and
+ * behind these the sums of four q, times -8 if the weights have no offsets. Behind all come each row's `Fixed` and its sums of 32;
+ * then `Finer`, and the same again of what the digits have left of the rows that it names. A row with NaN or an infinity comes to NaN. */
+static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
+  const int64_t in = m->in, chunks = chunks_of_inputs(in);
+  const int shift = m->offsets ? 0 : -8;
+  Finer *finer = (Finer *)(room + rows * digits_size(m));
+  Fixing fixing[NIBBLE_ROWS];
+  int slots[NIBBLE_ROWS]; /* of rows in finer digits; -1 without */
+  finer->count = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    fixing[r] = fixing_of(x + r * in, in, NIBBLE_DIGITS);
+    slots[r] = -1;
+    if (fixing[r].odd || !wants_finer(x + r * in, in, fixing[r].largest)) continue;
+    slots[r] = finer->count++;
+    finer->rows[slots[r]] = (int32_t)r;
+  }
+  const int64_t fine = finer->count;
+  char *places[2] = {(char *)room, (char *)(finer + 1)};
+  Fixed *fixed[2];
+  float *sums[2];
+  for (int k = 0; k < 2; k++) {
+    int64_t count = k ? fine : rows;
+    fixed[k] = (Fixed *)(places[k] + count * chunks * chunk_bytes(m));
+    sums[k] = (float *)(fixed[k] + count);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    fixed[0][r] = (Fixed){fixing[r].odd ? (double)NAN : ldexp(1.0, -fixing[r].exponent), 0};
+    if (slots[r] >= 0) fixed[1][slots[r]] = (Fixed){ldexp(1.0, -fixing[r].exponent - FINER_BITS), 0};
+  }
+  for (int64_t c = 0; c < chunks; c++)
+    for (int64_t r = 0; r < rows; r++) {
+      const float *from = x + r * in + c * CHUNK_INPUTS;
+      const int64_t slot = slots[r];
+      vi q[CHUNK_INPUTS / LANES], rest[CHUNK_INPUTS / LANES];
+      UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) {
+        vf number = fixing[r].odd ? all(0) : load(from + i * LANES) * fixing[r].factor * fixing[r].rest;
+        q[i] = nearest(number);
+        rest[i] = nearest((number - __builtin_convertvector(q[i], vf)) * (float)(1 << FINER_BITS));
+      }
+      put_nibble_chunk(q, shift, places[0] + (c * rows + r) * chunk_bytes(m), sums[0] + 2 * (r * chunks + c), &fixed[0][r].sum);
+      if (slot < 0) continue;
+      put_nibble_chunk(rest, shift, places[1] + (c * fine + slot) * chunk_bytes(m), sums[1] + 2 * (slot * chunks + c),
+                       &fixed[1][slot].sum);
+    }
+}
+
+/* Rows [rows, in] become digits for 8-bit weights, highest first: chunk by chunk of 64 inputs, there row by row and digit by digit;
+ * for tiles digit by digit, four neighbouring inputs after another, and for these row by row. Behind all come each row's `Fixed`. A
+ * row with NaN or an infinity comes to NaN. */
+static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
+  const int64_t in = m->in, chunks = chunks_of_inputs(in);
+  const int tiles = by_tiles(m, rows) && rows > 1;
+  char *digits = (char *)room;
+  Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m));
+  Fixing fixing[ROWS];
+  int8_t cut[DIGITS][ROWS][CHUNK_INPUTS] __attribute__((aligned(64))) = {{{0}}};
+  for (int64_t r = 0; r < rows; r++) {
+    fixing[r] = fixing_of(x + r * in, in, DIGITS);
+    fixed[r] = (Fixed){fixing[r].odd ? (double)NAN : ldexp(1.0, -fixing[r].exponent), 0};
+  }
+  for (int64_t c = 0; c < chunks; c++) {
+    for (int64_t r = 0; r < rows; r++) {
+      const float *from = x + r * in + c * CHUNK_INPUTS;
+      const int64_t inputs = fixing[r].odd ? 0 : least(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
+      float padded[CHUNK_INPUTS];
+      if (inputs < CHUNK_INPUTS) {
+        memset(padded, 0, sizeof padded);
+        memcpy(padded, from, inputs * sizeof(float));
+        from = padded;
+      }
+      vi q[CHUNK_INPUTS / LANES], total = {0};
+      UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) {
+        q[i] = nearest(load(from + i * LANES) * fixing[r].factor * fixing[r].rest);
+        total += q[i];
+      }
+      fixed[r].sum += sum_integers(total);
+      char *place = digits + (c * rows + r) * chunk_bytes(m);
+      int8_t *to[DIGITS];
+      for (int d = 0; d < DIGITS; d++) to[d] = tiles ? cut[d][r] : (int8_t *)place + d * CHUNK_INPUTS;
+      cut_digits(q, to[2], to[1], to[0]);
+    }
+    for (int d = 0; d < DIGITS && tiles; d++)
+      turn_words((const void *)cut[d], rows, digits + (c * DIGITS + d) * CHUNK_INPUTS * rows);
+  }
+}
+#endif
+
+#if TILES
+/* Rows [rows, in] become, 32 inputs at a time, three bfloat16 parts that add up to them, the largest first: [in / 32, part, 16
+ * pairs of inputs, rows, 2], or with parts side by side [in / 32, 16 pairs of inputs, part, rows, 2]. */
+static void to_parts(const float *x, int64_t rows, const Matrix *m, char *to) {
+  const int64_t in = m->in, beside = side_by_side(m, rows), apart = beside ? rows : ROWS; /* between a row's parts */
+  uint16_t parts[PARTS * ROWS][2 * WORDS] __attribute__((aligned(64))) = {{0}};
+  for (int64_t i = 0; i < in; i += 2 * WORDS) {
+    for (int64_t r = 0; r < rows; r++)
+      UNROLL for (int k = 0; k < 2 * WORDS; k += LANES) {
+        vf left = load(x + r * in + i + k);
+        UNROLL for (int p = 0; p < PARTS; p++) {
+          vu part = to_bfloat16_lanes(left);
+          store_halves(parts[p * apart + r] + k, part);
+          left -= (vf)(part << 16);
+        }
+      }
+    if (beside) turn_words((const void *)parts, PARTS * rows, to);
+    else
+      for (int p = 0; p < PARTS; p++) turn_words((const void *)parts[p * ROWS], rows, to + p * 4 * WORDS * rows);
+    to += PARTS * 4 * WORDS * rows;
+  }
+}
+#endif
+
+/* Numbers of room that a row takes as `outputs` wants it. */
+INLINE int64_t row_room(const Matrix *m) {
+  return as_integers(m) ? digits_room(m) : on_tiles(m) ? PARTS * m->in / 2 : m->in;
+}
+
+/* Bytes of it that are read for nearly every row. */
+INLINE int64_t row_bytes(const Matrix *m) {
+  return (as_integers(m) ? digits_size(m) : row_room(m)) * (int64_t)sizeof(float);
+}
+
+/* Whether a row alone is what `outputs` wants as it is. */
+INLINE int as_it_is(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
+
+/* Rows that go through a weight together become what `outputs` wants. */
+INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *room) {
+#if INTEGERS
+  if (as_integers(m)) {
+    (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, room);
+    return;
+  }
+#endif
+#if TILES
+  if (on_tiles(m)) {
+    to_parts(x, rows, m, (char *)room);
+    return;
+  }
+#endif
+  pack(x, rows, m->in, room);
+}
+#endif

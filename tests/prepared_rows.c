@@ -1,0 +1,158 @@
+/* Cuts drawn rows into digits and into bfloat16 parts, number by number, and compares that with what the kernels' vectors make of
+ * them. Ends with status 1 at the first byte that differs. */
+#include <stdio.h>
+#include <stdlib.h>
+#include "prepare.h"
+
+static uint32_t state = 1;
+static float drawn(void) {
+  state = state * 1664525u + 1013904223u;
+  return (int32_t)state / 2147483648.0f;
+}
+
+static int expect(const char *what, int64_t rows, int64_t in, const void *expected, const void *found, int64_t bytes) {
+  if (!memcmp(expected, found, bytes)) return 0;
+  fprintf(stderr, "%s differ for %d rows of %d numbers\n", what, (int)rows, (int)in);
+  return 1;
+}
+
+/* The digits of one number, highest first. */
+static void cut_number(double x, double unit, int digits, int8_t *cut, int64_t *q) {
+  *q = (int64_t)rint(x / unit);
+  int64_t left = *q;
+  for (int d = digits - 1; d >= 0; d--) {
+    cut[d] = (int8_t)left;
+    left = (left - cut[d]) / 256;
+  }
+}
+
+static double unit_of(const float *x, int64_t in, int digits) {
+  const double most = digits == 3 ? 8355711 : 32639; /* 127, 127, .. */
+  double largest = 0, unit = 1;
+  for (int64_t i = 0; i < in; i++) {
+    if (!isfinite(x[i])) return NAN;
+    largest = fmax(largest, fabs(x[i]));
+  }
+  if (largest == 0) return 1;
+  while (largest / unit > most) unit *= 2;
+  while (largest / (unit / 2) <= most) unit /= 2;
+  return unit;
+}
+
+/* Digits of rows as they are expected at some place. */
+typedef struct {
+  char *digits;
+  Fixed *fixed;
+  float *sums;
+  int64_t rows;
+} Expected;
+
+static Expected expected_at(char *place, int64_t rows, const Matrix *m) {
+  Fixed *fixed = (Fixed *)(place + rows * chunks_of_inputs(m->in) * chunk_bytes(m));
+  return (Expected){place, fixed, (float *)(fixed + rows), rows};
+}
+
+/* Input i of a row is q times the row's unit. */
+static void put_number(const Expected *to, const Matrix *m, int64_t r, int64_t i, double number) {
+  const int digits = digits_for(m), tiles = by_tiles(m, to->rows) && to->rows > 1;
+  int8_t cut[DIGITS];
+  int64_t q, c = i / 64, at = i % 64;
+  cut_number(number, 1, digits, cut, &q);
+  to->fixed[r].sum += q;
+  for (int d = 0; d < digits; d++)
+    to->digits[tiles ? ((c * digits + d) * 64 + at / 4 * 4) * to->rows + 4 * r + at % 4
+                     : (c * to->rows + r) * chunk_bytes(m) + d * 64 + at] = cut[d];
+  if (m->kind != INT4) return;
+  ((int32_t *)(to->digits + (c * to->rows + r) * chunk_bytes(m) + digits * 64))[at / 4] += (m->offsets ? 0 : -8) * q;
+  to->sums[r * 2 * chunks_of_inputs(m->in) + i / 32] += q;
+}
+
+static int is_finer(const float *x, int64_t in, double unit) {
+  double largest = 0, total = 0;
+  for (int64_t i = 0; i < in; i++) largest = fmax(largest, fabs(x[i])), total += fabs(x[i]);
+  return isfinite(unit) && largest * in > 64 * total;
+}
+
+static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *finer_rows) {
+  const int64_t in = m->in, size = rows * row_room(m) * 4;
+  char *found = aligned_alloc(64, (size + 63) / 64 * 64), *expected = calloc(size, 1);
+  memset(found, 0, size);
+  (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, (float *)found);
+  Expected to = expected_at(expected, rows, m), rest = {0};
+  Finer *finer = (Finer *)(expected + rows * digits_size(m) * 4);
+  double units[ROWS];
+  for (int64_t r = 0; r < rows; r++) {
+    units[r] = to.fixed[r].unit = unit_of(x + r * in, in, digits_for(m));
+    if (m->kind == INT4 && is_finer(x + r * in, in, units[r])) finer->rows[finer->count++] = r;
+  }
+  if (m->kind == INT4) rest = expected_at((char *)(finer + 1), finer->count, m), *finer_rows += finer->count;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < in && isfinite(units[r]); i++) put_number(&to, m, r, i, x[r * in + i] / units[r]);
+  for (int64_t k = 0; k < rest.rows; k++) {
+    int64_t r = finer->rows[k];
+    rest.fixed[k].unit = units[r] / 32768;
+    for (int64_t i = 0; i < in; i++) {
+      double number = x[r * in + i] / units[r];
+      put_number(&rest, m, k, i, (number - rint(number)) * 32768);
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) /* NaN has many forms */
+    if (isnan(units[r]) && isnan(((Fixed *)(found + ((char *)to.fixed - expected)))[r].unit))
+      to.fixed[r].unit = ((Fixed *)(found + ((char *)to.fixed - expected)))[r].unit;
+  int wrong = expect("digits", rows, in, expected, found, size);
+  free(found), free(expected);
+  return wrong;
+}
+
+#if TILES
+static int compare_parts(const float *x, int64_t rows, const Matrix *m) {
+  const int64_t in = m->in, size = rows * row_room(m) * 4, beside = side_by_side(m, rows);
+  char *found = aligned_alloc(64, (size + 63) / 64 * 64);
+  uint16_t *expected = calloc(size, 1);
+  to_parts(x, rows, m, found);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < in; i++) {
+      float left = x[r * in + i];
+      for (int64_t p = 0; p < PARTS; p++) {
+        uint16_t part = to_bfloat16(left);
+        int64_t pair = i % 32 / 2, line = beside ? pair * PARTS + p : p * 16 + pair;
+        expected[((i / 32 * PARTS * 16 + line) * rows + r) * 2 + i % 2] = part;
+        left -= one_bfloat16(&part);
+      }
+    }
+  int wrong = expect("parts", rows, in, expected, found, size);
+  free(found), free(expected);
+  return wrong;
+}
+#endif
+
+int main(void) {
+  const int64_t widths[] = {64, 128, 3, 100, 320, 1088};
+  int wrong = 0, finer = 0;
+  for (int width = 0; width < 6; width++)
+    for (int64_t rows = 1; rows <= ROWS; rows++) {
+      int64_t in = widths[width];
+      float *x = malloc(rows * in * 4), scales[] = {1, 1e-30f, 1e30f, 3e-42f, 0};
+      for (int64_t i = 0; i < rows * in; i++) x[i] = drawn() * scales[(i / in + width) % 5];
+      x[0] *= 1e6f; /* an outlier */
+      x[in - 1] = 0x1p-23f * x[0];
+      if (rows > 2) x[2 * in] = -INFINITY;
+      if (rows > 3) x[4 * in - 1] = NAN;
+      float offset = 0;
+      Matrix bytes = {.kind = INT8, .in = in, .out = 64}, nibbles = {.kind = INT4, .in = in, .out = 64, .group = 32};
+      Matrix shifted = nibbles, halves = {.kind = BFLOAT16, .in = in, .out = 64};
+      shifted.offsets = &offset;
+      if (as_integers(&bytes)) wrong |= compare_digits(x, rows, &bytes, &finer);
+      if (VNNI && in % 64 == 0 && rows <= NIBBLE_ROWS) {
+        wrong |= compare_digits(x, rows, &nibbles, &finer);
+        wrong |= compare_digits(x, rows, &shifted, &finer);
+      }
+#if TILES
+      if (on_tiles(&halves)) wrong |= compare_parts(x, rows, &halves);
+#else
+      (void)halves;
+#endif
+      free(x);
+    }
+  return wrong | (VNNI && !finer);
+}
