@@ -372,9 +372,9 @@ def test_every_field_of_a_configuration_is_dealt_with() -> None:
         num_return_sequences return_dict_in_generate pad_token_id bos_token_id eos_token_id encoder_no_repeat_ngram_size"""
     refused = """num_beams use_mtp use_cache cache_implementation token_healing guidance_scale output_attentions
         output_hidden_states output_scores output_logits prompt_lookup_num_tokens assistant_early_exit penalty_alpha
-        dola_layers diversity_penalty num_beam_groups constraints force_words_ids"""
+        dola_layers diversity_penalty num_beam_groups constraints force_words_ids is_assistant"""
     # Only for beams, encoders, assistants, static or quantised caches, or about speed alone.
-    without_effect = """early_stopping length_penalty decoder_start_token_id is_assistant num_assistant_tokens
+    without_effect = """early_stopping length_penalty decoder_start_token_id num_assistant_tokens
         num_assistant_tokens_schedule assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind
         target_lookbehind assistant_ensemble_weight speculation_type cache_config max_cache_len compile_config
         disable_compile continuous_batching_config low_memory prefill_chunk_size _from_model_config

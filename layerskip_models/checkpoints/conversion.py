@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from layerskip_models.checkpoints.as_built import rotary_angles
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.families import Family, family_of
 from layerskip_models.four_bits import FourBitWeight
@@ -183,9 +184,8 @@ def convert(
 
 
 def _inv_freq(rotary: Any) -> Tensor:
-    """Of transformers' rotary embedding, [numbers that rotate / 2]; of longrope for short texts, whatever it read last."""
-    found: Tensor = rotary.original_inv_freq if rotary.rope_type == "longrope" else rotary.inv_freq
-    return found.detach().float().clone()
+    """Of transformers' rotary embedding, [numbers that rotate / 2]."""
+    return rotary_angles(rotary).float().clone()
 
 
 def interleaves(device: torch.device) -> bool:
@@ -231,8 +231,8 @@ def convert_layer(
     for kind, parts in _projections(layer, family).items():
         own = [packed.get(f"model.layers.{index}.{part.name}") for part in parts]
         whole = [weight for weight in own if weight is not None]
-        biases = [part.linear.bias for part in parts]
-        bias = None if biases[0] is None else _fused(kind, biases, heads, share).to(dtype)
+        bias = _fused_biases(kind, parts, heads, share)
+        bias = None if bias is None else bias.to(dtype)
         if len(whole) == len(parts):
             projections[kind] = four_bit_linear(_fused_packed(kind, whole, heads), bias)
             continue
@@ -309,6 +309,17 @@ def _fused(kind: str, found: Sequence[Tensor], heads: _Heads, share: bool) -> Te
         turned = heads.queries_and_keys * heads.size
         value[:turned] = heads.reordered(value[:turned])
     return value
+
+
+def _fused_biases(kind: str, parts: Sequence[_Part], heads: _Heads, share: bool) -> Tensor | None:
+    """The biases of such linears as one, zeros for those that have none; None if none has."""
+    if all(part.linear.bias is None for part in parts):
+        return None
+    biases = []
+    for part in parts:
+        bias, weight = part.linear.bias, part.linear.weight
+        biases.append(weight.detach().new_zeros(weight.shape[0]) if bias is None else bias)
+    return _fused(kind, biases, heads, share)
 
 
 def _fused_packed(kind: str, parts: Sequence[FourBitWeight], heads: _Heads) -> FourBitWeight:

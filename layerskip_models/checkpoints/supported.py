@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from layerskip_models.checkpoints.as_built import check_as_built
 from layerskip_models.checkpoints.quantised import check_quantisation, quantisation_of
 from layerskip_models.families import FAMILIES, family_of, find_family
 from layerskip_models.families.unsupported import need_of
@@ -70,6 +71,7 @@ def check_transformers(model: Any) -> PreTrainedConfig:
         )
     _check_weights(model)
     _check_layers(model)
+    check_as_built(model, config, family_of(config))
     return config
 
 

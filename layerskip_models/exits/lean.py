@@ -15,7 +15,14 @@ from layerskip_models.exits.adapter import DRAFTED, ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Adapter
-from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, only_operators, pieces
+from layerskip_models.kernels.native_linear import (
+    MOST_ROWS,
+    NativeLinear,
+    check_rows,
+    only_operators,
+    pieces,
+    pointer,
+)
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.linear import LAYOUTS, Layout
 from layerskip_models.model import LayerSkipModel
@@ -51,7 +58,8 @@ class LeanAdapter:
         self._described: Adapter | None = None
         factors = self._norm.factors
         if isinstance(self._gate_up, NativeLinear) and isinstance(self._down, NativeLinear) and factors is not None:
-            self._described = Adapter(self._gate_up.matrix, self._down.matrix, factors.data_ptr())
+            norm = pointer("the adapter's norm", factors, torch.float32, self.hidden_size)
+            self._described = Adapter(self._gate_up.matrix, self._down.matrix, norm)
 
     @property
     def address(self) -> int | None:

@@ -1,7 +1,7 @@
 """Families of models that can be run: for each a file that says how its layers differ from Llama's.
 
 A new family whose layers are made of the same parts is a new file and a line here; `selfspec`'s tests then hold it to
-transformers (tests/families.py has a small model of each).
+transformers (tests/test_families.py draws small models of each).
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
-    SynthIDTextWatermarkLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -36,7 +35,7 @@ from policies import Policy
 from selfspec.engine import Checked, Engine
 from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
 from selfspec.integrations.live_models import generator_of
-from selfspec.request import Request, encode_prompt, refuse_fields
+from selfspec.request import Request, encode_prompt, refuse_fields, refuse_processors
 from selfspec.stats import GenerationStats
 from selfspec.stop_conditions import StopConditions
 
@@ -197,10 +196,7 @@ def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwa
             raise ValueError(_refusal(name))
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ValueError(_refusal("past_key_values"))
-    if any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
-        raise ValueError(
-            "a SynthID watermark counts the calls of its processor, which drafts would miscount: leave it out"
-        )
+    refuse_processors(processors)
 
 
 def _refusal(name: str) -> str:
