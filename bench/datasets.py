@@ -70,7 +70,7 @@ def load_prompts(path: Path | None = None) -> list[Prompt]:
         path = SHIPPED_PROMPTS / f"{path}.jsonl"
     opener = gzip.open if path.suffix == ".gz" else open
     prompts: list[Prompt] = []
-    with opener(path, "rt", encoding="utf-8") as stream:
+    with opener(path, "rt", encoding="utf-8-sig") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 prompts.append(_parse(line, f"{path}, line {number}"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import Engine, Generation
+from bench.engines.own import Engine, EngineLostError, Generation
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 
@@ -38,12 +39,15 @@ def measure(
     dtype: torch.dtype,
     write: Callable[[Mapping[str, Any]], None],
     advance: Callable[[str], None] = lambda label: None,
-) -> None:
+) -> dict[str, str]:
     """Warm every engine up on the first prompt, then `measure_prompt` each.
 
     advance: called with the engine's label after each run (`num_runs` of them).
+    Returns the engines that were lost on the way, by name, with the reason. The others were measured to the end. Raises
+    EngineLostError if the first one is lost, with which all are compared.
     """
-    warm_up(engines, prompts[0], max_new_tokens=max_new_tokens, warmups=warmups, advance=advance)
+    lost: dict[str, str] = {}
+    warm_up(engines, prompts[0], max_new_tokens=max_new_tokens, warmups=warmups, advance=advance, lost=lost)
     for number, prompt in enumerate(prompts):
         measure_prompt(
             engines,
@@ -54,7 +58,20 @@ def measure(
             write=write,
             advance=advance,
             turn=number * repeats,
+            lost=lost,
         )
+    return lost
+
+
+@contextmanager
+def _may_be_lost(engine: Engine, engines: Sequence[Engine], lost: dict[str, str] | None) -> Iterator[None]:
+    """Within it the loss of an engine is noted in `lost`; of the first one, and without `lost`, it is raised."""
+    try:
+        yield
+    except EngineLostError as error:
+        if lost is None or engine is engines[0]:
+            raise
+        lost[engine.name] = str(error)
 
 
 def warm_up(
@@ -64,11 +81,14 @@ def warm_up(
     max_new_tokens: int,
     warmups: int,
     advance: Callable[[str], None] = lambda label: None,
+    lost: dict[str, str] | None = None,
 ) -> None:
-    """Run every engine at full length, the path that is timed."""
+    """Run every engine at full length, the path that is timed. lost: as in `measure_prompt`."""
     for engine in engines:
         for _ in range(warmups):
-            engine.generate(prompt.ids, max_new_tokens)
+            if lost is None or engine.name not in lost:
+                with _may_be_lost(engine, engines, lost):
+                    engine.generate(prompt.ids, max_new_tokens)
             advance(engine.label)
 
 
@@ -84,10 +104,12 @@ def measure_prompt(
     turn: int = 0,
     sampled: bool = False,
     score: Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None] | None = None,
+    lost: dict[str, str] | None = None,
 ) -> None:
     """Time every engine on one prompt, `repeats` times, and compare their outputs (`reference_of` says with which).
 
     sampled: every repeat draws with another seed, and outputs are not compared. score: of a run's tokens, for its sample.
+    lost: engines to leave out, with the reason; those that are lost here are added. None: losing one is an error.
 
     Engines take turns, in each repeat starting with another one (the first time with number `turn`, round and round), so that
     slow drift of the machine meets all alike.
@@ -99,7 +121,13 @@ def measure_prompt(
     for repeat in range(repeats):
         for offset in range(len(engines)):
             engine = engines[(turn + repeat + offset) % len(engines)]
-            generation = engine.generate(prompt.ids, max_new_tokens, repeat)
+            generation = None
+            if lost is None or engine.name not in lost:
+                with _may_be_lost(engine, engines, lost):
+                    generation = engine.generate(prompt.ids, max_new_tokens, repeat)
+            if generation is None:
+                advance(engine.label)
+                continue
             if len(generation.tokens) != max_new_tokens:
                 raise RuntimeError(
                     f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {max_new_tokens}"
@@ -109,12 +137,22 @@ def measure_prompt(
             scores = None if score is None else score(prompt, generation.tokens)
             write(_sample(engine, prompt, repeat, generation, scores))
             advance(engine.label)
-    for engine in engines:
-        difference = None
-        reference = reference_of(engine, engines)
-        if not sampled:
+    alive = [engine for engine in engines if lost is None or engine.name not in lost]
+    for engine in alive:
+        if lost is not None and engine.name in lost:
+            continue
+        counted = None
+        with _may_be_lost(engine, engines, lost):
+            counted = engine.count(prompt.ids, max_new_tokens)
+        reference, difference = None, None
+        while not sampled and reference is None:
+            reference = reference_of(engine, [other for other in alive if lost is None or other.name not in lost])
             judged = (engine.arithmetic or dtype) if engine.weights == reference.weights else None
-            difference = compare_outputs(prompt.ids, outputs[reference.name], outputs[engine.name], reference, judged)
+            texts = outputs[reference.name], outputs[engine.name]
+            with _may_be_lost(reference, engines, lost):
+                difference = compare_outputs(prompt.ids, *texts, reference, judged)
+                break
+            reference = None  # it was lost just now: another one is asked
         write(
             {
                 "kind": "output",
@@ -122,11 +160,11 @@ def measure_prompt(
                 "prompt": prompt.id,
                 "output": _digest(outputs[engine.name]),
                 "repeats_that_differ": None if sampled else changed[engine.name],
-                "reference": None if sampled else reference.name,
+                "reference": None if reference is None else reference.name,
                 "first_difference": None if difference is None else difference.position,
                 "reference_logit_gap": None if difference is None else difference.gap,
                 "near_tie": None if difference is None else difference.near_tie,
-                "counted": engine.count(prompt.ids, max_new_tokens),
+                "counted": counted,
             }
         )
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,18 @@ import transformers
 
 import selfspec
 from layerskip_models.kernels.check import native_variant
+
+_AMD, _INTEL = "AuthenticAMD", "GenuineIntel"
+_GENERATIONS = (
+    (_AMD, 0x17, 0x00, 0x07, "Zen"), (_AMD, 0x17, 0x08, 0x08, "Zen+"), (_AMD, 0x17, 0x30, 0x7F, "Zen 2"),
+    (_AMD, 0x19, 0x00, 0x0F, "Zen 3"), (_AMD, 0x19, 0x10, 0x1F, "Zen 4"), (_AMD, 0x19, 0x20, 0x5F, "Zen 3"),
+    (_AMD, 0x19, 0x60, 0x7F, "Zen 4"), (_AMD, 0x19, 0xA0, 0xAF, "Zen 4"), (_AMD, 0x1A, 0x00, 0x4F, "Zen 5"),
+    (_INTEL, 6, 0x3F, 0x3F, "Haswell"), (_INTEL, 6, 0x4F, 0x4F, "Broadwell"),
+    (_INTEL, 6, 0x55, 0x55, "Skylake or Cascade Lake"), (_INTEL, 6, 0x6A, 0x6C, "Ice Lake"),
+    (_INTEL, 6, 0x8F, 0x8F, "Sapphire Rapids"), (_INTEL, 6, 0xCF, 0xCF, "Emerald Rapids"),
+    (_INTEL, 6, 0xAD, 0xAE, "Granite Rapids"),
+)  # fmt: skip
+"""Vendor, family, first and last model, name: of server processors, and of desktops that share their numbers."""
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -31,9 +44,9 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "llama_cpp": _llama_cpp(),
+        "llama_cpp": llama_cpp_version(),
         "os": platform.platform(),
-        "cpu": cpu_model(),
+        **processor(cpu_fields()),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "kernels": native_variant(device, dtype),
@@ -44,7 +57,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _llama_cpp() -> str | None:
+def llama_cpp_version() -> str | None:
     """Version and processor features of llama.cpp; None where it is not measured, for then it is not loaded."""
     loaded = sys.modules.get("llama_cpp")
     if loaded is None:
@@ -62,16 +75,36 @@ def public_argument(argument: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
-def cpu_model() -> str | None:
-    """The processor's name as the operating system gives it."""
+def cpu_fields() -> dict[str, str]:
+    """What Linux says of the first core, by the names of /proc/cpuinfo; nothing elsewhere."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        pass
-    return platform.processor() or None
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].split("\n"))
+    return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}
+
+
+def processor(fields: Mapping[str, str]) -> dict[str, Any]:
+    """The processor's name as the operating system gives it, and what tells its generation: virtual machines say no more in
+    the name than "AMD EPYC"."""
+    numbers = [int(fields[name]) if fields.get(name, "").isdecimal() else None for name in ("cpu family", "model")]
+    return {
+        "cpu": fields.get("model name") or platform.processor() or None,
+        "cpu_family": numbers[0],
+        "cpu_model": numbers[1],
+        "microarchitecture": microarchitecture(fields.get("vendor_id"), *numbers),
+    }
+
+
+def microarchitecture(vendor: str | None, family: int | None, model: int | None) -> str | None:
+    """The name of a generation of x86 processors; None for one that is not in the list."""
+    if family is None or model is None:
+        return None
+    for known_vendor, known_family, first, last, name in _GENERATIONS:
+        if (vendor, family) == (known_vendor, known_family) and first <= model <= last:
+            return name
+    return None
 
 
 def available_cores() -> int | None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from layerskip_models.text_files import read_lines, split_lines
 
 Line = dict[str, Any]
 KEPT = ":kept"
@@ -59,6 +62,8 @@ class RecordWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._stream is not None and self.path is not None:
+            if kind is None:
+                os.fsync(self._stream.fileno())
             self._stream.close()
             if kind is None and self._worker == 0:
                 self._part.replace(self.path)
@@ -86,6 +91,7 @@ class RecordWriter:
                 self._stream.write(json.dumps({"kind": "part", "attempt": attempt}) + "\n")
             for line in lines:
                 self.write(line)
+            os.fsync(self._stream.fileno())
             fresh.replace(self._part)  # at once: a kill in between loses nothing
         else:
             self.lines = [dict(line) for line in lines]
@@ -129,7 +135,7 @@ def _parts(path: Path) -> list[Path]:
 
 def _whole_lines(part: Path) -> list[Line]:
     lines: list[Line] = []
-    for text in part.read_text(encoding="utf-8").splitlines():
+    for text in read_lines(part):
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:
@@ -145,7 +151,7 @@ def read_record(path: Path) -> list[Line]:
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")
     try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        rows = split_lines(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     except (EOFError, zlib.error):
         raise ValueError(f"cannot read the record {path}: it is cut off or damaged") from None
     except OSError as error:
@@ -153,7 +159,7 @@ def read_record(path: Path) -> list[Line]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a record of selfspec-bench: it is not text") from None
     lines = []
-    for number, row in enumerate(text.splitlines(), start=1):
+    for number, row in enumerate(rows, start=1):
         if row.strip():
             try:
                 line = json.loads(row)

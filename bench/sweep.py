@@ -13,7 +13,7 @@ from bench.datasets import EncodedPrompt
 from bench.engines.own import SelfSpecEngine
 from bench.record import Line
 from bench.report.summary import Samples
-from layerskip_models.training.saving import write_text
+from layerskip_models.text_files import write_text
 from policies import CostModel, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement

@@ -13,6 +13,12 @@ from selfspec.defaults import fixed_policy
 RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
 
 
+@pytest.fixture(autouse=True)
+def forked_peers(monkeypatch):
+    """They have imported everything already."""
+    monkeypatch.setattr("bench.commands.peers_command.START_METHOD", "fork")
+
+
 def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 

@@ -12,19 +12,6 @@ from transformers.utils import logging
 
 from bench.commands.attention_command import attention
 from bench.commands.batch_command import batch
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    LlamaCppOption,
-    ModelOption,
-    NewTokensOption,
-    NumSamplesOption,
-    OutputOption,
-    PromptsOption,
-    PromptTokensOption,
-    RepeatsOption,
-    WarmupsOption,
-)
 from bench.commands.busy_command import busy
 from bench.commands.context_command import context
 from bench.commands.copy_index_command import copy_index
@@ -34,20 +21,7 @@ from bench.commands.exit_adapters_command import exit_adapters
 from bench.commands.exit_losses_command import exit_losses
 from bench.commands.leaves_command import leaves
 from bench.commands.overlap_command import overlap
-from bench.commands.preparation import (
-    configuration,
-    encoded,
-    exit_if_outputs_differ,
-    llama_cpp_engines,
-    llama_cpp_kinds,
-    load_network,
-    num_layers_of,
-    open_tokenizer,
-    progress,
-    recording,
-    show,
-    transformers_engines,
-)
+from bench.commands.peers_command import peers
 from bench.commands.ranks_command import ranks
 from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
@@ -56,21 +30,13 @@ from bench.commands.shapes_command import shapes
 from bench.commands.soak_command import soak
 from bench.commands.stages_command import stages
 from bench.commands.sweep_command import sweep
-from bench.engines.own import Engine, SelfSpecEngine
-from bench.measure import measure, num_runs
-from bench.provenance import provenance
-from bench.record import RecordWriter, read_record, record_name, showing
+from bench.record import read_record, record_name, showing
 from bench.report.compare_records import compare_records
 from bench.report.markdown import fill_markers, markdown
 from bench.report.reading_tables import reading_tables
 from bench.report.table import print_tables
 from bench.traces.readings import SEGMENT
-from layerskip_models import DEMO_PATH, from_transformers
-from layerskip_models.linear import Layout
-from policies import FixedExit, RoundContext, parse_policy
-from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import checked_output_file, one_line_errors
-from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 
 app = typer.Typer(
     help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",
@@ -79,6 +45,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(run)
+app.command()(peers)
 app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
@@ -99,81 +66,6 @@ app.command()(stages)
 app.command()(ranks)
 app.command()(copy_index)
 app.command()(exit_adapters)
-
-
-@app.command()
-def peers(
-    model: ModelOption = None,
-    policy: Annotated[
-        str | None, typer.Option(help='Fixed setting "ls:E-G". Default: the checkpoint\'s best known.')
-    ] = None,
-    prompts: PromptsOption = None,
-    num_samples: NumSamplesOption = 4,
-    prompt_tokens: PromptTokensOption = 320,
-    max_new_tokens: NewTokensOption = 128,
-    repeats: RepeatsOption = 5,
-    warmups: WarmupsOption = 2,
-    dtype: DtypeOption = "float32",
-    int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
-    int4: Annotated[bool, typer.Option("--int4", help="Run selfspec with weights in 4 bits, too.")] = False,
-    llama_cpp: LlamaCppOption = None,
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
-) -> None:
-    """selfspec against transformers' generate and assistant_early_exit, and llama.cpp: same weights, one alternating run,
-    greedy.
-
-    Outputs are compared with those of selfspec without speculation. Ends with status 1 if one differs by more than a
-    near-tie. Weights rounded to 8 or 4 bits are another model: their outputs are compared, but a difference is no fault.
-    """
-    with one_line_errors():
-        checkpoint = str(model or DEMO_PATH)
-        num_layers = num_layers_of(checkpoint)
-        policy_name = policy or fixed_policy(checkpoint, num_layers)
-        exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
-        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
-        kinds = llama_cpp_kinds(llama_cpp or [], device)
-        network = load_network(checkpoint, dtype, device)
-        generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
-        # The first engine is the one whose outputs are compared with.
-        engines: list[Engine] = [SelfSpecEngine(generator, name) for name in ("ar", policy_name, DEFAULT_POLICY)]
-        asked: dict[Layout, bool] = {"int8": int8, "int4": int4}
-        for layout in (name for name, wanted in asked.items() if wanted):
-            rounded = SelfSpecGenerator(from_transformers(network, layout=layout), prefix_cache=0)
-            engines += [SelfSpecEngine(rounded, name, weights=layout) for name in ("ar", DEFAULT_POLICY)]
-        longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
-        engines += llama_cpp_engines(network, kinds, longest)
-        engines += transformers_engines(network, exit_layer, num_speculations)
-    description = {
-        "kind": "run",
-        "command": "peers",
-        "configuration": {
-            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
-            "policy": policy_name,
-            "runner": generator.runner,
-            "num_layers": num_layers,
-            "attention": network.config._attn_implementation,
-            "parameters": sum(parameter.numel() for parameter in network.parameters()),
-        },
-        "engines": {engine.name: engine.label for engine in engines},
-        "provenance": provenance(network.device, network.dtype),
-    }
-    total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
-    with recording(RecordWriter(output)) as record:
-        record.write(description)
-        with progress(total) as advance:
-            measure(
-                engines,
-                samples,
-                max_new_tokens=max_new_tokens,
-                repeats=repeats,
-                warmups=warmups,
-                dtype=network.dtype,
-                write=record.write,
-                advance=advance,
-            )
-    show(record.lines)
-    exit_if_outputs_differ(record.lines)
 
 
 @app.command()
@@ -268,12 +160,3 @@ def main() -> None:
     logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends what was started, too
     app()
-
-
-def _fixed_setting(policy: str, num_layers: int) -> tuple[int, int]:
-    """(exit layer, length) of an "ls:E-G" policy. Raises ValueError for any other."""
-    exit_policy = parse_policy(policy, num_layers=num_layers).exit
-    plan = exit_policy.plan(RoundContext(round_index=0, num_committed=1, remaining_tokens=1))
-    if not isinstance(exit_policy, FixedExit) or plan.exit_layer is None:
-        raise ValueError(f'--policy must be a fixed setting such as "ls:3-6", got {policy!r}')
-    return plan.exit_layer, plan.max_speculations

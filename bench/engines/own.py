@@ -66,6 +66,17 @@ class Sampling:
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
 
+class EngineLostError(RuntimeError):
+    """An engine in a process of its own crashed, raised or did not answer. The others can go on.
+
+    mistake: what it said of a value that the user gave, if that was why.
+    """
+
+    def __init__(self, message: str, mistake: str | None = None) -> None:
+        super().__init__(message)
+        self.mistake = mistake
+
+
 class Engine(Protocol):
     """Something that continues token ids. name: short and unique; label: for tables.
 

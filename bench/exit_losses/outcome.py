@@ -14,11 +14,11 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from bench.exit_losses.study import OWN_TEXT_PROMPT, Study
 from bench.record import Line
+from layerskip_models.text_files import write_text
 from layerskip_models.training.documents import parse_data_source, split_sources
 from layerskip_models.training.evaluation import greedy_continuations, is_looping
 from layerskip_models.training.loop import train
 from layerskip_models.training.recipe import exit_hidden_states
-from layerskip_models.training.saving import write_text
 from layerskip_models.training.training_config import TrainingConfig
 
 _ROWS = 8

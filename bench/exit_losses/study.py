@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+from layerskip_models.text_files import write_text
 from layerskip_models.training.accepted_length import ARMS
 from layerskip_models.training.documents import END_OF_TEXT, parse_data_source, split_sources
-from layerskip_models.training.saving import write_text
 from layerskip_models.training.training_config import TrainingConfig
 
 OWN_TEXT_PROMPT = 32

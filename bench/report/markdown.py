@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from bench.record import KEPT, Line
 from bench.report.at_exit_layer import exit_layer_tables
@@ -166,6 +167,7 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "command": f"`{where['command']}`",
         "machine": f"{device}{where['cpu']}, {counted(where['cores'], 'core')}, "
         f"{counted(where['threads'], 'thread')}, {where['ram_gib']} GiB",
+        **_processor(where),
         "dtype": where["dtype"],
         "numbers": "one run each" if configuration["repeats"] == 1 else f"Medians of {repeats}{spread}",
         "date": where["time"],
@@ -175,7 +177,19 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "load average before": str(where["load_average"]),
         "weights, prompts": f"{configuration['weights_digest'] or 'made from a seed'}, {configuration['prompts_digest']}",
     }
+    lost = [line for line in lines if line["kind"] == "lost"]
+    if lost:
+        rows["left out"] = "; ".join(f"{line['label']} ({line['reason']})" for line in lost)
     return Table(name="machine", title="", columns=("", ""), rows=tuple(rows.items()), prose=True)
+
+
+def _processor(where: Mapping[str, Any]) -> dict[str, str]:
+    """What newer records say of the processor's generation and of the kernels for it."""
+    if where.get("cpu_family") is None:
+        return {}
+    name, kernels = where["microarchitecture"], where["kernels"] or "none"
+    numbers = f"family {where['cpu_family']}, model {where['cpu_model']}"
+    return {"processor": f"{f'{name} ({numbers})' if name else numbers}; kernels: {kernels}"}
 
 
 def fill_markers(document: str, records: Mapping[str, Sequence[Line]], plots: Mapping[str, Plots] | None = None) -> str:

@@ -52,8 +52,12 @@ class Exchange:
     def complete(self) -> None:
         """Send the own part, and wait for the others'."""
         sending = [self._group.send(self._sent, other, 0) for other, _ in self._others]
-        for work in (*self._arriving, *sending):
-            work.wait()
+        for (other, _), arriving, sent in zip(self._others, self._arriving, sending):
+            try:
+                arriving.wait()
+                sent.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {other}: {error}") from error
 
 
 def _exchange(part: Tensor) -> Tensor:

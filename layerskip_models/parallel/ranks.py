@@ -22,6 +22,7 @@ from layerskip_models.parallel.collectives import gather, sum_in_place
 
 TIMEOUT_SECONDS = 120.0
 """How long a rank waits for the others, unless SELFSPEC_RANK_TIMEOUT says otherwise."""
+_ANY_TIME = timedelta(days=365)
 SMALL = 1 << 16  # bytes up to which parts are gathered and summed here: fewer steps than a ring's sum takes
 _Value = TypeVar("_Value")
 
@@ -68,8 +69,12 @@ class Ranks:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.timeout = timeout_seconds()
         self.waiting_seconds = 0.0
-        # For what may take long, since somebody types it or a client sends it: here only an end of a process is an error.
-        self._patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        # For what may take long, since files are read or prompts are shared out: here only an end of a process is an error.
+        self._patient = dist.new_group(backend="gloo", timeout=_ANY_TIME)
+        # For what rank 0 says when somebody has typed it or a client has sent it. The others wait for that as long as it
+        # takes. Rank 0 does not wait for them: they are to listen already.
+        patience = timedelta(seconds=self.timeout) if self.rank == 0 else _ANY_TIME
+        self._from_first = dist.new_group(backend="gloo", timeout=patience)
 
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
@@ -132,7 +137,10 @@ class Ranks:
         return found
 
     def from_first(self, make: Callable[[], _Value]) -> _Value:
-        """What `make` returns on rank 0, which alone calls it; what it raises there is raised on every rank."""
+        """What `make` returns on rank 0, which alone calls it; what it raises there is raised on every rank.
+
+        It may take as long as it likes. The others must be here by `timeout` after it has ended.
+        """
         error: Exception | None = None
         found: list[Any] = [None, None]
         if self.rank == 0:
@@ -142,7 +150,7 @@ class Ranks:
             except Exception as raised:
                 error, found = raised, [None, (type(raised), str(raised))]
         with self.told():
-            dist.broadcast_object_list(found, src=0, group=self._patient, device=torch.device("cpu"))
+            dist.broadcast_object_list(found, src=0, group=self._from_first, device=torch.device("cpu"))
         if error is not None:
             raise error
         if found[1] is not None:
@@ -153,7 +161,7 @@ class Ranks:
     @contextmanager
     def told(self) -> Iterator[None]:
         """Within it an error of torch.distributed is a RankError."""
-        with _told(self.rank, f"another process ended, or did not answer within {self.timeout:.0f} seconds"):
+        with _told(self.rank, f"another process ended, or did not answer within {self.timeout:g} seconds"):
             yield
 
 

@@ -70,10 +70,10 @@ def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Ite
     if not _is_text(path):
         raise ValueError(f"data must be .txt, .txt.gz or .py files, or folders of them; got {str(path)!r}")
     if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8", newline="") as stream:
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as stream:
             text = stream.read()
     else:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     text = text.replace("\r\n", "\n")
     documents = [text] if path.suffix == ".py" else text.split(f"\n{END_OF_TEXT}\n")
     for document in documents:

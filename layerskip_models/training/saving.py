@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from layerskip_models.text_files import read_lines, write_text
+
 PREFIX = "step-"
 
 
@@ -39,13 +41,6 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint after `step` steps lies."""
     return folder / f"{PREFIX}{step:08d}"
@@ -68,7 +63,7 @@ def rewind_log(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_lines(path):
         try:
             record: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models.output_paths import output_folder
+from layerskip_models.text_files import write_text
 from layerskip_models.training import documents as training_data
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
@@ -64,7 +65,7 @@ def claim_output_dir(
         if changed and not any((output_dir / name).exists() for name in results):
             for name in preparation:
                 _delete(output_dir / name)
-            checkpoints.write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
+            write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
         elif changed:
             raise ValueError(
                 f"output_dir {config.output_dir!r} holds a run with another {', '.join(changed)}:"
@@ -74,7 +75,7 @@ def claim_output_dir(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"output_dir {config.output_dir!r} exists and holds no training run: choose another")
     output_folder(output_dir)
-    checkpoints.write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
+    write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
 
 
 def _delete(path: Path) -> None:

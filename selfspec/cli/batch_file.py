@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from layerskip_models.text_files import read_lines, write_text
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
@@ -56,7 +57,7 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
     options: the command's. copy_texts: what drafts of all lines may be copied from. Raises ValueError that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_lines(path)
     except FileNotFoundError:
         raise FileNotFoundError(f'no file {path}: give JSON lines such as {{"prompt": "Once upon a time"}}') from None
     found = []
@@ -104,7 +105,7 @@ def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, s
     """
     wanted = {line.id: line.key for line in prompts}
     found: dict[str | int, str] = {}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = read_lines(path) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
@@ -118,10 +119,14 @@ def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, s
 
 
 def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
-    """Ids of complete results; other lines are taken out of the file. Raises ValueError as `complete_results` does."""
+    """Ids of complete results; other lines are taken out of the file, which is replaced whole or not at all.
+
+    Raises ValueError as `complete_results` does.
+    """
     found = complete_results(path, prompts)
-    if path.exists():
-        path.write_text("".join(f"{line}\n" for line in found.values()), encoding="utf-8")
+    kept = "".join(f"{line}\n" for line in found.values())
+    if path.is_file() and path.read_bytes() != kept.encode():
+        write_text(path, kept)
     return set(found)
 
 

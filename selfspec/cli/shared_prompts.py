@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from layerskip_models.parallel.ranks import Ranks
+from layerskip_models.text_files import read_lines, write_text
 from selfspec import SelfSpecGenerator
 from selfspec.cli.batch_file import PromptLine, complete_results, generate_file
 from selfspec.copying.copy_index import CopyStore
@@ -45,9 +46,7 @@ def generate_shared(
     if ranks.rank == 0:
         together = {key: line for _, lines in parts for key, line in lines.items()}
         written = "".join(f"{together[line.id]}\n" for line in prompts if line.id in together)
-        whole = output.with_name(f"{output.name}.new")
-        whole.write_text(written, encoding="utf-8")
-        whole.replace(output)
+        write_text(output, written)
     ranks.collect(None)  # nobody's part goes before all are in the output
     for part in _parts(output):
         part.unlink(missing_ok=True)
@@ -65,7 +64,7 @@ def _parts(output: Path) -> list[Path]:
 def _lines(path: Path) -> dict[str | int, str]:
     """By id, those that are whole."""
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in read_lines(path) if path.exists() else []:
         with suppress(json.JSONDecodeError):
             found[json.loads(line)["id"]] = line
     return found

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
@@ -15,16 +15,24 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.exits import folder as exits
 from policies import MeasuredCost, parse_policy
 from selfspec import __version__
 from selfspec.defaults import DEFAULT_POLICY, SETTINGS_FILE
+from selfspec.pacer import network as pacer
 
-WEIGHTS = ("*.safetensors",)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES = (
-    "config.json", "generation_config.json", "*.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "LICENSE*", SETTINGS_FILE, "pacer/*",
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "chat_template*", "LICENSE*", "NOTICE*", SETTINGS_FILE,
 )  # fmt: skip
-"""What belongs to a checkpoint besides its weights; its README is read for the card."""
+"""What may lie in a checkpoint's folder itself besides its weights. Its README is read for the card."""
+IN_FOLDERS = (
+    f"{exits.FOLDER}/{exits.CONFIG_FILE}", f"{exits.FOLDER}/{exits.WEIGHTS_FILE}", f"{exits.FOLDER}/README.md",
+    f"{pacer.FOLDER}/{pacer.CONFIG_FILE}", f"{pacer.FOLDER}/{pacer.WEIGHTS_FILE}", f"{pacer.FOLDER}/README.md",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+"""What belongs to it in folders of its own: exit adapters, a pre-verifier, further templates."""
 
 GENERATE = '''\
 """transformers runs this instead of `model.generate`: self-speculative decoding with selfspec."""
@@ -68,6 +76,8 @@ def export_hub(
 ) -> Path:
     """Write a folder that transformers decodes from with selfspec.
 
+    Exit adapters and a pre-verifier that lie beside the checkpoint come along. Nothing else of its folder does that is not
+    part of a checkpoint.
     name_or_path: a hub name or a checkpoint's folder. folder: made here; it must be empty if it exists.
     policy: the name of the policy for calls that name none. link: make links to the weights instead of copies.
     Returns the folder. Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a
@@ -82,26 +92,53 @@ def export_hub(
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: give a new folder")
     source = Path(name)
-    if not source.is_dir():
-        with clear_errors(name):
-            source = Path(snapshot_download(name, allow_patterns=[*WEIGHTS, *FILES, "README.md"]))
+    with clear_errors(name):
+        if not source.is_dir():
+            source = _downloaded(name)
+        weights = _weight_files(source)
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
-        relative = path.relative_to(source)
-        is_weight = any(fnmatch(str(relative), pattern) for pattern in WEIGHTS)
-        if not is_weight and not any(fnmatch(str(relative), pattern) for pattern in FILES):
-            continue
-        (target / relative).parent.mkdir(parents=True, exist_ok=True)
-        if link and is_weight:
-            (target / relative).symlink_to(path.resolve())
+    found = {path for pattern in (*FILES, *IN_FOLDERS) for path in source.glob(pattern) if path.is_file()}
+    for path in sorted({*found, *(source / weight for weight in weights)}):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if link and path.name in weights and path.suffix == ".safetensors" and path.parent == source:
+            copy.symlink_to(path.resolve())
         else:
-            shutil.copyfile(path, target / relative)
+            shutil.copyfile(path, copy)
     code = target / "custom_generate"
     code.mkdir()
     (code / "generate.py").write_text(GENERATE.format(policy=policy), encoding="utf-8")
     (code / "requirements.txt").write_text(f"selfspec>={__version__}\n", encoding="utf-8")
     (target / "README.md").write_text(_card(name, source, policy), encoding="utf-8")
     return target
+
+
+def _downloaded(name: str) -> Path:
+    """The folder in the local cache with what belongs to a checkpoint of the hub, and nothing else of its repository."""
+    snapshot_download(name, allow_patterns=[*FILES, INDEX, "README.md"], ignore_patterns=["*/*"])
+    folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
+    weights = [WEIGHTS] if not (folder / INDEX).is_file() else [WEIGHTS, *_shards(folder)]
+    return Path(snapshot_download(name, allow_patterns=weights, ignore_patterns=["*/*"]))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the files that hold the weights, the index among them. Raises FileNotFoundError if one is missing."""
+    names = [WEIGHTS] if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file() else [INDEX, *_shards(folder)]
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: copy or download the checkpoint again")
+    return names
+
+
+def _shards(folder: Path) -> list[str]:
+    """Raises OSError for an index that cannot be read."""
+    try:
+        shards = {str(name) for name in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OSError(f"{folder / INDEX} is damaged ({error}): copy or download it again") from error
+    if wrong := sorted(name for name in shards if Path(name).name != name):
+        raise OSError(f"{folder / INDEX} names {wrong[0]}, which is not a file beside it")
+    return sorted(shards)
 
 
 def _check_policy(policy: str, num_layers: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
+from selfspec.request import check_ids
 from selfspec.runtime.torch_mode import engine_mode
 
 _ROWS = 64  # whose logits are computed at a time
@@ -35,6 +36,7 @@ def continuation_scores(
             if cache.length:
                 cache.roll_back(len(context) - 1)
             text = torch.tensor([*context, *continuation], dtype=torch.long, device=model.device)
+            check_ids(text, model.vocab_size, from_tokenizer=True)
             scores.append(_score(model, cache, text, len(context)))
     return scores
 

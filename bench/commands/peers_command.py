@@ -1,0 +1,211 @@
+"""`selfspec-bench peers`: selfspec, transformers and llama.cpp on the same weights, each in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from bench.commands.bench_options import (
+    DeviceOption,
+    DtypeOption,
+    LlamaCppOption,
+    ModelOption,
+    NewTokensOption,
+    NumSamplesOption,
+    OutputOption,
+    PromptsOption,
+    PromptTokensOption,
+    RepeatsOption,
+    WarmupsOption,
+)
+from bench.commands.preparation import (
+    configuration,
+    encoded,
+    exit_if_outputs_differ,
+    llama_cpp_engines,
+    llama_cpp_kinds,
+    load_network,
+    num_layers_of,
+    open_tokenizer,
+    progress,
+    recording,
+    show,
+    transformers_engines,
+)
+from bench.engines.own import Engine, EngineLostError, SelfSpecEngine
+from bench.engines.peer_process import Peer, PeerProcess, StartMethod
+from bench.measure import measure, num_runs
+from bench.provenance import llama_cpp_version, provenance
+from bench.record import Line, RecordWriter
+from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models.linear import Layout
+from policies import FixedExit, RoundContext, parse_policy
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import one_line_errors
+from selfspec.defaults import DEFAULT_POLICY, fixed_policy
+
+START_METHOD: StartMethod = "spawn"
+
+
+def peers(
+    model: ModelOption = None,
+    policy: Annotated[
+        str | None, typer.Option(help='Fixed setting "ls:E-G". Default: the checkpoint\'s best known.')
+    ] = None,
+    prompts: PromptsOption = None,
+    num_samples: NumSamplesOption = 4,
+    prompt_tokens: PromptTokensOption = 320,
+    max_new_tokens: NewTokensOption = 128,
+    repeats: RepeatsOption = 5,
+    warmups: WarmupsOption = 2,
+    dtype: DtypeOption = "float32",
+    int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
+    int4: Annotated[bool, typer.Option("--int4", help="Run selfspec with weights in 4 bits, too.")] = False,
+    llama_cpp: LlamaCppOption = None,
+    peer_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
+    ] = 600,
+    device: DeviceOption = "auto",
+    output: OutputOption = None,
+) -> None:
+    """selfspec against transformers' generate and assistant_early_exit, and llama.cpp: same weights, one alternating run,
+    greedy.
+
+    Each of them runs in a process of its own and holds the weights itself (so does selfspec for 8 and for 4 bits, and
+    llama.cpp for each kind). One that crashes or hangs is left out with a message, and the others go on. Outputs are compared
+    with those of selfspec without speculation. Ends with status 1 if one differs by more than a near-tie. Weights rounded to
+    8 or 4 bits are another model: their outputs are compared, but a difference is no fault.
+    """
+    with one_line_errors(), _loss_in_one_line(), ExitStack() as running:
+        checkpoint = str(model or DEMO_PATH)
+        num_layers = num_layers_of(checkpoint)
+        policy_name = policy or fixed_policy(checkpoint, num_layers)
+        exit_layer, num_speculations = _fixed_setting(policy_name, num_layers)
+        samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
+        kinds = llama_cpp_kinds(llama_cpp or [], device)
+        weights = (checkpoint, dtype, device)
+        longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
+        ours = PeerProcess(
+            "selfspec",
+            partial(own_peer, *weights, ("ar", policy_name, DEFAULT_POLICY)),
+            timeout=peer_timeout,
+            start_method=START_METHOD,
+        )
+        started = [running.enter_context(ours)]
+        others: dict[str, Callable[[], Peer]] = {}
+        asked: dict[Layout, bool] = {"int8": int8, "int4": int4}
+        for layout in (name for name, wanted in asked.items() if wanted):
+            others[f"selfspec {layout}"] = partial(own_peer, *weights, ("ar", DEFAULT_POLICY), layout)
+        for kind in kinds:
+            others[f"llama.cpp {kind}"] = partial(llama_cpp_peer, *weights, kind, longest)
+        others["transformers"] = partial(transformers_peer, *weights, exit_layer, num_speculations)
+        missing: dict[str, str] = {}
+        for name, make in others.items():
+            try:
+                peer = PeerProcess(name, make, timeout=peer_timeout, start_method=START_METHOD)
+            except EngineLostError as error:
+                missing[name] = str(error)
+                continue
+            started.append(running.enter_context(peer))
+        engines = [engine for peer in started for engine in peer.engines]
+        found = ours.about["provenance"]
+        versions = [peer.about["llama_cpp"] for peer in started if "llama_cpp" in peer.about]
+        description = {
+            "kind": "run",
+            "command": "peers",
+            "configuration": {
+                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+                "policy": policy_name,
+                "num_layers": num_layers,
+                **ours.about["configuration"],
+            },
+            "engines": {engine.name: engine.label for engine in engines},
+            "provenance": {**found, "llama_cpp": next(iter(versions), found["llama_cpp"])},
+        }
+        total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
+        with recording(RecordWriter(output)) as record:
+            record.write(description)
+            with progress(total) as advance:
+                lost = measure(
+                    engines,
+                    samples,
+                    max_new_tokens=max_new_tokens,
+                    repeats=repeats,
+                    warmups=warmups,
+                    dtype=ours.about["dtype"],
+                    write=record.write,
+                    advance=advance,
+                )
+            if missing or lost:
+                record.complete(without_lost(record.lines, missing, lost))
+    show(record.lines)
+    for message in dict.fromkeys([*missing.values(), *lost.values()]):
+        typer.echo(f"left out: {message}", err=True)
+    exit_if_outputs_differ(record.lines)
+
+
+@contextmanager
+def _loss_in_one_line() -> Iterator[None]:
+    """Without our own engine there is nothing to compare with."""
+    try:
+        yield
+    except EngineLostError as error:
+        if error.mistake is not None:
+            raise ValueError(error.mistake) from None
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def without_lost(lines: Sequence[Line], missing: Mapping[str, str], lost: Mapping[str, str]) -> list[Line]:
+    """The record without engines that were lost, of which not all runs are there; each has a line that says why.
+
+    missing: peers that never began, by name.
+    """
+    first, *rest = lines
+    run = {**first, "engines": {name: label for name, label in first["engines"].items() if name not in lost}}
+    labels = {**{name: name for name in missing}, **{name: first["engines"][name] for name in lost}}
+    reasons = {**missing, **lost}
+    told = [{"kind": "lost", "engine": name, "label": labels[name], "reason": why} for name, why in reasons.items()]
+    return [run, *told, *(line for line in rest if line.get("engine") not in lost)]
+
+
+def own_peer(checkpoint: str, dtype: str, device: str, policies: Sequence[str], layout: Layout | None = None) -> Peer:
+    """selfspec with these policies. layout: of rounded weights."""
+    network = load_network(checkpoint, dtype, device)
+    about: dict[str, Any] = {
+        "provenance": provenance(network.device, network.dtype),
+        "dtype": network.dtype,
+        "configuration": {
+            "attention": network.config._attn_implementation,
+            "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        },
+    }
+    options: dict[str, Any] = {} if layout is None else {"layout": layout}
+    generator = SelfSpecGenerator(from_transformers(network, release=True, **options), prefix_cache=0)
+    about["configuration"]["runner"] = generator.runner
+    return Peer(engines=[SelfSpecEngine(generator, name, weights=layout) for name in policies], about=about)
+
+
+def llama_cpp_peer(checkpoint: str, dtype: str, device: str, kind: str, max_tokens: int) -> Peer:
+    """llama.cpp on the weights as this kind. max_tokens: of a prompt and its continuation."""
+    engines = llama_cpp_engines(load_network(checkpoint, dtype, device), [kind], max_tokens)
+    return Peer(engines=engines, about={"llama_cpp": llama_cpp_version()})
+
+
+def transformers_peer(checkpoint: str, dtype: str, device: str, exit_layer: int, num_speculations: int) -> Peer:
+    """transformers' own decoding."""
+    engines: list[Engine] = transformers_engines(load_network(checkpoint, dtype, device), exit_layer, num_speculations)
+    return Peer(engines=engines)
+
+
+def _fixed_setting(policy: str, num_layers: int) -> tuple[int, int]:
+    """(exit layer, length) of an "ls:E-G" policy. Raises ValueError for any other."""
+    exit_policy = parse_policy(policy, num_layers=num_layers).exit
+    plan = exit_policy.plan(RoundContext(round_index=0, num_committed=1, remaining_tokens=1))
+    if not isinstance(exit_policy, FixedExit) or plan.exit_layer is None:
+        raise ValueError(f'--policy must be a fixed setting such as "ls:3-6", got {policy!r}')
+    return plan.exit_layer, plan.max_speculations

@@ -1,0 +1,193 @@
+"""An engine in a process of its own: what it does to its process (a crash, threads, matrix tiles) touches nobody else.
+
+The child makes the engines of one peer and answers one call at a time over a pipe. It measures by its own clock, so what
+passes through the pipe is in no number. What it prints goes to a file, whose last line is told if it ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from bench.engines.own import Engine, EngineLostError, Generation
+
+StartMethod = Literal["spawn", "fork"]
+_ENDING_SECONDS = 5.0
+_SHOWN = 300  # characters of a last line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What a child makes: engines that share one copy of the weights. about: what the parent is to know of them."""
+
+    engines: list[Engine]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    name: str
+    label: str
+    weights: str | None
+    arithmetic: torch.dtype | None
+
+
+class PeerProcess:
+    """A running child. Used with `with`.
+
+    name: of the peer, for messages. make: called in the child; it must be possible to pickle. timeout: seconds that one
+    answer may take. start_method: "fork" only where nothing runs in other threads.
+    Raises EngineLostError if the peer cannot be made.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], Peer], *, timeout: float, start_method: StartMethod = "spawn"
+    ) -> None:
+        self._name, self._timeout = name, timeout
+        self._lost: str | None = None
+        handle, self._path = tempfile.mkstemp()
+        os.close(handle)
+        context = multiprocessing.get_context(start_method)
+        self._pipe, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=_serve, args=(theirs, self._pipe, self._path, make), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        try:
+            described, self.about = self._answer()
+        except EngineLostError:
+            self.close()
+            raise
+        self.engines: list[Engine] = [_Engine(self, number, one) for number, one in enumerate(described)]
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child."""
+        self._pipe.close()  # it then ends by itself
+        self._process.join(_ENDING_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        Path(self._path).unlink(missing_ok=True)
+
+    def call(self, engine: int, method: str, *arguments: Any) -> Any:
+        """What a method of one of the engines returns. Raises EngineLostError if there is no answer."""
+        if self._lost is not None:
+            raise EngineLostError(self._lost)
+        with suppress(OSError):  # it has ended: `_answer` says how
+            self._pipe.send((engine, method, arguments))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            if not self._pipe.poll(self._timeout):
+                self._process.kill()
+                raise self._gone(f"it did not answer within {self._timeout:g} seconds")
+            worked, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._gone(None) from None
+        if not worked:
+            self._process.kill()
+            kind, message, mistaken = value
+            raise self._gone(f"{kind}: {message}", message if mistaken else None)
+        return value
+
+    def _gone(self, why: str | None, mistake: str | None = None) -> EngineLostError:
+        self._process.join(_ENDING_SECONDS)
+        if why is None:
+            why = _ending(self._process.exitcode)
+            if last := self._last_line():
+                why += f" ({last})"
+        self._lost = f"{self._name} is lost: {why}"
+        return EngineLostError(self._lost, mistake)
+
+    def _last_line(self) -> str:
+        lines = Path(self._path).read_bytes().decode(errors="replace").replace("\r", "\n").split("\n")
+        return next((line.strip()[-_SHOWN:] for line in reversed(lines) if line.strip()), "")
+
+
+class _Engine:
+    """An engine as the parent sees it."""
+
+    def __init__(self, process: PeerProcess, number: int, described: _Described) -> None:
+        self._process, self._number = process, number
+        self.name, self.label = described.name, described.label
+        self.weights, self.arithmetic = described.weights, described.arithmetic
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """See `Engine`."""
+        generation: Generation = self._call("generate", prompt.tolist(), max_new_tokens, repeat)
+        return generation
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """See `Engine`."""
+        self._call("generate_afresh", prompt.tolist(), max_new_tokens)
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
+        """See `Engine`."""
+        counted: Mapping[str, float | int | None] | None = self._call("count", prompt.tolist(), max_new_tokens)
+        return counted
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """See `Engine`."""
+        return torch.tensor(self._call("next_logits", ids.tolist()), dtype=torch.float64)  # which holds any dtype's
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._process.call(self._number, method, *arguments)
+
+
+def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], Peer]) -> None:
+    """The child's life: until the parent closes the pipe."""
+    parents.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    said = os.open(path, os.O_WRONLY | os.O_APPEND)
+    sys.stdout.flush()
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        peer = make()
+        described = [_Described(one.name, one.label, one.weights, one.arithmetic) for one in peer.engines]
+        pipe.send((True, (described, dict(peer.about))))
+        while True:
+            number, method, (first, *others) = pipe.recv()
+            value = getattr(peer.engines[number], method)(torch.tensor(first, dtype=torch.long), *others)
+            pipe.send((True, value.tolist() if isinstance(value, Tensor) else value))
+    except (EOFError, BrokenPipeError):
+        return
+    except BaseException as error:
+        mistaken = isinstance(error, (ValueError, TypeError, OSError))  # as the command line tells them apart
+        pipe.send((False, (type(error).__name__, " ".join(str(error).split()), mistaken)))
+        raise
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        try:
+            return f"it was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"it was ended by signal {-code}"
+    return f"it ended with status {code}"

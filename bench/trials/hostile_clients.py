@@ -1,0 +1,195 @@
+"""A server of which a third of the clients are hostile. The others must get their texts, in time.
+
+    python -m bench.trials.hostile_clients --minutes 30
+
+It starts a server of the demo model on 127.0.0.1 and ends with status 1 if a text of the others is not the one that the same
+request gives alone, if one of them waits longer for its first token than allowed, if a hostile request is answered with an
+error of the server's own or with another's secret, if the server's memory grows, or if the server ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from bench.engines.servers import Server, selfspec_server
+from bench.trials.hostile_requests import (
+    guesser,
+    half_a_request,
+    hang_up,
+    malformed_body,
+    other_page,
+    policy_bomb,
+    schema_bomb,
+    slow_reader,
+    too_many,
+    wrong_types,
+)
+from bench.trials.serving_soak import MOST_RSS, PROMPTS, Asked, expected_answers
+from layerskip_models import DEMO_PATH
+
+ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
+    malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
+    guesser(PROMPTS),
+)  # fmt: skip
+OPTIONS = ("--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64")
+_MOST_FAILURES = 20
+_PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
+_REQUEST_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class HostileReport:
+    """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. *_rss: of the server, bytes."""
+
+    exact: int = 0
+    waits: list[float] = field(default_factory=list)
+    attacks: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    warm_rss: int = 0
+    end_rss: int = 0
+
+    @property
+    def slowest(self) -> float:
+        """Seconds to the first token."""
+        return max(self.waits, default=0.0)
+
+
+class HostileTrial:
+    """clients: how many at the same time, a third of them hostile. seed: random seed of all choices."""
+
+    def __init__(self, *, clients: int, seed: int, asked: Sequence[Asked]) -> None:
+        self.report = HostileReport()
+        self._hostile = max(1, clients // 3)
+        self._honest, self._seed, self._asked = max(1, clients - self._hostile), seed, asked
+        self._lock = threading.Lock()
+
+    def run(self, server: Server, seconds: float, advance: Callable[[str], object] = lambda text: None) -> None:
+        """All clients at once, for so long; advance: about once a second."""
+        end = time.monotonic() + seconds
+        works = [self._honest_client] * self._honest + [self._hostile_client] * self._hostile
+        threads = [
+            threading.Thread(target=work, args=(server, Random(f"{self._seed} {index} {seconds}"), end))
+            for index, work in enumerate(works)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(1.0)
+                report = self.report
+                advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {report.attacks.total()} attacks")
+
+    def _failed(self, text: str) -> None:
+        with self._lock:
+            self.report.failures.append(text)
+
+    def _goes_on(self, end: float) -> bool:
+        return time.monotonic() < end and len(self.report.failures) < _MOST_FAILURES
+
+    def _hostile_client(self, server: Server, random: Random, end: float) -> None:
+        while self._goes_on(end):
+            attack = random.choice(ATTACKS)
+            try:
+                attack(server, random)
+            except Exception:
+                self._failed(f"{attack.__name__}: {traceback.format_exc()}")
+            with self._lock:
+                self.report.attacks[attack.__name__] += 1
+            time.sleep(random.random() * _PAUSE_SECONDS)
+
+    def _honest_client(self, server: Server, random: Random, end: float) -> None:
+        salt = f"salt {random.random()}"
+        while self._goes_on(end):
+            asked = random.choice(self._asked)
+            try:
+                wait = _streamed(server, asked, salt)
+            except Exception:
+                self._failed(f"an honest request: {asked.body}: {traceback.format_exc()}")
+                continue
+            with self._lock:
+                self.report.exact += 1
+                self.report.waits.append(wait)
+            time.sleep(random.random() * _PAUSE_SECONDS)
+
+
+def _streamed(server: Server, asked: Asked, salt: str) -> float:
+    """Seconds to the first token of a stream whose text must be the expected one."""
+    body: dict[str, Any] = {**asked.body, "model": server.model, "stream": True, "cache_salt": salt}
+    connection = server.connect(_REQUEST_SECONDS)
+    try:
+        started = time.monotonic()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, (response.status, response.read(300))
+        text, first = "", 0.0
+        while line := response.readline():
+            if not line.startswith(b"data: "):
+                continue
+            first = first or time.monotonic() - started
+            if line.startswith(b"data: [DONE]"):
+                break
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            text += event["choices"][0]["text"] if event["choices"] else ""
+        assert text == asked.text, (text, asked.text)
+        return first
+    finally:
+        connection.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the status to exit with."""
+    parser = argparse.ArgumentParser(description="A server under clients of which a third are hostile.")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
+    parser.add_argument("--clients", type=int, default=12, help="how many at the same time (default 12)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--most-seconds", type=float, default=2.0, help="longest wait for a first token (default 2)")
+    options = parser.parse_args(arguments)
+    trial = HostileTrial(clients=options.clients, seed=options.seed, asked=expected_answers())
+    report, shown = trial.report, [0.0]
+
+    def advance(text: str) -> None:
+        if time.monotonic() - shown[0] > 30:
+            shown[0] = time.monotonic()
+            print(text, flush=True)
+
+    with selfspec_server(DEMO_PATH, OPTIONS) as server:
+        trial.run(server, options.minutes * 15, advance)
+        report.warm_rss = server.process.memory_info().rss
+        trial.run(server, options.minutes * 45, advance)
+        if not server.process.is_running() or server.get("/health")[0] != 200:
+            report.failures.append("the server has ended")
+        else:
+            report.end_rss = server.process.memory_info().rss
+            if len(server.process.children(recursive=True)) > 1:
+                report.failures.append("the server has more processes than the one that tries schemas")
+    if report.end_rss - report.warm_rss > MOST_RSS:
+        report.failures.append(f"resident memory grew from {report.warm_rss} to {report.end_rss} bytes")
+    if report.slowest > options.most_seconds:
+        report.failures.append(
+            f"a first token took {report.slowest:.2f} s, at most {options.most_seconds:g} are allowed"
+        )
+    waits = sorted(report.waits) or [0.0]
+    print(f"texts of the others, all as alone: {report.exact}")
+    print(
+        f"seconds to their first token: median {waits[len(waits) // 2]:.3f}, "
+        f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {report.slowest:.3f}"
+    )
+    print(f"attacks: {dict(sorted(report.attacks.items()))}")
+    print(f"resident memory: {report.warm_rss >> 20} MiB warm, {report.end_rss >> 20} MiB at the end")
+    for failure in report.failures:
+        print(f"FAILED: {failure}")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""Text files that people care about: replaced whole or not at all, and read line by line even if one line was cut short."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file, or make it. A kill, a crash or a full disk at any moment leaves the old file or the new one.
+
+    Raises OSError, and leaves the old file as it was.
+    """
+    target = Path(os.path.realpath(path))  # what a link points to is replaced, not the link
+    temporary = target.with_name(f".{target.name}.writing")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush_folder(target.parent)
+
+
+def read_lines(path: Path) -> list[str]:
+    """A file's lines without their ends, as JSON lines and `wc` count them: only a line feed ends a line.
+
+    A byte order mark at the beginning is left out. Raises UnicodeDecodeError for what is not UTF-8, but for a last line that
+    was cut short within a character.
+    """
+    return split_lines(path.read_bytes())
+
+
+def split_lines(data: bytes) -> list[str]:
+    """As `read_lines`, of a file's bytes."""
+    whole, feed, last = data.removeprefix(b"\xef\xbb\xbf").rpartition(b"\n")
+    lines = [line.removesuffix("\r") for line in (whole + feed).decode("utf-8").split("\n")]
+    return [*lines[:-1], *([last.decode("utf-8", errors="replace")] if last else [])]
+
+
+def cut_last_line(path: Path) -> None:
+    """Take away what stands behind the last line feed, a line that was cut short. What is before it is not written again."""
+    with path.open("rb+") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - (1 << 16))
+            stream.seek(start)
+            found = stream.read(end - start).rfind(b"\n")
+            if found >= 0:
+                start += found + 1
+            if found >= 0 or start == 0:
+                stream.truncate(start)
+                return
+            end = start
+
+
+def _flush_folder(folder: Path) -> None:
+    """So that the new name survives a power cut; where folders can be opened."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

@@ -1,0 +1,246 @@
+"""Peers in processes of their own: one that dies, hangs, raises or prints touches nobody else."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from bench.commands.bench_app import app
+from bench.commands.peers_command import transformers_peer
+from bench.datasets import EncodedPrompt
+from bench.engines.own import EngineLostError, Generation
+from bench.engines.peer_process import Peer, PeerProcess
+from bench.measure import measure
+from bench.provenance import cpu_fields, microarchitecture, processor
+from bench.record import read_record
+
+PROMPT = torch.tensor([3, 1, 2])
+
+
+class Fake:
+    """Continues a prompt by its last id, until `end` is called in the call of number `at`, counted from 0."""
+
+    weights: str | None = None
+    arithmetic: torch.dtype | None = None
+
+    def __init__(self, name: str, end: Callable[[], object] | None = None, at: int = 0) -> None:
+        self.name, self.label = name, f"the {name}"
+        self._end, self._left = end, at
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        if self._end is not None and self._left == 0:
+            self._end()
+        self._left -= 1
+        return Generation(tokens=(int(prompt[-1]),) * max_new_tokens, seconds=1.5, stats={"pid": os.getpid()})
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        self.generate(prompt, max_new_tokens)
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
+        return
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(ids[-1], 8) / 3
+
+
+def crash() -> None:
+    faulthandler.disable()  # pytest's
+    print("loading ...", file=sys.stderr)
+    os.write(2, b"illegal instruction in tile_load\n")
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+def fail() -> None:
+    raise RuntimeError("no room\nfor the cache")
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def noise() -> None:
+    print("llama_context: n_ctx = 512")
+    os.write(1, b"\x80\x04 not a message\n" * 1000)
+
+
+def made(*engines: Fake) -> Peer:
+    return Peer(engines=[*engines], about={"version": 7})
+
+
+def started(*engines: Fake, timeout: float = 20.0) -> PeerProcess:
+    return PeerProcess("the peer", partial(made, *engines), timeout=timeout, start_method="fork")
+
+
+def test_an_engine_there_is_what_it_is_here() -> None:
+    with started(Fake("one"), Fake("two")) as peer:
+        one, two = peer.engines
+        assert (one.name, two.label, one.weights, peer.about) == ("one", "the two", None, {"version": 7})
+        generation = two.generate(PROMPT, 4)
+        assert (generation.tokens, generation.seconds) == ((2, 2, 2, 2), 1.5)
+        assert generation.stats is not None
+        assert generation.stats["pid"] != os.getpid()
+        assert torch.equal(one.next_logits(PROMPT).float(), Fake("one").next_logits(PROMPT))
+        assert one.count(PROMPT, 4) is None
+        pid = generation.stats["pid"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_what_it_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    with started(Fake("loud", noise)) as peer:
+        assert peer.engines[0].generate(PROMPT, 2).tokens == (2, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (crash, "the peer is lost: it was ended by SIGILL (illegal instruction in tile_load)"),
+        (leave, "the peer is lost: it ended with status 3"),
+        (fail, "the peer is lost: RuntimeError: no room for the cache"),
+        (hang, "the peer is lost: it did not answer within 0.5 seconds"),
+    ],
+)
+def test_how_a_peer_is_lost_is_said_at_every_call(end: Callable[[], None], message: str) -> None:
+    with started(Fake("one", end, at=1), Fake("two"), timeout=0.5) as peer:
+        one, two = peer.engines
+        one.generate(PROMPT, 2)
+        for engine in (one, two):
+            with pytest.raises(EngineLostError) as raised:
+                engine.generate(PROMPT, 2)
+            assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("end", [crash, fail, hang])
+def test_a_peer_that_cannot_be_made(end: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(EngineLostError, match="the peer is lost: "):
+        PeerProcess("the peer", end, timeout=0.5, start_method="fork")
+    assert not list(tmp_path.iterdir())
+
+
+def _measured(*others: PeerProcess) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    lines: list[dict[str, Any]] = []
+    prompts = [EncodedPrompt(id=name, task="a", ids=PROMPT + number) for number, name in enumerate("pq")]
+    engines = [Fake("ours"), *(engine for other in others for engine in other.engines)]
+    lost = measure(
+        engines,
+        prompts,
+        max_new_tokens=3,
+        repeats=2,
+        warmups=1,
+        dtype=torch.float32,
+        write=lambda line: lines.append(dict(line)),
+    )
+    return lines, lost
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 4])
+def test_the_others_go_on(at: int) -> None:
+    """Whenever one crashes: in its warm-up, on the first prompt, on the second one."""
+    with started(Fake("dies", crash, at=at)) as first, started(Fake("lives")) as second:
+        lines, lost = _measured(first, second)
+    assert lost == {"dies": "the peer is lost: it was ended by SIGILL (illegal instruction in tile_load)"}
+    for name in ("ours", "lives"):
+        runs = [
+            (line["prompt"], line["repeat"]) for line in lines if (line["kind"], line["engine"]) == ("sample", name)
+        ]
+        assert runs == [("p", 0), ("p", 1), ("q", 0), ("q", 1)]
+        outputs = [line for line in lines if (line["kind"], line["engine"]) == ("output", name)]
+        assert [(line["reference"], line["first_difference"]) for line in outputs] == [("ours", None)] * 2
+
+
+def test_without_the_one_that_all_are_compared_with_nothing_goes_on() -> None:
+    with started(Fake("ours", crash, at=1)) as peer, pytest.raises(EngineLostError, match="SIGILL"):
+        prompts = [EncodedPrompt(id="p", task="a", ids=PROMPT)]
+        measure(
+            [*peer.engines, Fake("other")],
+            prompts,
+            max_new_tokens=3,
+            repeats=2,
+            warmups=1,
+            dtype=torch.float32,
+            write=lambda line: None,
+        )
+
+
+def _dying_transformers(*arguments: Any) -> Peer:
+    peer = transformers_peer(*arguments)
+    generate, calls = peer.engines[0].generate, iter(range(100))
+
+    def dying(*options: Any) -> Generation:
+        if next(calls) == 2:
+            crash()
+        return generate(*options)
+
+    peer.engines[0].generate = dying  # type: ignore[method-assign]
+    return peer
+
+
+@pytest.mark.parametrize("dies", ["at once", "later"])
+def test_a_lost_peer_is_listed(dies: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.commands.peers_command.START_METHOD", "fork")
+    dying = _dying_transformers if dies == "later" else lambda *arguments: crash()
+    monkeypatch.setattr("bench.commands.peers_command.transformers_peer", dying)
+    record = tmp_path / "peers.jsonl"
+    options = [
+        "--prompt-tokens",
+        "8",
+        "--max-new-tokens",
+        "4",
+        "--repeats",
+        "2",
+        "--warmups",
+        "1",
+        "--num-samples",
+        "2",
+    ]
+    command = ["peers", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "left out: transformers is lost: it was ended by SIGILL (illegal instruction in tile_load)" in result.stderr
+    lines = read_record(record)
+    assert [*lines[0]["engines"]] == ["selfspec:ar", "selfspec:ls:2-3", "selfspec:auto"]
+    lost = [line for line in lines if line["kind"] == "lost"]
+    assert all("SIGILL" in line["reason"] for line in lost)
+    assert len(lost) == (3 if dies == "later" else 1)
+    others = [line for line in lines if line["kind"] in ("sample", "output")]
+    assert {line["engine"] for line in others} == {*lines[0]["engines"]}
+    assert len(others) == 3 * 2 * 3  # engines, prompts, two samples and an output
+    assert "| left out |" in CliRunner().invoke(app, ["report", str(record)]).output
+
+
+@pytest.mark.slow
+def test_a_spawned_peer(checkpoint: Path) -> None:
+    """As the command starts them."""
+    make = partial(transformers_peer, str(checkpoint), "float32", "cpu", 2, 3)
+    with PeerProcess("transformers", make, timeout=120) as peer:
+        assert len(peer.engines[0].generate(PROMPT, 3).tokens) == 3
+
+
+def test_a_processor_is_named_by_its_generation() -> None:
+    zen4 = {"vendor_id": "AuthenticAMD", "cpu family": "25", "model": "17", "model name": "AMD EPYC"}
+    assert processor(zen4) == {"cpu": "AMD EPYC", "cpu_family": 25, "cpu_model": 17, "microarchitecture": "Zen 4"}
+    assert microarchitecture("AuthenticAMD", 25, 1) == "Zen 3"
+    assert microarchitecture("AuthenticAMD", 26, 2) == "Zen 5"
+    assert microarchitecture("GenuineIntel", 6, 143) == "Sapphire Rapids"
+    assert microarchitecture("GenuineIntel", 6, 255) is None
+    assert microarchitecture(None, None, None) is None
+    assert processor({})["cpu_family"] is None
+    assert set(processor(cpu_fields())) == {"cpu", "cpu_family", "cpu_model", "microarchitecture"}
