@@ -13,6 +13,7 @@ biased stop. (A token t with p(t) = q(t) = 0.4, dropped whenever it is drawn, wo
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -229,8 +230,18 @@ class Policy:
             raise
 
     def save(self, path: str | Path) -> None:
-        """Write what both have learned to a JSON file."""
-        Path(path).write_text(json.dumps({"policy": self.name, **self.state()}), encoding="utf-8")
+        """Write what both have learned to a JSON file, which is replaced whole or not at all."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.writing")
+        try:
+            with temporary.open("w", encoding="utf-8") as stream:
+                stream.write(json.dumps({"policy": self.name, **self.state()}))
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def load(self, path: str | Path) -> None:
         """Take up what a policy of the same name saved. ValueError, and nothing changed, for another one's file."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from policies.base import ExitPolicy, Policy, Unlearning
+from policies.bounds import check_number
 from policies.building import Setup
 from policies.records import Needs, Plan, RoundContext, RoundRecord, Shadow
 
@@ -15,6 +16,8 @@ LENGTH = 10
 """Tokens that are copied at most, as in prompt lookup decoding (Saxena 2023)."""
 SHORTEST = 2
 """Tokens that must be alike."""
+LONGEST_MATCH = 1 << 20
+"""The longest match that may be asked for. It costs nothing: a text without one is not copied from."""
 MOST = 32
 """Tokens that may be copied in a round at most: a pass over more rows costs what their arithmetic costs, on any device."""
 
@@ -28,9 +31,7 @@ class _Copying:
     def __init__(self, length: int = LENGTH, shortest: int = SHORTEST) -> None:
         if not 1 <= length <= MOST:
             raise ValueError(f"the length must be in [1, {MOST}], got {length}")
-        if shortest < SHORTEST:
-            raise ValueError(f"min must be at least {SHORTEST}, got {shortest}")
-        self._length, self._shortest = length, shortest
+        self._length, self._shortest = length, check_number("min", shortest, SHORTEST, LONGEST_MATCH)
 
     def copied(self, context: RoundContext) -> int:
         """Tokens to copy in the coming round."""

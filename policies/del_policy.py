@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from policies.base import NeverStop, check_layers
+from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
 from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
@@ -249,8 +250,7 @@ class DelExit:
     ) -> None:
         if length not in LENGTHS:
             raise ValueError(f"length must be one of {', '.join(LENGTHS)}, got {length!r}")
-        if max_speculations < 1:
-            raise ValueError(f"max_speculations must be at least 1, got {max_speculations}")
+        check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
         self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
         self.estimates = DelEstimates(self.exit_layers, omega=omega, state=state, prompt=prompt)
         self.needs = Needs(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
@@ -326,7 +326,7 @@ class DelThreshold(NeverStop):
     layers: that drafts may come from; None for all. on_stop: "drop" does not draw from that row (the paper's Algorithm 1),
     "keep" draws and verifies the token (what code that descends from the authors' release does). state, prompt: see
     `DelEstimates`. shared: the estimates of a `DelExit` that runs beside it and keeps them; without, it keeps its own.
-    Source: DEL (Entezari Zarch et al. 2025), section 4.3 and Algorithm 1, lines 9 and 24.
+    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1, lines 9 and 28.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.base import NeverStop
+from policies.bounds import MOST_DRAFTS, check_number
 from policies.records import DraftRow, Needs, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
@@ -61,7 +62,7 @@ class AdaptiveStopping(NeverStop):
 
     def __init__(self, adaptive: AdaptiveThreshold, max_length: int) -> None:
         self.adaptive = adaptive
-        self.max_length = max_length
+        self.max_length = check_number("max_length", max_length, 1, MOST_DRAFTS)
 
     def stops(self, score: float, row: DraftRow) -> bool:
         """Whether this token is the last: its score is below the threshold, or it is the `max_length`th."""

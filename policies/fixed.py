@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from policies.base import Unlearning, check_exit_layer
+from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
 from policies.records import Plan, RoundContext
 
@@ -11,13 +12,12 @@ class FixedExit(Unlearning):
     """Exit after `exit_layer` layers and draft `num_speculations` tokens, every round.
 
     num_speculations = 0 is plain autoregressive decoding (`exit_layer` is then not used).
-    Raises ValueError if the model cannot exit at `exit_layer` or `num_speculations` is negative.
+    Raises ValueError if the model cannot exit at `exit_layer`, or for `num_speculations` outside [0, MOST_DRAFTS].
     Source: LayerSkip (Elhoushi et al. 2024), section 4.3; written LS(E-gamma) in DEL's tables.
     """
 
     def __init__(self, exit_layer: int | None, num_speculations: int, *, num_layers: int) -> None:
-        if isinstance(num_speculations, bool) or not isinstance(num_speculations, int) or num_speculations < 0:
-            raise ValueError(f"num_speculations must be an integer >= 0, got {num_speculations!r}")
+        check_number("num_speculations", num_speculations, 0, MOST_DRAFTS)
         if exit_layer is not None:
             check_exit_layer(exit_layer, num_layers)
         if num_speculations == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from policies.base import NeverStop
+from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
 from policies.records import ContextStates, DraftRow, Needs, Plan, Spent
 
@@ -80,13 +82,12 @@ class PacerStopping(NeverStop):
         scope: str | None = None,
         max_length: int = MAX_LENGTH,
     ) -> None:
-        for name, value in (("b", b), ("max_length", max_length)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_number("b", b, 1, MOST_DRAFTS)
+        check_number("max_length", max_length, 1, MOST_DRAFTS)
         if not 0 < t < 1:
             raise ValueError(f"t must be in (0, 1), got {t}")
-        if rho <= 0:
-            raise ValueError(f"rho must be above 0, got {rho}")
+        if not 0 < rho < math.inf:
+            raise ValueError(f"rho must be a number above 0, got {rho}")
         if criterion not in CRITERIA:
             raise ValueError(f"criterion must be one of {', '.join(CRITERIA)}, got {criterion!r}")
         self.preverifier = preverifier

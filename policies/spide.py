@@ -8,6 +8,7 @@ from typing import Any
 
 from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop, check_layers
+from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_number
 from policies.building import Setup
 from policies.records import DraftRow, Needs, Plan, RoundRecord, Shadow
 
@@ -44,13 +45,9 @@ class SpideStopping(NeverStop):
     ) -> None:
         if not 0 < tau < 1:
             raise ValueError(f"tau must be in (0, 1), got {tau}")
-        for name, value, least in (
-            ("max_length", max_length, 1),
-            ("learn_every", learn_every, 1),
-            ("prompt_rows", prompt_rows, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_number("max_length", max_length, 1, MOST_DRAFTS)
+        check_number("learn_every", learn_every, 1, MOST_LEARN_EVERY)
+        check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
         if bins not in BINS:
             raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
         candidates = check_layers(tuple(layers), num_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -69,7 +69,7 @@ def encode_messages(
     """The ids of a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
     template: the tokenizer's own unless given. Raises ValueError without a tokenizer or a template, and for messages that the
-    template refuses.
+    template refuses, or leaves out.
     """
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError('messages must be a list of {"role": "user", "content": "..."}, the oldest first')
@@ -98,15 +98,80 @@ def conversation_ids(
 
 
 def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, **options: bool) -> list[int]:
-    try:
-        found = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+    def render(conversation: Sequence[Mapping[str, Any]], tokenize: bool) -> Any:
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in conversation],
             chat_template=template.source,
-            tokenize=True,
-            return_dict=True,
+            tokenize=tokenize,
+            return_dict=tokenize,
             **options,
         )
+
+    try:
+        found = render(_heard(messages, lambda conversation: render(conversation, False)), True)
+    except (MemoryError, UnheardError):
+        raise
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program: it may divide by zero
+        raise ValueError(
+            f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
+        ) from error
     ids: list[int] = list(found["input_ids"])
     return ids
+
+
+class UnheardError(ValueError):
+    """A chat template leaves out a message: the model would never see it."""
+
+    def __init__(self, place: int, role: str) -> None:
+        super().__init__(
+            f"the chat template leaves out messages[{place}], whose role is {role!r}: "
+            "use a role that the template knows, or another template"
+        )
+
+
+def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
+    """The messages with roles that the template knows: "developer" becomes "system" in a template that has no such role.
+
+    Templates skip roles that they have no branch for, without a word. Words of our own in the place of each message's tell.
+    Raises UnheardError for a message that does not come out.
+    """
+    unheard = _unheard(messages, render)
+    if not unheard:
+        return messages
+    renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    if renamed != list(messages):
+        unheard = _unheard(renamed, render)
+    if unheard:
+        raise UnheardError(unheard[0], messages[unheard[0]]["role"])
+    return renamed
+
+
+def _unheard(messages: Messages, render: Callable[[Messages], str]) -> list[int]:
+    """Places of the messages whose text does not come out; of no message if the template refuses our words."""
+    probes = [f"probe{place}of{len(messages)}messages" for place in range(len(messages))]
+    probed = [_with_text(message, probe) for message, probe in zip(messages, probes)]
+    try:
+        text = render([message if other is None else other for message, other in zip(messages, probed)])
+    except MemoryError:
+        raise
+    except Exception:  # perhaps of a role; the messages themselves will show it
+        return [place for place, message in enumerate(messages) if message["role"] == "developer"]
+    return [place for place, probe in enumerate(probes) if probed[place] is not None and probe not in text]
+
+
+def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
+    """The message with another text; None for one without text, or whose template may show its tool calls instead."""
+    content = message.get("content")
+    if message.get("tool_calls") or not content:
+        return None
+    if isinstance(content, str):
+        return {**message, "content": text} if content.strip() else None
+    if not isinstance(content, list):
+        return None
+    parts = [
+        {**part, "text": text} if isinstance(part, Mapping) and isinstance(part.get("text"), str) else part
+        for part in content
+    ]
+    return {**message, "content": parts} if parts != content else None

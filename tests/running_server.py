@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from openai import OpenAI
 
+from layerskip_models.parallel.rank_watch import RankWatch
 from selfspec import SelfSpecGenerator
 from selfspec.messages import read_template
 from selfspec.serve.app import make_app
@@ -36,10 +37,15 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(generator: SelfSpecGenerator, *, grace_seconds: int = 5, **settings: Any) -> Iterator[RunningServer]:
+def running_server(
+    generator: SelfSpecGenerator, *, grace_seconds: int = 5, watch: RankWatch | None = None, **settings: Any
+) -> Iterator[RunningServer]:
     template = read_template("plain")
     chat = {"chat_template": template.source, "chat_stops": template.stops}
-    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **settings}))
+    free = {
+        "allowed_policies": ("any",)
+    }  # a test may name any policy; what a server allows by itself has its own tests
+    app = make_app(generator, ServerSettings(**{"model_name": "demo", **chat, **free, **settings}), watch)
     up = threading.Event()
     with open_socket("127.0.0.1", 0) as listening:
         server = make_server(app, grace_seconds=grace_seconds, on_start=up.set)

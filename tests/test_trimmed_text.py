@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_streaming import TOKENIZERS
 from tiny_llama import VOCAB_SIZE, tiny_tokenizer
+from transformers import StoppingCriteria
 
-from selfspec.serve.trimmed_text import TrimmedText
+from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 
 TOKENIZER = tiny_tokenizer()
 STOPS = st.lists(st.text("ab c.\n", min_size=1, max_size=4), max_size=3)
@@ -44,3 +48,40 @@ def test_what_may_become_a_stop_is_held_back() -> None:
     assert text.push([dot, a]) == ""
     assert text.ended
     assert text.finish() == ""
+
+
+def stopped(criterion: StoppingCriteria, tokens: list[int], prompt: int) -> int | None:
+    """How many tokens the text has when the criterion ends it."""
+    lengths = range(prompt + 1, len(tokens) + 1)
+    return next((n for n in lengths if bool(criterion(torch.tensor([tokens[:n]]), torch.empty(0)))), None)
+
+
+@pytest.mark.parametrize("stop", ["A", "\n", "a\n", "é"])
+def test_a_stop_of_byte_tokens_ends_the_text_at_its_last_byte(stop: str) -> None:
+    """And no token later, though more bytes might have made another text of them."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    names = [
+        "a",
+        "<0x42>",
+        *("a" if one == "a" else f"<0x{byte:02X}>" for one in stop for byte in one.encode()),
+        "b",
+        "b",
+    ]
+    tokens = tokenizer.convert_tokens_to_ids(names)
+    assert stopped(StopTexts(tokenizer, [stop], 1), tokens, 1) == len(tokens) - 2
+    text = TrimmedText(tokenizer, [stop])
+    assert text.push(tokens[:-2]) + text.finish() == "aB"
+
+
+def test_a_stop_is_found_where_tokens_are_shown_again() -> None:
+    """A round that breaks off has shown tokens that are then not committed, or are shown once more."""
+    a, be, dot, space = TOKENIZER.convert_tokens_to_ids(["a", " be", ".", " "])
+    criterion = StopTexts(TOKENIZER, ["be."], 1)
+    shown = lambda tokens: bool(criterion(torch.tensor([tokens]), torch.empty(0)))  # noqa: E731
+    assert not shown([space, a])
+    assert not shown([space, a, be])
+    assert not shown([space, a, a])
+    assert not shown([space, a, a, dot])
+    assert not shown([space, a, a])
+    assert not shown([space, a, a, be])
+    assert shown([space, a, a, be, dot])

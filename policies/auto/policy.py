@@ -26,6 +26,7 @@ from policies.auto.copy_values import best_copy, copied_chance
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
 from policies.base import NeverStop, check_layers
+from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_number
 from policies.building import Setup
 from policies.copying import MOST
 from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier
@@ -65,13 +66,10 @@ class AutoExit:
         repair: bool = False,
         copy: bool = True,
     ) -> None:
-        for name, value, least in (
-            ("max_speculations", max_speculations, 1),
-            ("prompt_rows", prompt_rows, 0),
-            ("learn_every", learn_every, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
+        check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
+        check_number("learn_every", learn_every, 1, MOST_LEARN_EVERY)
+        check_number("learn_first", learn_first, 0, MOST_LEARN_EVERY)
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
         self._cost = self.learner.cost

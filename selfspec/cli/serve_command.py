@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from layerskip_models import DEMO_PATH
+from layerskip_models.parallel.ranks import RankError
 from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
@@ -20,8 +21,8 @@ from selfspec.cli.arguments import (
 from selfspec.cli.copy_files import CopyFromOption, read_copy_files
 from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import template_of
-from selfspec.parallel.launch import speaks
-from selfspec.parallel.mirrored_engine import end_followers
+from selfspec.parallel.launch import end_at_once, speaks
+from selfspec.parallel.mirrored_engine import watch_followers
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 
@@ -35,6 +36,14 @@ def serve_command(
     policy: Annotated[
         str | None, typer.Option(help=POLICY_HELP + " Requests may name another.", rich_help_panel=_SPECULATION)
     ] = None,
+    allow_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A policy that requests may name, 'any' for all. May be repeated. Default: "
+            "ar, auto, auto:cost=layers, copy, del, pacer and the server's own.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = None,
     copy_from: CopyFromOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_NETWORK)
@@ -47,6 +56,14 @@ def serve_command(
         typer.Option(
             envvar="SELFSPEC_API_KEY",
             help="Clients must send this key. The environment variable keeps it out of the process list.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which clients may call the server, as a proxy sends it; '*' for any. May be repeated. "
+            "Default: without a key and on this machine's own address only localhost, else any.",
             rich_help_panel=_NETWORK,
         ),
     ] = None,
@@ -75,6 +92,26 @@ def serve_command(
             rich_help_panel=_LOAD,
         ),
     ] = None,
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="All requests are one user's: their prompts go on from each other's texts. Default: only requests with "
+            "the same cache_salt.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of new tokens of a text.", rich_help_panel=_LOAD)
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of a prompt and its answer, for which memory is reserved (default: what the model can).",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
     max_body_mb: Annotated[
         float, typer.Option(min=0.001, help="Largest request body, in MB.", rich_help_panel=_LOAD)
     ] = 4,
@@ -95,7 +132,7 @@ def serve_command(
         try:
             from selfspec.serve.app import follow_server, make_app
             from selfspec.serve.running import open_socket, run
-            from selfspec.serve.server_settings import ServerSettings, default_name
+            from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, allowed_hosts, default_name
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
         template, copy_texts = template_of(model, chat_template), tuple(read_copy_files(copy_from))
@@ -111,6 +148,11 @@ def serve_command(
             copy_from=copy_texts,
             chat_template=template.source,
             chat_stops=template.stops,
+            allowed_policies=SAFE_POLICIES if allow_policy is None else tuple(allow_policy),
+            allowed_hosts=allowed_hosts(host, api_key, allow_host or ()),
+            share_prefixes=share_prefixes,
+            most_new_tokens=max_tokens,
+            most_context=max_context,
         )
         generator = load_generator(
             model,
@@ -126,7 +168,7 @@ def serve_command(
             follow_server(generator, settings)
             return
         with notes.status("Calibrating ..."):
-            app = make_app(generator, settings)
+            app = make_app(generator, settings, watch_followers(generator))
         own = generator.resolve_policy(policy)
         if settings.copy_from and not copies_drafts(own.needs, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
@@ -134,5 +176,5 @@ def serve_command(
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
         try:
             run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))
-        finally:
-            end_followers(generator)
+        except RankError as error:
+            end_at_once(error)

@@ -7,7 +7,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MOST_KEPT = 256
+"""Texts that are kept, however much memory there is: every prompt is compared with each of them."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a text is. A prompt goes on from rows of the same owner's texts only: who is told how many tokens were not read
+    again, or takes the time, learns how a text begins.
+
+    lasts: whether there will be later texts of this owner; else its rows are forgotten as each text ends.
+    """
+
+    name: str = ""
+    lasts: bool = True
+
+
+ANYONE = Owner()
+"""Of all calls of a generator in Python: they are one user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,8 @@ from selfspec.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler, Update
+from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler, TooManyError, Update
+from selfspec.serve.structured_output import GrammarError
 from selfspec.serve.token_logprobs import TokenLogprob
 from selfspec.serve.translation import Choice
 from selfspec.serve.trimmed_text import TrimmedText
@@ -59,11 +61,13 @@ class Texts:
         """Let them wait for a place. Raises ApiError (status 429 or 503)."""
         try:
             self._scheduler.submit(self._jobs)
+        except TooManyError as error:
+            raise ApiError(str(error), param="n") from None
         except QueueFullError as error:
             seconds = {"Retry-After": str(error.retry_seconds)}
             raise ApiError(str(error), status=429, code="queue_full", headers=seconds) from None
         except ClosedError as error:
-            raise ApiError(str(error), status=503, code="shutting_down") from None
+            raise ApiError(str(error), status=503, code=error.code) from None
 
     def cancel(self) -> None:
         """Free their places, unless they are complete."""
@@ -78,30 +82,41 @@ class Texts:
         parts = []
         for index, choice in enumerate(self._choices):
             result = self._results[index]
-            text = TrimmedText(self._tokenizer, choice.stops)
-            written = choice.echo + text.push(result.new_tokens)
+            text = self._trimmed(choice)
+            written = choice.echo + text.push([] if choice.silent else result.new_tokens)
             written += text.finish()
+            logprobs = self._logprobs.get(index)
+            if choice.scored is not None:
+                logprobs = [*choice.scored.tokens, *(logprobs or [])]
             finish = finish_reason(result.stop_reason)
-            parts.append(Piece(index=index, text=written, logprobs=self._logprobs.get(index), finish=finish))
+            parts.append(Piece(index=index, text=written, logprobs=logprobs, finish=finish))
         return parts
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The texts piece by piece, of all choices as they come. Errors as of `whole`."""
-        texts = [TrimmedText(self._tokenizer, choice.stops) for choice in self._choices]
+        texts = [self._trimmed(choice) for choice in self._choices]
         logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
+        scored = {
+            index: choice.scored.tokens for index, choice in enumerate(self._choices) if choice.scored is not None
+        }
         for index, choice in enumerate(self._choices):
-            if choice.echo:
+            if choice.echo and choice.scored is None:
                 yield Piece(index=index, text=choice.echo)
         while len(self._results) < len(self._jobs):
             index, updates = await self._came.get()
             self._take(index, updates)
-            piece = _joined(index, updates, texts[index])
+            if index in scored:  # the first token is there, so the prompt is read
+                yield Piece(index=index, text=self._choices[index].echo, logprobs=scored.pop(index))
+            piece = _joined(index, updates, texts[index], silent=self._choices[index].silent)
             if logs is not None:
                 logs[index].add(updates)
                 piece.drafts = logs[index].take(len(piece.text))
             if piece.text or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
             self._sent[index].set()
+
+    def _trimmed(self, choice: Choice) -> TrimmedText:
+        return TrimmedText(self._tokenizer, choice.stops, choice.min_tokens)
 
     def _job(self, index: int, choice: Choice) -> Job:
         """Its `deliver` runs in the scheduler's thread."""
@@ -131,24 +146,30 @@ class Texts:
         last = updates[-1]
         error = last.progress.error
         if isinstance(error, ClosedError):
-            raise ApiError(str(error), status=503, code="shutting_down")
+            raise ApiError(str(error), status=503, code=error.code)
+        if isinstance(error, GrammarError):
+            raise ApiError(str(error), param="response_format")
         if error is not None:
             known = isinstance(error, (NonFiniteLogitsError, MemoryError))
             raise ApiError(str(error) if known else "the text could not be completed", status=500)
-        if index in self._logprobs and not self._streamed:
+        silent = self._choices[index].silent
+        if index in self._logprobs and not self._streamed and not silent:
             self._logprobs[index] += _logprobs(updates) or []
         if last.result is not None:
-            self._results[index] = last.result
+            stats = replace(last.result.stats, num_new_tokens=0) if silent else last.result.stats
+            self._results[index] = replace(
+                last.result, stats=stats, stop_reason="length" if silent else last.result.stop_reason
+            )
 
 
-def _joined(index: int, updates: Sequence[Update], text: TrimmedText) -> Piece:
-    """What several rounds brought, as one piece."""
-    tokens = [token for update in updates for token in update.progress.tokens]
-    piece = Piece(index=index, text=text.push(tokens), logprobs=_logprobs(updates))
+def _joined(index: int, updates: Sequence[Update], text: TrimmedText, *, silent: bool = False) -> Piece:
+    """What several rounds brought, as one piece. silent: the end alone is told."""
+    tokens = [] if silent else [token for update in updates for token in update.progress.tokens]
+    piece = Piece(index=index, text=text.push(tokens), logprobs=None if silent else _logprobs(updates))
     result = updates[-1].result
     if result is not None:
         piece.text += text.finish()
-        piece.finish = finish_reason(result.stop_reason)
+        piece.finish = "length" if silent else finish_reason(result.stop_reason)
     return piece
 
 

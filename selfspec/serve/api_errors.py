@@ -11,6 +11,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from selfspec.serve.api_fields import UNSUPPORTED, WRONG
+
 
 class ApiError(Exception):
     """A request cannot be answered. param: the field that is wrong; code: a short name of the reason."""
@@ -62,7 +64,10 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
-        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, headers)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"there is no {request.method} {request.url.path[:100]}; this server has {_routes(app)}"
+        return JSONResponse(error_body(message, error.status_code), error.status_code, headers)
 
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body("the server failed on this request; its log says why", 500), 500)
@@ -73,6 +78,16 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
+def _routes(app: FastAPI) -> str:
+    """All of them, each with its methods."""
+    shown = []
+    for route in app.routes:
+        path, methods = getattr(route, "path", ""), getattr(route, "methods", None)
+        if methods and path:
+            shown.append(f"{'/'.join(sorted(methods - {'HEAD'}))} {path.replace(':path', '')}")
+    return ", ".join(sorted(shown, key=lambda one: one.split()[::-1]))
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What is wrong with a request's body, naming the field. Of several types, the one that got furthest counts."""
     error = max(errors, key=lambda one: len(one["loc"]))
@@ -81,6 +96,10 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     # Behind the name pydantic says which of several types it tried.
     path = [str(part) for part in error["loc"] if part != "body"]
     param = ".".join(part for part in path if re.fullmatch(r"\w+", part) and part not in _TRIED) or None
+    if error["type"] in (UNSUPPORTED, WRONG):  # the field's name is not in the path
+        param = ".".join(part for part in (param, error["ctx"]["name"]) if part)
+        code = "unsupported_parameter" if error["type"] == UNSUPPORTED else None
+        return ApiError(error["msg"], param=param, code=code)
     if error["type"] == "extra_forbidden":
         return ApiError(f"{param} is not supported", param=param, code="unsupported_parameter")
     if error["type"] == "missing" and param is None:

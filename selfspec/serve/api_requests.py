@@ -1,36 +1,64 @@
-"""The bodies of requests. A field that is not here is refused by name, never ignored.
+"""The bodies of requests: OpenAI's names and meanings, some of vLLM's, and policy and show_drafts, which are ours.
 
-Names and meanings are OpenAI's. Beyond them: top_k, min_p, policy and show_drafts.
+`selfspec.serve.api_fields` says what becomes of fields that are not here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
+from selfspec.serve.api_fields import Strict, wrong_field
 from selfspec.serve.server_settings import MOST_CHOICES
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "store": (False,),
-    "tool_choice": ("none",),
-    "tools": ([],),
-}
-"""Fields of OpenAI's API that are not supported, with the values that ask for nothing."""
+_MOST_STOPS = 16
+_MOST_STOP_IDS = 64
+_NO_TOOLS = "tool calls are not supported: leave out {}"
+_TEXT_ONLY = "only text is supported: leave out {}"
+
+
+def _one_or_several_stops(value: Any) -> Any:
+    """What is wrong with it in plain words, where pydantic would speak of two types."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(f"give a string or a list of up to {_MOST_STOPS}")
+    stops = [stop for stop in value if stop is not None]
+    if len(stops) > _MOST_STOPS:
+        raise ValueError(f"{len(stops)} stop strings: at most {_MOST_STOPS} are supported")
+    return stops
+
+
+def _prompts(value: Any) -> Any:
+    """One text, several, one list of token ids, or several. In one look, where pydantic would try four types."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+    if not value:
+        raise ValueError("the prompt is empty: give at least one token to continue")
+    if all(type(one) is int for one in value):
+        return value
+    several = all(type(one) is str for one in value) or all(type(one) is list for one in value)
+    if not several:
+        raise ValueError("the list mixes types: give a list of texts, a list of token ids, or a list of such lists")
+    if len(value) > MOST_CHOICES:
+        raise ValueError(f"{len(value)} prompts: at most {MOST_CHOICES} are supported in one request")
+    for index, one in enumerate(value):
+        if isinstance(one, list) and not (one and all(type(token) is int for token in one)):
+            raise ValueError(f"item {index} is not a list of at least one token id")
+    return value
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-
-
-class Strict(BaseModel):
-    """Refuses fields it does not know, and values of another type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+Prompt = Annotated[Any, BeforeValidator(_prompts)]
 
 
 class StreamOptions(Strict):
     """include_usage: one more chunk at the end of a stream, with the usage of the whole request."""
+
+    _harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
     include_usage: bool = False
 
@@ -70,20 +98,64 @@ class GenerationRequest(Strict):
     """What both kinds of request have.
 
     temperature: 1 by default, as in OpenAI's API, unless the checkpoint's generation_config says how to sample. 0 is greedy.
+    ignore_eos: the text goes on behind the model's end tokens. min_tokens: no end before so many new tokens.
     policy: how to speculate, by name. show_drafts: with `stream`, every chunk says which tokens were drafted, and their fate.
-    user: accepted; the server has no use for it.
+    cache_salt: a secret of those who may learn that their prompts begin alike, as in vLLM: without one nothing is shared.
+    user: whose request it is; texts of two users share nothing.
     """
 
+    _harmless: ClassVar[frozenset[str]] = frozenset({
+        "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
+        "request_id", "safety_identifier", "service_tier", "store",
+    })  # fmt: skip
+    _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
+        "add_special_tokens": (True,),
+        "best_of": (1,),
+        "early_stopping": (False,),
+        "function_call": ("none", "auto"),
+        "include_stop_str_in_output": (False,),
+        "length_penalty": (1, 1.0),
+        "modalities": (["text"],),
+        "reasoning_effort": ("none",),
+        "return_tokens_as_token_ids": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "tool_choice": ("none", "auto"),
+        "use_beam_search": (False,),
+        "verbosity": ("medium",),
+    }
+    _reasons: ClassVar[dict[str, str]] = {
+        "audio": _TEXT_ONLY.format("audio"),
+        "best_of": "best_of is not supported: ask for n texts and choose among them",
+        "function_call": _NO_TOOLS.format("function_call"),
+        "functions": _NO_TOOLS.format("functions"),
+        "guided_grammar": "guided_grammar is not supported: response_format takes a JSON schema",
+        "guided_json": "guided_json is not supported: use response_format",
+        "guided_regex": "guided_regex is not supported: response_format takes a JSON schema",
+        "max_new_tokens": "max_new_tokens is called max_tokens here",
+        "modalities": _TEXT_ONLY.format("modalities"),
+        "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
+        "tool_choice": _NO_TOOLS.format("tool_choice"),
+        "tools": _NO_TOOLS.format("tools"),
+        "use_beam_search": "beam search is not supported: leave out use_beam_search",
+    }
+
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Annotated[list[Stop], FailFast(), BeforeValidator(_one_or_several_stops)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_STOP_IDS), FailFast()] = Field(
+        default_factory=list
+    )
+    ignore_eos: bool = False
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
@@ -92,90 +164,141 @@ class GenerationRequest(Strict):
     policy: Annotated[str, Field(max_length=200)] | None = None
     show_drafts: bool = False
     user: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _not_given(cls, fields: Any) -> Any:
-        """A field that is null, or asks for nothing, is as good as left out."""
+    def _is_an_object(cls, fields: Any) -> Any:
+        if isinstance(fields, bytes):  # of another type than JSON: a browser may send it without asking
+            raise ValueError("the body is not read as JSON: send the header 'Content-Type: application/json'")
         if not isinstance(fields, dict):
             raise ValueError("the body must be a JSON object")
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None and not (name in _NEUTRAL and value in _NEUTRAL[name])
-        }
+        return fields
 
     @model_validator(mode="after")
-    def _of_streams(self) -> GenerationRequest:
+    def _agrees(self) -> GenerationRequest:
         if not self.stream and self.stream_options is not None:
-            raise ValueError("stream_options needs stream=true")
+            raise wrong_field("stream_options", "stream_options needs stream=true")
         if not self.stream and self.show_drafts:
-            raise ValueError("show_drafts needs stream=true")
+            raise wrong_field("show_drafts", "show_drafts needs stream=true")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name) and self.response_format is not None and self.response_format.type != "text":
+                raise wrong_field(name, f"{name} does not go with response_format: JSON ends where it is complete")
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def limit(self) -> tuple[str, int | None]:
+        """What the most new tokens are called in this request, and how many."""
+        return "max_tokens", self.max_tokens
 
 
 class TextPart(Strict):
     """A piece of a message."""
 
+    _harmless: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        if value != "text":
+            raise ValueError(f"only parts of type 'text' are supported, got {str(value)[:40]!r}")
+        return value
+
+
+def _content(value: Any) -> Any:
+    if not isinstance(value, (str, list)):
+        raise ValueError("give a text, or a list of parts of type 'text'")
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
 
 class Message(Strict):
-    """One message of a conversation."""
+    """One message of a conversation. The template gets name and reasoning_content, too, and may use them."""
+
+    _harmless: ClassVar[frozenset[str]] = frozenset({
+        "annotations", "cache_control", "id", "provider_specific_fields", "reasoning", "reasoning_details",
+    })  # fmt: skip
+    _reasons: ClassVar[dict[str, str]] = {
+        "audio": _TEXT_ONLY.format("audio"),
+        "function_call": _NO_TOOLS.format("function_call"),
+        "refusal": "a refusal is not read by the model: give it as content, or leave the message out",
+        "tool_call_id": _NO_TOOLS.format("tool_call_id"),
+        "tool_calls": _NO_TOOLS.format("tool_calls"),
+    }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[list[TextPart], FailFast(), BeforeValidator(_content)]
     name: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_silent(cls, fields: Any) -> Any:
+        """An assistant's message may have no content, as clients send it back."""
+        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
+            return {**fields, "content": ""}
+        return fields
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _is_supported(cls, value: Any) -> Any:
+        if value in ("tool", "function"):
+            raise ValueError(f"messages of the role {value!r} are not supported, nor are tool calls")
+        return value
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content)
 
 
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def _of_chat(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+        if self.top_logprobs and not self.logprobs:
+            raise wrong_field("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.max_tokens == 0:
+            raise wrong_field("max_tokens", "max_tokens must be at least 1")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("max_tokens and max_completion_tokens are two names of one limit: give one")
+            raise wrong_field("max_tokens", "max_tokens and max_completion_tokens are two names of one limit: give one")
         return self
 
-
-Ids = Annotated[list[int], Field(min_length=1)]
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().limit
 
 
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. prompt: one text, several texts, one list of token ids, or several."""
 
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MOST_CHOICES)]
-    )
+    prompt: Prompt
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @model_validator(mode="after")
+    def _of_completions(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.scores_prompts:
+            raise wrong_field("max_tokens", "max_tokens must be at least 1, or 0 with echo and logprobs")
+        return self
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the log-probabilities of the prompts' tokens are asked for."""
+        return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one by one."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return [*self.prompt]

@@ -7,11 +7,12 @@ others), and in a chunk of a stream with show_drafts what
 
 from __future__ import annotations
 
+import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import time
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -132,7 +133,7 @@ class ChatAnswer(Answer):
             ChatCompletionTokenLogprob(
                 token=_shown(bytes_of(one.token)),
                 bytes=[*bytes_of(one.token)],
-                logprob=one.logprob,
+                logprob=cast(float, one.logprob),  # chat answers have no prompt's
                 top_logprobs=[
                     TopLogprob(token=_shown(bytes_of(token)), bytes=[*bytes_of(token)], logprob=value)
                     for token, value in one.top
@@ -150,6 +151,7 @@ class CompletionAnswer(Answer):
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         super().__init__(model, vocabulary)
         self._offsets: dict[int, int] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}
 
     def whole(self, parts: Sequence[Piece], used: CompletionUsage) -> str:
         choices = [self._choice(part) for part in parts]
@@ -170,21 +172,23 @@ class CompletionAnswer(Answer):
         )
 
     def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> Logprobs:
-        shown = [(one, _shown_in_completions(self._vocabulary.bytes_of(one.token))) for one in found]
-        offsets = []
+        decoder = self._decoders.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace"))
         offset = self._offsets.get(index, 0)
-        for _, text in shown:
+        offsets, names, top = [], [], []
+        for one in found:
+            raw = self._vocabulary.bytes_of(one.token)
+            names.append(_shown_in_completions(raw))
             offsets.append(offset)
-            offset += len(text)
+            if not self._vocabulary.is_special(one.token):  # special tokens are not in the text
+                offset += len(decoder.decode(raw))
+            likely = {_shown_in_completions(self._vocabulary.bytes_of(token)): value for token, value in one.top}
+            top.append(None if one.logprob is None else likely | {names[-1]: one.logprob})
         self._offsets[index] = offset
-        return Logprobs(
-            tokens=[text for _, text in shown],
-            token_logprobs=[one.logprob for one in found],
-            top_logprobs=[
-                {_shown_in_completions(self._vocabulary.bytes_of(token)): value for token, value in one.top}
-                | {text: one.logprob}
-                for one, text in shown
-            ],
+        # The first token of a prompt has null, which the type does not know.
+        return Logprobs.model_construct(
+            tokens=names,
+            token_logprobs=cast(Any, [one.logprob for one in found]),
+            top_logprobs=cast(Any, top),
             text_offset=offsets,
         )
 

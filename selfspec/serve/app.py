@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from time import time
 from typing import Any
@@ -16,28 +16,35 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import Model
 from starlette.types import Message, Receive, Scope, Send
 
+from layerskip_models.parallel.rank_watch import RankWatch, show_life
+from layerskip_models.parallel.ranks import RankError
+from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec import SelfSpecGenerator
-from selfspec.parallel.mirrored_engine import follow, leading_engine
+from selfspec.parallel.mirrored_engine import end_followers, follow, leading_engine
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
+from selfspec.serve.bodies import LARGE_BODY, SMALL_BODY, read_body
 from selfspec.serve.guard import Guard
+from selfspec.serve.lanes import Lanes
 from selfspec.serve.scheduler import Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.translation import Choice, Translator, check_model
 from selfspec.serve.web_page import add_page
 
-_SMALL_BODY = 1 << 14  # bytes; its prompt becomes tokens within some milliseconds
+PING_SECONDS = 10.0
+"""Between two events of a stream, at most."""
 _CLIENT_LEFT = 499  # nobody reads it; the log and the metrics do
 
 
-def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
+def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: RankWatch | None = None) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: with a tokenizer. Raises ValueError for a policy that does not fit the model.
+    generator: with a tokenizer. watch: over the other processes that hold the model, if there are any. Raises ValueError for
+    a policy that does not fit the model.
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
@@ -54,12 +61,27 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.scheduler = Scheduler(
-            metrics, batch_size=settings.batch_size, max_waiting=settings.max_waiting, make_engine=make_engine
+            metrics,
+            batch_size=settings.batch_size,
+            max_waiting=settings.max_waiting,
+            make_engine=make_engine,
+            explain=None if watch is None else watch.explain,
+            kept_bytes=lambda: generator.kept_texts.num_bytes,
         )
+        app.state.lanes = Lanes()
+        if watch is not None:
+            watch.start(app.state.scheduler.fail)
         try:
             yield
         finally:
+            if watch is not None:
+                watch.stop()
+            app.state.lanes.close()
             await asyncio.to_thread(app.state.scheduler.close)
+            await asyncio.to_thread(translator.close)
+            if app.state.scheduler.failure is None:
+                with suppress(RankError):  # they have ended already
+                    end_followers(generator)  # here, since a signal that ended the server ends the process right after
 
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.translator = metrics, translator
@@ -76,17 +98,23 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
         texts.submit()
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return _EventStream(texts, _events(texts, answer, body.n, include_usage))
-        return await _unless_disconnected(request, texts, _whole(texts, answer, body.n))
+            response = await _stream(request, texts, _events(texts, answer, body.n, include_usage))
+        else:
+            response = await _unless_disconnected(request, texts, _whole(texts, answer, body.n))
+        if ignored := body.ignored:
+            response.headers["x-selfspec-ignored"] = ", ".join(ignored)
+        return response
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatRequest) -> Response:
-        choices = await _translated(request, body, partial(translator.chat, body))
+    async def chat(request: Request) -> Response:
+        body, size = await read_body(request, ChatRequest, request.app.state.lanes)
+        choices = await _translated(request.app.state.lanes, translator, body, size)
         return await answer(request, body, choices, ChatAnswer(settings.model_name, translator.vocabulary))
 
     @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        choices = await _translated(request, body, partial(translator.completions, body))
+    async def completions(request: Request) -> Response:
+        body, size = await read_body(request, CompletionRequest, request.app.state.lanes)
+        choices = await _translated(request.app.state.lanes, translator, body, size)
         return await answer(request, body, choices, CompletionAnswer(settings.model_name, translator.vocabulary))
 
     @app.get("/v1/models")
@@ -100,6 +128,9 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
+        failure = request.app.state.scheduler.failure or (watch and watch.warning)
+        if failure is not None:
+            raise ApiError(str(failure), status=503, code="rank_lost")
         if not request.app.state.scheduler.alive:
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         return JSONResponse({"status": "ok"})
@@ -117,16 +148,25 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings) -> FastAPI:
 def follow_server(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
     """What the other ranks do while rank 0 serves a model that is divided over them. Returns when the server has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 says when it is over
+    assert isinstance(generator.model, ShardedModel)
+    end_signs = show_life(generator.model.ranks)
     translator = Translator(generator, settings)
     follow(generator, settings.policy, translator.copies, [translator.vocabulary])
+    end_signs()
 
 
-async def _translated(request: Request, body: GenerationRequest, translate: Callable[[], list[Choice]]) -> list[Choice]:
-    """In a thread of its own if that may take long: a long prompt, or a schema. Else at once, which a thread would delay."""
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) <= _SMALL_BODY and body.response_format is None:
-        return translate()
-    return await asyncio.to_thread(translate)
+async def _translated(
+    lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
+) -> list[Choice]:
+    """In a thread if that may take long: a long prompt, a schema, or a policy. Else at once, which a thread would delay."""
+    work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
+    if translator.has_slow_schema(body):
+        return await lanes.schemas.run(work)
+    if size > LARGE_BODY:
+        return await lanes.prompts.run(work)
+    if size <= SMALL_BODY and body.response_format is None and body.policy is None:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Response:
@@ -134,16 +174,54 @@ async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Respo
     return Response(answer.whole(parts, usage(texts.results, choices_per_prompt)), media_type="application/json")
 
 
-async def _events(texts: Texts, answer: Answer, choices_per_prompt: int, include_usage: bool) -> AsyncIterator[str]:
+async def _events(
+    texts: Texts, answer: Answer, choices_per_prompt: int, include_usage: bool
+) -> AsyncGenerator[str, None]:
     """Server-sent events: a chunk each, then [DONE]."""
+    async for piece in texts.pieces():
+        yield f"data: {answer.chunk(piece)}\n\n"
+    if include_usage:
+        yield f"data: {answer.chunk(None, usage(texts.results, choices_per_prompt))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _stream(request: Request, texts: Texts, events: AsyncGenerator[str, None]) -> Response:
+    """A stream, or an error with its status if nothing was sent before it. Long waits are told of: a proxy may close a silent
+    connection."""
+    first = asyncio.ensure_future(events.__anext__())
+    watching = asyncio.ensure_future(_disconnected(request))
+    begun = False
     try:
-        async for piece in texts.pieces():
-            yield f"data: {answer.chunk(piece)}\n\n"
-        if include_usage:
-            yield f"data: {answer.chunk(None, usage(texts.results, choices_per_prompt))}\n\n"
-        yield "data: [DONE]\n\n"
+        await asyncio.wait({first, watching}, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done() and watching.done():
+            return Response(status_code=_CLIENT_LEFT)
+        if first.done():
+            first.result()
+        begun = True
+        return _EventStream(texts, _with_pings(first, events))
+    finally:
+        watching.cancel()
+        if not begun:
+            first.cancel()
+            texts.cancel()
+
+
+async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+    """All events from the first one on, and comments while none comes."""
+    try:
+        while True:
+            done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
+            if not done:
+                yield ": waiting\n\n"
+                continue
+            yield following.result()
+            following = asyncio.ensure_future(events.__anext__())
+    except StopAsyncIteration:
+        return
     except ApiError as error:  # the status is out already
         yield f"data: {json.dumps(error.body())}\n\n"
+    finally:
+        following.cancel()
 
 
 class _EventStream(StreamingResponse):

@@ -22,6 +22,14 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, mess
             param="messages",
             code="no_chat_template",
         )
-    names = ({} if message.name is None else {"name": message.name} for message in messages)
-    conversation = [{"role": message.role, "content": message.text, **name} for message, name in zip(messages, names)]
+    conversation: list[dict[str, str]] = []
+    for message in messages:
+        more = {"name": message.name, "reasoning_content": message.reasoning_content}
+        conversation.append(
+            {
+                "role": message.role,
+                "content": message.text,
+                **{key: text for key, text in more.items() if text is not None},
+            }
+        )
     return encode_messages(conversation, tokenizer, template)

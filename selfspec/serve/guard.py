@@ -1,7 +1,9 @@
-"""What every request passes before the app sees it: the API key, and the limit of a body's size."""
+"""What every request passes before the app sees it: the server's name, the API key, the limits of a body's size and time."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 
 from starlette.datastructures import Headers
@@ -9,11 +11,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from selfspec.serve.api_errors import ApiError
+from selfspec.serve.scheduler import ClosedError
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 
+log = logging.getLogger("selfspec.serve")
 OPEN_PATHS = ("/health", "/")
 """Served without a key: whether the server is up, and a page that asks for the key."""
+BODY_SECONDS = 60.0
+"""Within which a body must be there."""
 
 
 class Guard:
@@ -22,16 +28,19 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, routes: frozenset[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
         self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
-        self._most = settings.max_body_bytes
+        self._most, self._hosts = settings.max_body_bytes, settings.allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._routes else "other"
+        begun = False
 
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
@@ -40,9 +49,28 @@ class Guard:
         if refused is not None:
             await refused.response()(scope, receive, counted)
             return
-        await self._app(scope, self._limited(receive), counted)
+        try:
+            await self._app(scope, self._limited(receive), counted)
+        except asyncio.CancelledError:  # the time to finish is over
+            if begun:
+                raise
+            failed = ApiError(str(ClosedError()), status=503, code="shutting_down")
+            await failed.response()(scope, receive, counted)
+        except Exception:
+            if begun:
+                raise
+            log.exception("a request failed")
+            failed = ApiError("the server failed on this request; its log says why", status=500)
+            await failed.response()(scope, receive, counted)
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        if self._hosts is not None and host and _name(host) not in self._hosts:
+            return ApiError(
+                f"this server is not called {_name(host)[:100]!r}: the operator may allow it with --allow-host",
+                status=403,
+                code="host_not_allowed",
+            )
         if self._key is not None and path not in OPEN_PATHS:
             given = headers.get("authorization", "").encode()
             if not secrets.compare_digest(given, self._key):
@@ -53,23 +81,42 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._most:
-            return self._too_large()
+        if length.isdecimal() and int(length[:20]) > self._most:
+            return ApiError(self._too_large, status=413, code="body_too_large")
         return None
 
     def _limited(self, receive: Receive) -> Receive:
-        """Counts what comes: a body need not say how long it is."""
-        received = 0
+        """Counts what comes, as a body need not say how long it is, and the seconds until all of it is there."""
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, left))
+            except asyncio.TimeoutError:
+                raise HTTPException(
+                    408, f"the body did not come within {BODY_SECONDS:g} s", {"Connection": "close"}
+                ) from None
             received += len(message.get("body", b""))
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
             if received > self._most:
-                raise HTTPException(413, self._too_large().message)
+                raise HTTPException(413, self._too_large)
             return message
 
         return limited
 
-    def _too_large(self) -> ApiError:
-        return ApiError(f"the body is larger than {self._most} bytes", status=413, code="body_too_large")
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._most} bytes"
+
+
+def _name(host: str) -> str:
+    """A Host header without its port: "[::1]:8000" is "::1"."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].rstrip(".")

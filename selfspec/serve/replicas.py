@@ -16,7 +16,7 @@ from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
 from selfspec.messages import template_of
 from selfspec.serve.app import make_app
-from selfspec.serve.server_settings import ServerSettings, default_name
+from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, default_name
 
 
 class ReplicaOptions(BaseModel):
@@ -37,6 +37,10 @@ class ReplicaOptions(BaseModel):
     policy: str | None = None
     chat_template: str | None = None
     api_key: str | None = None
+    allow_policy: list[str] | None = None
+    share_prefixes: bool = False
+    max_tokens: int | None = None
+    max_context: int | None = None
     prefix_cache: str | None = None
     batch_size: int = 8
     max_waiting: int = 8
@@ -71,6 +75,10 @@ def build(options: ReplicaOptions) -> Application:
             api_key=options.api_key,
             chat_template=template.source,
             chat_stops=template.stops,
+            allowed_policies=SAFE_POLICIES if options.allow_policy is None else tuple(options.allow_policy),
+            share_prefixes=options.share_prefixes,
+            most_new_tokens=options.max_tokens,
+            most_context=options.max_context,
         )
         generator = SelfSpecGenerator.from_pretrained(
             model,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
+from selfspec.serve.patience import PatientProtocol
+
 
 def open_socket(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises OSError if it is taken."""
@@ -16,22 +18,38 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, *, grace_seconds: int, on_start: Callable[[], object]) -> None:
-    """Serve until SIGTERM or Ctrl-C. Then nobody new is let in, and running requests have the grace time to finish."""
+    """Serve until SIGTERM or Ctrl-C. Then nobody new is let in, and running requests have the grace time to finish.
+
+    Raises RankError if another process of the model was lost, after the running requests have got their error.
+    """
     make_server(app, grace_seconds=grace_seconds, on_start=on_start).run(sockets=[listening])
+    failure = app.state.scheduler.failure
+    if failure is not None:
+        raise failure
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:
     """on_start: called once when requests are taken."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_seconds, server_header=False)
-    return _Server(config, on_start)
+    config = uvicorn.Config(
+        app,
+        http=PatientProtocol,
+        ws="none",
+        log_level="warning",
+        timeout_graceful_shutdown=grace_seconds,
+        server_header=False,
+    )
+    return _Server(config, app, on_start)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, on_start: Callable[[], object]) -> None:
         super().__init__(config)
-        self._on_start = on_start
+        self._app, self._on_start = app, on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._app.state.scheduler.failure is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from layerskip_models.parallel.ranks import RankError
 from selfspec.engine import Checked, Engine, GenerationResult, Progress
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.token_logprobs import LogprobRecorder, TokenLogprob
@@ -58,25 +59,45 @@ class QueueFullError(RuntimeError):
         self.retry_seconds = retry_seconds
 
 
-class ClosedError(RuntimeError):
-    """The server is shutting down."""
+class TooManyError(ValueError):
+    """More texts at once than the server ever takes."""
 
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down")
+    def __init__(self, texts: int, most: int) -> None:
+        super().__init__(f"{texts} texts in one request, this server takes at most {most} at a time: ask for fewer")
+
+
+class ClosedError(RuntimeError):
+    """The server takes no more texts. code: a short name of the reason."""
+
+    def __init__(self, reason: str = "the server is shutting down", code: str = "shutting_down") -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class Scheduler:
-    """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread."""
+    """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
+
+    explain: says more about the loss of another process, if it can. kept_bytes: says how much memory idle caches take.
+    """
 
     def __init__(
-        self, metrics: ServerMetrics, *, batch_size: int, max_waiting: int, make_engine: Callable[[], Engine] = Engine
+        self,
+        metrics: ServerMetrics,
+        *,
+        batch_size: int,
+        max_waiting: int,
+        make_engine: Callable[[], Engine] = Engine,
+        explain: Callable[[RankError], RankError] | None = None,
+        kept_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._metrics, self._make_engine = metrics, make_engine
+        self._metrics, self._make_engine, self._explain = metrics, make_engine, explain
+        self._kept_bytes = kept_bytes
         self._batch_size, self._max_waiting = batch_size, max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._left: set[Job] = set()  # cancelled, and perhaps in the engine
         self._closing = False
+        self._failure: RankError | None = None
         self._jobs: dict[int, Job] = {}  # in the engine, by ticket; of the thread alone
         self._job_seconds = 1.0  # of late, from joining to the end
         self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
@@ -88,6 +109,11 @@ class Scheduler:
         return self._thread.is_alive() and not self._closing
 
     @property
+    def failure(self) -> RankError | None:
+        """Why the server must end by itself, if it must: another process of its model was lost."""
+        return self._failure
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
@@ -96,11 +122,13 @@ class Scheduler:
         return len(self._jobs)
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Let texts wait for a place, all of them or none. Raises QueueFullError or ClosedError."""
+        """Let texts wait for a place, all of them or none. Raises QueueFullError, TooManyError or ClosedError."""
         jobs = [*jobs]
+        if len(jobs) > self._batch_size + self._max_waiting:
+            raise TooManyError(len(jobs), self._batch_size + self._max_waiting)
         with self._changed:
             if self._closing:
-                raise ClosedError
+                raise self._closed()
             free = max(0, self._batch_size - len(self._jobs))
             if len(self._waiting) + len(jobs) > self._max_waiting + free:
                 rounds = (len(self._waiting) + len(jobs)) / self._batch_size
@@ -116,11 +144,27 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Cancel what is left, and end the thread."""
+        """Cancel what is left, and end the thread. After a failure it is left alone: it may wait for a lost process."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        if self._failure is None:
+            self._thread.join()
+
+    def fail(self, failure: RankError) -> None:
+        """Let all texts end with an error, now and from now on. The engine's thread may be held up in a round."""
+        with self._changed:
+            if self._failure is not None:
+                return
+            failure = failure if self._explain is None else self._explain(failure)
+            self._failure, self._closing = failure, True
+            self._changed.notify()
+            jobs = [*self._jobs.values(), *self._waiting]
+            self._waiting.clear()
+        self._refuse(jobs, self._closed())
+
+    def _closed(self) -> ClosedError:
+        return ClosedError() if self._failure is None else ClosedError(str(self._failure), code="rank_lost")
 
     def _run(self) -> None:
         while True:
@@ -128,18 +172,21 @@ class Scheduler:
                 while not (self._waiting or self._left or self._closing):
                     self._changed.wait()
                 if self._closing:
-                    self._refuse([*self._waiting], ClosedError())
+                    self._refuse([*self._waiting], self._closed())
                     self._waiting.clear()
                     return
                 self._drop_waiting()
             try:
                 self._run_until_idle()
+            except RankError as error:
+                self.fail(error)
             except Exception as error:  # the engine as a whole cannot go on: no memory, say
                 log.exception("the engine failed")
                 self._refuse([*self._jobs.values()], error)
             self._jobs.clear()
             self._metrics.decoding.set(0)
             self._metrics.cache_bytes.set(0)
+            self._metrics.kept_bytes.set(self._kept_bytes())
 
     def _run_until_idle(self) -> None:
         """One engine, until nobody is left: all that it holds is then given back."""
@@ -161,7 +208,7 @@ class Scheduler:
             job = self._jobs.pop(ticket)
             self._metrics.cancelled.inc()
             if closing:
-                self._refuse([job], ClosedError())
+                self._refuse([job], self._closed())
         while not closing and len(self._jobs) < self._batch_size:
             with self._changed:
                 if not self._waiting:
@@ -172,6 +219,10 @@ class Scheduler:
             try:
                 job.joined = perf_counter()
                 self._jobs[engine.join(job.checked, following)] = job
+            except RankError as error:
+                self.fail(error)
+                self._refuse([job], self._closed())
+                raise
             except Exception as error:
                 log.exception("a text could not join")
                 self._refuse([job], error)
@@ -188,7 +239,9 @@ class Scheduler:
             self._metrics.waiting.set(len(kept))
 
     def _deliver(self, progress: Progress) -> threading.Event | None:
-        """Returns an event if it is worth waiting for."""
+        """Returns an event if it is worth waiting for. Raises the error of a text that concerns all of them."""
+        if isinstance(progress.error, RankError):
+            raise progress.error
         job = self._jobs[progress.ticket]
         logprobs = None
         if job.recorder is not None and progress.tokens:
@@ -201,6 +254,7 @@ class Scheduler:
         if progress.result is not None or progress.error is not None:
             del self._jobs[progress.ticket]
             self._job_seconds += 0.2 * (now - job.joined - self._job_seconds)
+            self._metrics.kept_bytes.set(self._kept_bytes())
             return None
         return sending
 

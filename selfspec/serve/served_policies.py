@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 from policies import CostModel, Policy, PreVerifier, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.calibrate import measured_cost
+from selfspec.serve.server_settings import ANY_POLICY
 
 REPEATING = "auto:cost=layers"
 """For sampled requests with a seed that name no policy: it decides by counts alone, never by measured time."""
@@ -19,14 +21,18 @@ _KEPT = 16
 class ServedPolicies:
     """Policies by name for the requests of one server.
 
+    allowed: names that clients may choose; with `ANY_POLICY` among them, every name.
     The server's own policy keeps what it learns from request to request, and so do the last 16 that clients named. A
     sampled request with a seed gets a policy of its own: what others have taught would change what is drafted, and so
     what is drawn.
     """
 
-    def __init__(self, generator: SelfSpecGenerator, default: str | None) -> None:
+    def __init__(
+        self, generator: SelfSpecGenerator, default: str | None, allowed: Sequence[str] = (ANY_POLICY,)
+    ) -> None:
         self._generator, self._default = generator, default
         self._default_name = generator.resolve_policy(default).name
+        self._allowed = None if ANY_POLICY in allowed else {REPEATING, self._default_name, *allowed}
         if generator.model.num_layers > 1:  # now, and not while texts decode, for the first request that names "auto"
             measured_cost(generator.model, generator.runner)
         if generator.model.num_ranks > 1:  # together with the other processes, whose model it is checked against
@@ -38,8 +44,12 @@ class ServedPolicies:
     def choose(self, name: str | None, *, repeats: bool) -> Policy:
         """repeats: whether the same request must be drafted the same way every time.
 
-        Raises ValueError for an unknown name, for one that names a folder, and for one that cannot repeat.
+        Raises ValueError for an unknown name, for one that the server does not allow, for one that names a folder, and for
+        one that cannot repeat.
         """
+        if name is not None and self._allowed is not None and name.strip() not in self._allowed:
+            known = ", ".join(sorted(self._allowed))
+            raise ValueError(f"policy {name!r} is not allowed on this server, which has {known} (--allow-policy)")
         if name is None and not repeats:
             return self._generator.resolve_policy(self._default)
         if repeats:

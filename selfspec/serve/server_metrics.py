@@ -34,6 +34,7 @@ class ServerMetrics:
         self.decoding = gauge("decoding_texts", "Texts in the engine.")
         self.round_texts = histogram("round_texts", "Texts that share a round (the batch size).", _COUNTS)
         self.cache_bytes = gauge("kv_cache_bytes", "Memory of the KV caches of the texts in the engine.")
+        self.kept_bytes = gauge("kept_cache_bytes", "Memory of idle KV caches, which later texts use again.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of complete texts.")
         self.reused_tokens = counter(
             "reused_prompt_tokens", "Tokens of prompts whose keys and values were still in memory."

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ANY_POLICY = "any"
+SAFE_POLICIES = ("ar", "auto", "auto:cost=layers", "copy", "del", "pacer")
+"""Those whose costs nobody chooses: each decides for itself how much it drafts."""
 MOST_CHOICES = 16
 """Largest `n`, and the most prompts of one completion request."""
 
@@ -20,6 +24,10 @@ class ServerSettings:
     api_key: what clients must send as a bearer token; None for no check.
     copy_from: texts that drafts of all requests may be copied from, for policies that copy.
     chat_template: Jinja source instead of the tokenizer's own template. chat_stops: stop strings that belong to it.
+    allowed_policies: names that requests may choose beside the server's own; `ANY_POLICY` among them allows every name.
+    allowed_hosts: names and addresses by which clients may call the server, without ports; None for all.
+    share_prefixes: whether a prompt may go on from any other request's text; else only within one cache_salt.
+    most_new_tokens: of a text. most_context: of a prompt and its new tokens; None for what the model can.
     """
 
     model_name: str
@@ -32,10 +40,18 @@ class ServerSettings:
     copy_from: tuple[str, ...] = ()
     chat_template: str | None = None
     chat_stops: tuple[str, ...] = ()
+    allowed_policies: tuple[str, ...] = SAFE_POLICIES
+    allowed_hosts: tuple[str, ...] | None = None
+    share_prefixes: bool = False
+    most_new_tokens: int | None = None
+    most_context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens"):
-            if getattr(self, name) < 1:
+        for name in (
+            *("batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens"),
+            *("most_new_tokens", "most_context"),
+        ):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.api_key is not None and not self.api_key:
             raise ValueError("the API key is empty: give one, or none")
@@ -44,3 +60,18 @@ class ServerSettings:
 def default_name(model: str) -> str:
     """What clients call a model: the folder's own name, or a hub name without its owner."""
     return Path(re.sub(r"[/\\]+$", "", model)).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
+
+
+def allowed_hosts(address: str, api_key: str | None, named: Sequence[str] = ()) -> tuple[str, ...] | None:
+    """Names by which clients may call a server that listens on this address, None for any.
+
+    A page from anywhere can give its own name this machine's address, and then calls the server as its own (DNS rebinding).
+    So a server without a key that listens on this machine alone answers to this machine's names, and those of the operator.
+    """
+    if "*" in named:
+        return None
+    own = ("localhost", "127.0.0.1", "::1")
+    is_local = address in own or address.startswith("127.")
+    if not named and (api_key is not None or not is_local):
+        return None
+    return tuple(dict.fromkeys([*own, address.lower(), *(name.lower() for name in named)]))

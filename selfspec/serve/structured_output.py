@@ -13,13 +13,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-_COMPACT: Any = {"whitespace_flexible": False}
-"""No white space between tokens of JSON: else a weak model may go on writing spaces for ever."""
+from selfspec.serve.grammar_worker import COMPACT, LIMITS
+
+JSON_OBJECT: dict[str, Any] = {"type": "object"}
+"""What `json_object` asks for."""
+
+
+class GrammarError(ValueError):
+    """A grammar became too complex while a text was written, or the text is outside it."""
 
 
 class Vocabulary:
@@ -31,22 +37,29 @@ class Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, eos: Sequence[int]) -> None:
         self.size = size
         self._tokenizer, self._eos = tokenizer, [*eos]
+        self._special = frozenset(tokenizer.all_special_ids)
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
 
     def bytes_of(self, token: int) -> bytes:
         return self._get().decode_bytes([token])
 
+    def is_special(self, token: int) -> bool:
+        """Whether it is left out where tokens become text."""
+        return token in self._special
+
     def matcher(self, schema: dict[str, Any] | bool) -> LLMatcher:
         """A fresh matcher for JSON that follows a schema.
 
-        Raises ValueError for a schema that is none, or that holds what llguidance does not know.
+        Raises ValueError for a schema that is none, or that holds what llguidance does not know. A schema of somebody who is
+        not trusted must pass `selfspec.serve.schema_check` first: the compiler can end the process.
         """
         if not self._eos:
             raise ValueError("response_format needs a model with an end-of-sequence token")
         tokenizer = self._get()
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_COMPACT)
-        matcher = LLMatcher(tokenizer, grammar)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
+        # Not a copy of one that is kept: copies share their lexer, and what one text wrote would count for another.
+        matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if matcher.is_error():
             raise ValueError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")
         return matcher
@@ -62,7 +75,8 @@ class Vocabulary:
 class GrammarProcessor(LogitsProcessor):
     """Allows only tokens with which the text can still become JSON that follows the schema. For one text.
 
-    Raises ValueError as `Vocabulary.matcher`, and when called with a text that the grammar does not allow.
+    Raises ValueError as `Vocabulary.matcher`, and GrammarError when called with a text that the grammar does not allow, or
+    for which it takes more time or memory than `grammar_worker.LIMITS`.
     """
 
     def __init__(self, vocabulary: Vocabulary, schema: dict[str, Any] | bool, prompt_length: int) -> None:
@@ -81,6 +95,7 @@ class GrammarProcessor(LogitsProcessor):
         """input_ids: int64 [1, n]. scores: [1, vocab]. Returns them with -inf where a token may not come."""
         self._go_to(input_ids[0, self._prompt_length :].tolist())
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * self._mask.element_size())
+        self._check()
         allowed = ((self._mask.unsqueeze(-1) >> self._bits) & 1).flatten()[: self._vocab_size].bool()
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
@@ -97,4 +112,13 @@ class GrammarProcessor(LogitsProcessor):
         count = self._matcher.try_consume_tokens(following)
         self._taken += following[:count]
         if count < len(following):
-            raise ValueError("the text has left the grammar")
+            self._check()
+            raise GrammarError("the text has left the grammar")
+
+    def _check(self) -> None:
+        """A matcher with an error answers nothing more. The next call begins with a new one."""
+        if self._matcher.is_error():
+            why = (self._matcher.get_error().splitlines() or ["no reason was given"])[0]
+            vocabulary, schema, _ = self._made_of
+            self._matcher, self._taken = vocabulary.matcher(schema), []
+            raise GrammarError(f"the schema is too complex for this text: {why[:200]}")

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from layerskip_models import LayerSkipModel
+
+_ROWS = 64  # of a prompt whose logits are in memory at a time
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its natural log-probability, and the likeliest tokens at its place with theirs, best first."""
+    """A token, its natural log-probability, and the likeliest tokens at its place with theirs, best first.
+
+    logprob: None for the first token of a prompt, which nothing precedes.
+    """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
 
 
@@ -49,6 +56,27 @@ class LogprobRecorder(LogitsProcessor):
             self._next += 1
         self._rows = {place: row for place, row in self._rows.items() if place >= self._next}
         return found
+
+
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, worked out as the prompt is read: `Request.watch_prompt` calls it.
+
+    tokens: one for each token of the prompt, once it is read.
+    """
+
+    def __init__(self, model: LayerSkipModel, prompt: Tensor, num_top: int) -> None:
+        self._model, self._prompt, self._num_top = model, prompt, num_top
+        self.tokens = [TokenLogprob(int(prompt[0]), None, ())]
+
+    def __call__(self, first: int, hidden: Tensor) -> None:
+        """hidden: [rows, hidden], what the last layer put out for the prompt's rows from position `first` on."""
+        targets = self._prompt[first + 1 : first + 1 + hidden.shape[0]].to(hidden.device)
+        for rows, following in zip(hidden[: targets.numel()].split(_ROWS), targets.split(_ROWS)):
+            logprobs = self._model.logits(rows).float().log_softmax(dim=-1)
+            chosen = logprobs.gather(-1, following[:, None])[:, 0].tolist()
+            values, ids = logprobs.topk(self._num_top)
+            for token, logprob, top in zip(following.tolist(), chosen, zip(ids.tolist(), values.tolist())):
+                self.tokens.append(TokenLogprob(token, logprob, tuple(zip(*top))))
 
 
 class _Unchanged(LogitsProcessor):

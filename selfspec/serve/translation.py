@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.copying.copy_sources import copies_drafts
 from selfspec.engine import Checked
 from selfspec.messages import ChatTemplate, has_template
-from selfspec.request import ContextLengthError, encode_prompt
+from selfspec.request import COLDEST, ContextLengthError, encode_prompt
+from selfspec.runtime.prefix_cache import ANYONE, Owner
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
     ChatRequest,
@@ -23,13 +31,16 @@ from selfspec.serve.api_requests import (
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
+    Message,
 )
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.chat_template import chat_prompt
+from selfspec.serve.prompt_bounds import PromptBounds
+from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
-from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
-from selfspec.serve.token_logprobs import LogprobRecorder
+from selfspec.serve.structured_output import JSON_OBJECT, GrammarProcessor, Vocabulary
+from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
 from selfspec.serve.trimmed_text import StopTexts
 
 _COMPLETION_TOKENS = 16
@@ -38,12 +49,19 @@ _COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Choice:
-    """One text to generate. stops: where its text is cut. echo: what stands before it. recorder: for log-probabilities."""
+    """One text to generate. stops: where its text is cut. echo: what stands before it. recorder: for log-probabilities.
+
+    min_tokens: in the text of so many first tokens stops are not looked for. scored: the log-probabilities of the prompt's
+    tokens, if they are asked for. silent: only the prompt is asked for, and the one token that is generated is not shown.
+    """
 
     checked: Checked
     stops: tuple[str, ...]
     echo: str = ""
     recorder: LogprobRecorder | None = None
+    min_tokens: int = 0
+    scored: PromptLogprobs | None = None
+    silent: bool = False
 
 
 class Translator:
@@ -53,16 +71,35 @@ class Translator:
         assert generator.tokenizer is not None
         self._generator, self._settings = generator, settings
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
-        self._policies = ServedPolicies(generator, settings.policy)
+        self._policies = ServedPolicies(generator, settings.policy, settings.allowed_policies)
+        self._schemas = SchemaCheck()
+        context = generator.model.max_positions
+        self._bounds = PromptBounds(self.tokenizer, min(context, settings.most_context or context))
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
         self._template = ChatTemplate(settings.chat_template, settings.chat_stops)
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
         eos = config.eos_token_id
         self._vocab_size = generator.model.config.vocab_size
-        self.vocabulary = Vocabulary(
-            self.tokenizer, self._vocab_size, [] if eos is None else eos if isinstance(eos, list) else [eos]
-        )
+        self._eos: list[int] = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
+
+    def has_slow_schema(self, body: GenerationRequest) -> bool:
+        """Whether it has a schema that takes long to compile, or one that is not known yet."""
+        asked = body.response_format
+        return isinstance(asked, JsonSchemaFormat) and not self._schemas.is_quick(asked.json_schema.schema_)
+
+    def _check_schema(self, body: GenerationRequest) -> None:
+        """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
+        if isinstance(body.response_format, JsonSchemaFormat):
+            try:
+                self._schemas(body.response_format.json_schema.schema_)
+            except ValueError as error:
+                raise ApiError(str(error), param="response_format") from None
+
+    def close(self) -> None:
+        """End the process that tries schemas."""
+        self._schemas.close()
 
     @property
     def offers(self) -> dict[str, Any]:
@@ -75,51 +112,73 @@ class Translator:
     def chat(self, body: ChatRequest) -> list[Choice]:
         """The n answers to a conversation."""
         self._check_model(body)
-        with _bad_request("messages"):
-            ids = chat_prompt(self.tokenizer, self._template, body.messages)
-        room = self._generator.model.max_positions - len(ids)
-        limit = body.max_completion_tokens or body.max_tokens
-        wanted = max(1, min(self._settings.default_chat_tokens, room)) if limit is None else limit
+        self._check_schema(body)
+        ids = self.chat_ids(body.messages)
+        room = self._bounds.most_tokens - len(ids)
+        limit = body.limit[1]
+        most = min(self._settings.default_chat_tokens, self._settings.most_new_tokens or room)
+        wanted = max(1, min(most, room)) if limit is None else limit
         num_top = (body.top_logprobs or 0) if body.logprobs else None
-        stops = (*body.stops, *self._template.stops)
+        # The template's own stops are its end token.
+        stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
+        with _bad_request("messages", body.limit):
+            self._check_limit(len(ids), *body.limit, wanted)
+            choices = [self._choice(body, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
+        return self._owned(body, choices)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt that asks for the next answer."""
         with _bad_request("messages"):
-            return self._choices(body, ids, "", wanted, stops, num_top, 0)
+            self._bounds.check([message.text for message in messages])
+            return chat_prompt(self.tokenizer, self._template, messages)
 
     def completions(self, body: CompletionRequest) -> list[Choice]:
         """The n continuations of every prompt, those of the first prompt first."""
         self._check_model(body)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
-        if body.echo and body.logprobs is not None:
+        if body.scores_prompts and self._generator.model.num_ranks > 1:
             raise ApiError(
-                "logprobs are of generated tokens only: leave out echo or logprobs",
+                "echo with logprobs needs a server with the model in one process: leave out echo or logprobs",
                 param="logprobs",
                 code="unsupported_parameter",
             )
+        self._check_schema(body)
+        wanted = body.max_tokens
+        if wanted is None:
+            wanted = min(_COMPLETION_TOKENS, self._settings.most_new_tokens or _COMPLETION_TOKENS)
         choices: list[Choice] = []
         for prompt in body.prompts:
-            with _bad_request("prompt"):
+            with _bad_request("prompt", ("max_tokens", wanted)):
+                if isinstance(prompt, str):
+                    self._bounds.check([prompt])
+                else:  # before all of them are looked at
+                    self._check_limit(len(prompt), *body.limit, wanted)
                 ids = encode_prompt(prompt, self.tokenizer, self._vocab_size).tolist()
+                self._check_limit(len(ids), *body.limit, wanted)
                 echo = ""
                 if body.echo:
                     echo = prompt if isinstance(prompt, str) else self._text(ids)
-                wanted = body.max_tokens or _COMPLETION_TOKENS
-                choices += self._choices(body, ids, echo, wanted, body.stops, body.logprobs, len(choices))
-        return choices
+                for _ in range(body.n):
+                    choices.append(self._choice(body, ids, echo, wanted, tuple(body.stop), body.logprobs, len(choices)))
+        return self._owned(body, choices)
 
-    def _choices(
-        self,
-        body: GenerationRequest,
-        ids: list[int],
-        echo: str,
-        max_new_tokens: int,
-        stops: Sequence[str],
-        num_top: int | None,
-        first: int,
-    ) -> list[Choice]:
+    def _check_limit(self, num_prompt: int, name: str, asked: int | None, wanted: int) -> None:
+        """What the model has room for, and the operator allows."""
+        most = self._settings.most_new_tokens
+        if most is not None and wanted > most:
+            raise ApiError(f"{name} is {asked}, at most {most} are possible here", param=name)
+        self._bounds.check_room(num_prompt, wanted)
+
+    def _owned(self, body: GenerationRequest, choices: Sequence[Choice]) -> list[Choice]:
+        """Its texts, which go on from each other's rows, and from those of earlier requests with the same salt."""
+        owner = ANYONE
+        if not self._settings.share_prefixes:
+            named = json.dumps([body.cache_salt, body.user])
+            owner = Owner(uuid4().hex, lasts=False) if body.cache_salt is None else Owner(named)
         return [
-            self._choice(body, ids, echo, max_new_tokens, tuple(stops), num_top, first + index)
-            for index in range(body.n)
+            replace(one, checked=replace(one.checked, request=replace(one.checked.request, owner=owner)))
+            for one in choices
         ]
 
     def _choice(
@@ -132,25 +191,49 @@ class Translator:
         num_top: int | None,
         index: int,
     ) -> Choice:
+        if body.min_tokens > max_new_tokens:
+            raise ApiError(f"min_tokens={body.min_tokens} is above the limit of {max_new_tokens}", param="min_tokens")
         sampling = self._sampling_options(body, index)
-        criteria = StoppingCriteriaList([StopTexts(self.tokenizer, stops, len(ids))] if stops else [])
+        criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
         policy = self._policy(body, sampling)
         checked = self._generator.check(
             ids,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(1, max_new_tokens),
+            repetition_penalty=body.repetition_penalty,
+            eos_token_id=self._end_tokens(body),
             policy=policy,
             copy_from=self.copies if copies_drafts(policy.needs, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
-            stopping_criteria=criteria,
+            stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,
         )
-        recorder = None
+        request, recorder, scored = checked.request, None, None
         if num_top is not None:
             recorder = LogprobRecorder(len(ids), num_top)
-            processors = LogitsProcessorList([recorder, *checked.request.processors])
-            checked = replace(checked, request=replace(checked.request, processors=processors))
-        # Its text is made here piece by piece, and not once more by the engine.
-        return Choice(checked=replace(checked, tokenizer=None), stops=stops, echo=echo, recorder=recorder)
+            request = replace(request, processors=LogitsProcessorList([recorder, *request.processors]))
+            if isinstance(body, CompletionRequest) and body.scores_prompts:
+                scored = PromptLogprobs(checked.bound.model, request.prompt, num_top)
+                request = replace(request, watch_prompt=scored)
+        return Choice(
+            # Its text is made here piece by piece, and not once more by the engine.
+            checked=replace(checked, request=request, tokenizer=None),
+            stops=stops,
+            echo=echo,
+            recorder=recorder,
+            min_tokens=body.min_tokens,
+            scored=scored,
+            silent=max_new_tokens == 0,
+        )
+
+    def _end_tokens(self, body: GenerationRequest) -> list[int]:
+        """Tokens that end a text, the request's own among them."""
+        for token in body.stop_token_ids:
+            if token >= self._vocab_size:
+                raise ApiError(
+                    f"stop_token_ids must be in [0, {self._vocab_size - 1}], the model's vocabulary, got {token}",
+                    param="stop_token_ids",
+                )
+        return [*([] if body.ignore_eos else self._eos), *body.stop_token_ids]
 
     def _sampling_options(self, body: GenerationRequest, index: int) -> dict[str, Any]:
         """Arguments of `generate`. The choices of a request are seeded one after the other: seed, seed + 1, ..."""
@@ -158,12 +241,12 @@ class Translator:
         temperature = body.temperature
         if temperature is None:
             temperature = 1.0 if own.get("temperature") is None else own["temperature"]
-        if temperature == 0:
+        if temperature < COLDEST:
             return {"do_sample": False}
         options = {"do_sample": True, "temperature": temperature}
         for name in ("top_p", "top_k", "min_p"):
             given = getattr(body, name)
-            options[name] = own.get(name) if given is None else given
+            options[name] = own.get(name) if given is None else max(given, 0)  # top_k: -1 turns it off, as in vLLM
         if body.seed is not None:
             options["seed"] = body.seed + index
         return options
@@ -183,9 +266,13 @@ class Translator:
                 processors.append(BiasProcessor(body.logit_bias, self._vocab_size, self._generator.model.device))
             except ValueError as error:
                 raise ApiError(str(error), param="logit_bias") from None
+        ends = self._end_tokens(body)
+        if body.min_tokens and ends:
+            device = str(self._generator.model.device)
+            processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
         schema: dict[str, Any] | bool | None = None
         if isinstance(body.response_format, JsonObjectFormat):
-            schema = {"type": "object"}
+            schema = JSON_OBJECT
         elif isinstance(body.response_format, JsonSchemaFormat):
             schema = body.response_format.json_schema.schema_
         if schema is not None:
@@ -216,13 +303,21 @@ def check_model(asked: str, served: str) -> None:
 
 
 @contextmanager
-def _bad_request(param: str) -> Iterator[None]:
-    """What the engine refuses, as status 400. param: what is likely meant where the message names nothing."""
+def _bad_request(param: str, limit: tuple[str, int | None] = ("max_tokens", None)) -> Iterator[None]:
+    """What the engine refuses, as status 400. param: what is likely meant where the message names nothing.
+
+    limit: what the request calls its limit of new tokens, and the limit if there is one.
+    """
     try:
         yield
     except ContextLengthError as error:
-        raise ApiError(str(error), param=param, code="context_length_exceeded") from None
+        name, most = limit
+        asked = f", and the prompt has {error.num_prompt}: shorten it"
+        if most is not None:
+            asked = f", the prompt has {error.num_prompt}, and {name} is {most}: shorten the prompt or lower {name}"
+        message = f"this model's maximum context length is {error.context} tokens{asked}"
+        raise ApiError(message, param=param, code="context_length_exceeded") from None
     except (ValueError, TypeError) as error:
         message = str(error)
-        named = re.match(r"(temperature|top_p|top_k|min_p|seed)\b", message)
+        named = re.match(r"(temperature|top_p|top_k|min_p|seed|repetition_penalty)\b", message)
         raise ApiError(message, param=named[1] if named else param) from None

@@ -1,0 +1,22 @@
+"""Upper bounds for the numbers of a policy: what memory and time one round may take, whoever names the policy."""
+
+from __future__ import annotations
+
+MOST_DRAFTS = 64
+"""Drafts in a round. Nothing that was measured gains from more than about 20, and memory and time grow with them."""
+MOST_PROMPT_ROWS = 256
+"""Rows of a prompt that teach a policy: their hidden states of all layers are kept until the prompt is read."""
+MOST_LEARN_EVERY = 1 << 20
+"""Rows between two that teach all layers, and the first rows of a call that do."""
+
+
+def check_number(name: str, value: int, least: int, most: int) -> int:
+    """Return `value` if it is an integer in [least, most]. Raises ValueError that names it and the range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} must be an integer in [{least}, {most}], got {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    shown = "an integer of many digits" if isinstance(value, int) and abs(value) > 10**30 else repr(value)
+    return shown if len(shown) <= 40 else shown[:40] + "..."

@@ -1,0 +1,80 @@
+"""Threads for work whose length a client chooses: never on the event loop, and only a part of the time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from selfspec.serve.api_errors import ApiError
+
+T = TypeVar("T")
+_STACK_BYTES = 16 << 20
+
+
+class Lane:
+    """One thread, first come first served. More than `most_waiting` get status 429.
+
+    rests: how many times as long as it worked it rests before the next work. Parsing holds Python's lock, which the thread
+    that decodes needs, so large bodies in a row would otherwise take most of everybody's time.
+    """
+
+    def __init__(self, name: str, *, most_waiting: int, rests: float = 0.0) -> None:
+        self._name, self._most_waiting, self._rests = name, most_waiting, rests
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"selfspec-{name}")
+        self._waiting = 0
+        self._rested = 0.0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns. Raises ApiError (status 429) if too much waits already."""
+        if self._waiting >= self._most_waiting:
+            raise ApiError(
+                f"{self._waiting} {self._name} are waiting already: try again in a second",
+                status=429,
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, work)
+        finally:
+            self._waiting -= 1
+
+    def start(self) -> None:
+        """Its thread, now and not with the first work."""
+        self._pool.submit(int)
+
+    def close(self) -> None:
+        """What waits is not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        time.sleep(max(0.0, self._rested - time.monotonic()))
+        started = time.thread_time()
+        try:
+            return work()
+        finally:
+            self._rested = time.monotonic() + self._rests * (time.thread_time() - started)
+
+
+class Lanes:
+    """bodies: the JSON of large ones. prompts: what these ask for. schemas: requests with a schema that is new."""
+
+    def __init__(self) -> None:
+        before = threading.stack_size(_STACK_BYTES)  # a grammar's compiler is recursive
+        try:
+            self.bodies = Lane("large requests", most_waiting=32, rests=3.0)
+            self.prompts = Lane("large prompts", most_waiting=32)
+            self.schemas = Lane("schemas", most_waiting=16)
+            self._all = (self.bodies, self.prompts, self.schemas)
+            for lane in self._all:
+                lane.start()
+        finally:
+            threading.stack_size(before)
+
+    def close(self) -> None:
+        for lane in self._all:
+            lane.close()

@@ -1,0 +1,61 @@
+"""How long a connection may keep the server waiting: for a request's head, and for what is sent to be taken."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+else:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as Protocol
+
+HEAD_SECONDS = 20.0
+"""From a connection, or the end of its last answer, to the end of a request's head."""
+TAKEN_SECONDS = 60.0
+"""Within which a client must take something of an answer that waits for it."""
+MOST_HEAD_BYTES = 1 << 16
+"""Of a request's line and headers."""
+MOST_REST_BYTES = 64 << 20
+"""Of a body that was refused before all of it was there."""
+_LOOK_SECONDS = 2.0
+
+
+class PatientProtocol(Protocol):
+    """uvicorn's protocol, which ends connections that keep it waiting. uvicorn itself waits for ever for half a request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since = self._taken_at = self.loop.time()
+        self._unread = self._unsent = 0
+        self._next_look = self.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._next_look.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._unread = 0 if self._is_answering else self._unread + len(data)
+        cycle: Any = self.cycle
+        # A client hears of a refusal once it has sent its body, so the rest of that is let in, and forgotten.
+        if self._unread > (MOST_REST_BYTES if cycle is not None and cycle.more_body else MOST_HEAD_BYTES):
+            self.transport.abort()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request's head is there and its answer is not complete."""
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _look(self) -> None:
+        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        if self._is_answering:
+            self._idle_since = now
+        if not unsent or unsent != self._unsent:
+            self._taken_at = now
+        self._unsent = unsent
+        if now - self._idle_since > HEAD_SECONDS or now - self._taken_at > TAKEN_SECONDS:
+            self.transport.abort()
+        else:
+            self._next_look = self.loop.call_later(_LOOK_SECONDS, self._look)

@@ -1,0 +1,131 @@
+"""Whether a client's schema can be used: its bounds, then a trial in another process, which it may end without harm."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+from selfspec.serve.schema_bounds import MOST_CHARACTERS, check_schema
+
+MOST_BYTES = 256 << 10
+"""Of a schema as JSON."""
+TRIAL_SECONDS = 1.0
+"""Processor time of a trial."""
+_WALL_SECONDS = 15.0  # for the same, on a busy machine
+_TRIAL_BYTES = 1 << 30
+_REMEMBERED = 256
+_SMALL_NODES = 2_000
+_QUICK_SECONDS = 0.05
+
+
+class _Known(NamedTuple):
+    """why: it cannot be used. seconds: that it takes to compile it."""
+
+    why: str | None
+    seconds: float = 0.0
+
+
+class SchemaCheck:
+    """Threads may share one; they take turns. The process starts with the first schema, and anew after one that ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+
+    def __call__(self, schema: dict[str, Any] | bool) -> str:
+        """The schema as JSON. Raises ValueError that says in one line why it cannot be used."""
+        check_schema(schema)
+        written = json.dumps(schema)
+        if len(written) > MOST_BYTES:
+            raise ValueError(f"the schema has {len(written)} bytes, at most {MOST_BYTES} are possible")
+        key = sha256(written.encode()).digest()
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._trial(written)
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            why = self._known[key].why
+        if why is not None:
+            raise ValueError(f"the schema cannot be used: {why}")
+        return written
+
+    def is_quick(self, schema: dict[str, Any] | bool) -> bool:
+        """Whether it is known that the schema takes no time. A large one's answer would take long to look for."""
+        if not _is_small(schema):
+            return False
+        try:
+            written = json.dumps(schema)
+        except RecursionError:
+            return False
+        known = self._known.get(sha256(written.encode()).digest())
+        return known is not None and known.seconds < _QUICK_SECONDS
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _trial(self, written: str) -> _Known:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = _start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(written).encode() + b"\n")
+            process.stdin.flush()
+            line = _line(process, monotonic() + _WALL_SECONDS)
+        except OSError:
+            line = b""
+        if not line:
+            self._end()
+            return _Known(f"it takes more than {TRIAL_SECONDS:g} s or {_TRIAL_BYTES >> 30} GiB to compile")
+        answer = json.loads(line)
+        return _Known(answer.get("refused"), answer.get("seconds", 0.0))
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _is_small(schema: object) -> bool:
+    left, todo = _SMALL_NODES, [schema]
+    while todo:
+        value = todo.pop()
+        left -= 1
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if left < 0 or len(items) > left or (isinstance(value, str) and len(value) > MOST_CHARACTERS):
+            return False
+        todo += items
+    return True
+
+
+def _start() -> subprocess.Popen[bytes]:
+    found = find_spec("llguidance")
+    assert found is not None and found.origin is not None
+    folder, worker = Path(found.origin).parent.parent, Path(__file__).with_name("grammar_worker.py")
+    command = [sys.executable, "-I", str(worker), str(folder), str(TRIAL_SECONDS), str(_TRIAL_BYTES)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """What it answers; empty if it ended, or has not answered in time."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        if not ready.select(max(0.0, deadline - monotonic())):
+            return b""
+    return process.stdout.readline()
