@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from selfspec.engine import Checked, Engine, GenerationResult
@@ -74,6 +76,7 @@ def completed(checked: Sequence[Checked], batch_size: int) -> Generator[tuple[in
             while len(engine) < batch_size and waiting:
                 index, call = waiting.popleft()
                 try:
+                    call = replace(call, started=perf_counter() - call.calibration_seconds)  # it has waited for others
                     places[engine.join(call, min(batch_size - len(engine) - 1, len(waiting)))] = index
                 except Exception as error:
                     yield index, error

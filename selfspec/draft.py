@@ -16,7 +16,7 @@ from layerskip_models.choices import Detail, Look
 from policies import CopiedRow, DraftRow, Needs
 from policies.records import StopCause
 from selfspec.passes import Turn
-from selfspec.sampling import NonFiniteLogitsError
+from selfspec.sampling import NonFiniteLogitsError, distribution
 
 NOTHING = Look(-1, math.nan)
 
@@ -177,7 +177,7 @@ class Draft:
         if not turn.sampler.do_sample:
             return int(processed.argmax())  # of NaN, too: a greedy draft is a guess, which verification judges
         q = self.q[index]
-        torch.softmax(processed[0], dim=-1, out=q)
+        q.copy_(distribution(processed[0]))
         try:
             return turn.sampler.draw(q, f"draft position {turn.length + index}")
         except NonFiniteLogitsError:

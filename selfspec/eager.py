@@ -82,7 +82,8 @@ class EagerPasses:
         self._model = model
         self._steps = model.steps()  # None where our kernels don't run all of the model
         self._rooms: list[_Room] = []
-        self._drafts: list[Draft] = []
+        self._drafts: list[Draft] = []  # one for each turn
+        self._sound: list[Draft] = []  # those of them whose policy raised nothing: the others are not verified
         self._fast: NativeSteps | None = None  # the steps, if this round can be run with them
         self._scores: list[_Scores] = []
         self._last = torch.empty(STEP_ROWS, model.hidden_size, dtype=model.dtype, device=model.device)
@@ -94,13 +95,14 @@ class EagerPasses:
         # Whole passes in single calls, if nobody needs logits.
         fast = self._steps is not None and all(turn.greedy for turn in turns) and not only_operators()
         self._fast = self._steps if fast else None
-        going = [draft for draft in self._drafts if draft.turn.exit_layer is not None]
+        going = [draft for draft in self._drafts if draft.turn.exit_layer is not None and draft.error is None]
         while going:
             found = self._look(going)
             going = [draft for draft, (looks, logits) in zip(going, found) if self._grow(draft, looks, logits)]
+        self._sound = [draft for draft in self._drafts if draft.error is None]
 
     def _grow(self, draft: Draft, looks: Sequence[Look], logits: Tensor | None) -> bool:
-        """Whether the draft goes on. An error of its policy ends it, and is no other text's business."""
+        """Whether the draft goes on. An error of its policy ends its text, and is no other text's business."""
         try:
             return draft.grow(looks, logits)
         except Exception as error:
@@ -113,30 +115,32 @@ class EagerPasses:
         A last token that no draft step ran goes through its text's exit layer first; from there all rows of the text go on.
         What was copied without an exit layer starts here.
         """
-        last = self._model.num_layers
-        steps = self._steps_for(sum(len(draft.tokens) + 1 for draft in self._drafts))
-        if steps is not None and all(turn.exit_layer is None for turn in turns):
-            looks = self._token_step(self._drafts, last, "full", steps)
-            tokens, values = [look.token for look in looks], [look.logit for look in looks]
-            self._scores = _cut(tokens, values, [draft.num_next for draft in self._drafts])
+        if not self._sound:
             return
-        common = _common_exit(self._drafts)
+        last = self._model.num_layers
+        steps = self._steps_for(sum(len(draft.tokens) + 1 for draft in self._sound))
+        if steps is not None and all(draft.turn.exit_layer is None for draft in self._sound):
+            looks = self._token_step(self._sound, last, "full", steps)
+            tokens, values = [look.token for look in looks], [look.logit for look in looks]
+            self._scores = _cut(tokens, values, [draft.num_next for draft in self._sound])
+            return
+        common = _common_exit(self._sound)
         if steps is not None and common:
-            lacking = [draft for draft in self._drafts if draft.num_next]
+            lacking = [draft for draft in self._sound if draft.num_next]
             if lacking:
                 self._token_step(lacking, common, None, steps, keep=True)
-            strands = [_Strand(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1]) for draft in self._drafts]
+            strands = [_Strand(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1]) for draft in self._sound]
             self._scores = self._final_step(strands, common, steps)
             return
-        strands = [_Strand(draft, draft.num_rows) for draft in self._drafts if draft.num_next]
-        joins = sorted({draft.turn.exit_layer or 0 for draft in self._drafts})
+        strands = [_Strand(draft, draft.num_rows) for draft in self._sound if draft.num_next]
+        joins = sorted({draft.turn.exit_layer or 0 for draft in self._sound})
         layer = 0 if strands else joins[0]
         for upto in [*(join for join in joins if join > layer), last]:
             if strands:
                 strands = self._leave(strands, layer)
             strands += [
                 _Strand(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1])
-                for draft in self._drafts
+                for draft in self._sound
                 if draft.turn.exit_layer == layer
             ]
             if upto == last and layer and steps is not None:
@@ -147,13 +151,23 @@ class EagerPasses:
 
     def accept(self, turns: Sequence[Turn]) -> list[Outcome]:
         """Judge each text's rows on the host."""
-        outcomes = [self._outcome(draft, scores) for draft, scores in zip(self._drafts, self._scores)]
+        scores = dict(zip(self._sound, self._scores))
+        outcomes = [self._judged(draft, scores.get(draft)) for draft in self._drafts]
         self.forget()
         return outcomes
 
+    def _judged(self, draft: Draft, scores: _Scores | None) -> Outcome:
+        """What holds of a draft. An error of its policy, or of a processor in judging it, is its text's alone."""
+        if draft.error is None and scores is not None:
+            try:
+                return self._outcome(draft, scores)
+            except Exception as error:
+                draft.error = error
+        return Outcome.broken(draft.error)
+
     def forget(self) -> None:
         """Let go of the texts of the last round, whose caches may be large."""
-        self._drafts, self._scores = [], []
+        self._drafts, self._sound, self._scores = [], [], []
 
     def learning(self) -> AbstractContextManager[None]:
         return _AS_IT_IS
@@ -174,9 +188,15 @@ class EagerPasses:
         room = self._rooms[index]
         if turn.exit_layer is not None and room.hidden.shape[0] < rows:
             room.hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+        failed: Exception | None = None
         if rows > 1 and turn.sampler.do_sample and room.q.shape[0] < rows:
-            room.q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
-        return Draft(turn, room.hidden, room.q)
+            try:
+                room.q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
+            except (RuntimeError, MemoryError) as error:  # a large vocabulary; the other texts go on
+                failed = error
+        draft = Draft(turn, room.hidden, room.q)
+        draft.error = failed
+        return draft
 
     def _steps_for(self, rows: int) -> NativeSteps | None:
         """What runs a pass over so many rows in a single call."""
@@ -250,7 +270,7 @@ class EagerPasses:
             verdict = judge_sampled(sampler, scores.logits, turn.tokens, turn.length, drafts, q)
         else:
             verdict = judge_greedy(sampler, scores.logits, turn.tokens, turn.length, drafts)
-        if drafts and draft.error is None and not sampler.do_sample and _spoilt(verdict, scores):
+        if drafts and not sampler.do_sample and _spoilt(verdict, scores):
             # A row that overflows may spoil the rows before it, behind whose mask it is: nobody needs it but the draft.
             return self._plainly(turn)
         return Outcome(
@@ -263,7 +283,6 @@ class EagerPasses:
             confidences=draft.confidences,
             acceptance_probabilities=None if turn.most_rows == 1 else verdict.acceptance,
             failure=verdict.failure,
-            error=draft.error,
             dropped_token=draft.dropped_token,
             num_copied=draft.num_copied,
             num_discarded=len(turn.copied) - draft.num_copied,
@@ -333,7 +352,7 @@ class EagerPasses:
     def _in_order(self, found: Iterable[tuple[_Strand, _Scores]]) -> list[_Scores]:
         """The scores of each draft, in the order of the turns."""
         scores = {strand.draft: score for strand, score in found}
-        return [scores[draft] for draft in self._drafts]
+        return [scores[draft] for draft in self._sound]
 
     def _record(self, strands: Sequence[_Strand]) -> tuple[Tensor, int] | None:
         """Where a step puts every layer's output, if a text watches: at its place, or to be handed out."""

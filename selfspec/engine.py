@@ -17,7 +17,7 @@ from selfspec.messages import Messages
 from selfspec.parallel.agreement import agree_on_call
 from selfspec.passes import CaptureError, Passes
 from selfspec.request import Request
-from selfspec.round import Committed, read_prompts, run_round
+from selfspec.round import Committed, Found, read_prompts, run_round, tell
 from selfspec.runtime.model_source import BoundModel
 from selfspec.runtime.policy_use import Company
 from selfspec.runtime.torch_mode import engine_mode
@@ -113,10 +113,13 @@ class Engine:
         self._seats: dict[int, _Seat] = {}
         self._company = Company()
         self._passes: dict[BoundModel, tuple[Passes, ExitStack]] = {}  # eager ones, for each copy of the weights in use
+        # What texts got in this step, and what of that is ready to be returned. A step that raises leaves both to the next.
+        self._got: Found = []
+        self._progress: list[Progress] = []
 
     def __len__(self) -> int:
-        """Texts that are not complete."""
-        return len(self._seats)
+        """Texts that are not complete, or whose end `step` has not returned yet because it raised."""
+        return len(self._seats) + len({progress.ticket for progress in self._progress} - self._seats.keys())
 
     @property
     def cache_bytes(self) -> int:
@@ -139,9 +142,14 @@ class Engine:
 
     def cancel(self, ticket: int) -> None:
         """Let a text go. What it held is free at once. Does nothing for a text that is complete."""
-        seat = self._seats.pop(ticket, None)
+        self._progress = [progress for progress in self._progress if progress.ticket != ticket]
+        self._leave(ticket)
+
+    def _leave(self, ticket: int) -> None:
+        seat = self._seats.get(ticket)
         if seat is not None:
             seat.close()
+            self._seats.pop(ticket, None)
 
     def close(self) -> None:
         """Cancel all texts, and give back what the engine holds."""
@@ -159,53 +167,87 @@ class Engine:
     def step(self) -> list[Progress]:
         """Read the next piece of waiting prompts, then run one round of all texts that are past theirs.
 
-        Returns what each text got that got anything; nothing may have come of a step that only read. Raises what concerns the
-        engine as a whole (no memory, say); an error of one text is in its `Progress`, and the others go on.
+        Returns what each text got that got anything; nothing may have come of a step that only read. An error of one text is
+        in its `Progress`, and the others go on.
+
+        Raises what concerns the engine as a whole: no memory, say, or Ctrl-C. Nothing is lost then. Every text goes on from
+        what it had committed, and the next step returns what this one had found. Greedy texts, and texts that sample with a
+        seed and a policy that does not learn, come out as without the error. Other sampled texts are still drawn from the
+        model's distribution. Records of rounds that were broken off may be missing in the statistics and the trace.
         """
-        found: list[Progress] = []
+        self._catch_up()
         for seats in self._by_model():
             model = seats[0].checked.bound.model
             # PyTorch's state and the policies' locks are left while whoever reads the tokens is at work.
             with engine_mode(model.device), model.on_one_team(), _Locked(seats):
                 waiting = [seat for seat in seats if seat.text.reading]
                 going = [seat for seat in seats if not seat.text.reading] if waiting else seats
-                committed = self._read(waiting, alone=not going) if waiting else []
+                if waiting:
+                    self._read(waiting, alone=not going)
                 if going:
-                    committed += zip(going, self._round(going))
-            found += [self._progress(seat, result) for seat, result in committed]
+                    self._round(going)
+            self._report()
+        for progress in self._progress:
+            if progress.result is not None or progress.error is not None:
+                self._leave(progress.ticket)
+        found, self._progress = self._progress, []
         return found
+
+    def _catch_up(self) -> None:
+        """Report what a step that broke off has left; nothing after one that did not."""
+        self._report()
+        for seat in [*self._seats.values()]:
+            if seat.text.unsent:
+                tell(seat.text, self._got, Committed(tokens=seat.text.unsent))
+        self._report()
+
+    def _report(self) -> None:
+        """Make progress of what texts got."""
+        seats = {seat.text: seat for seat in self._seats.values()} if self._got else {}
+        while self._got:
+            text, committed = self._got[0]
+            seat = seats.get(text)
+            progress = [] if seat is None else [self._progress_of(seat, committed)]
+            # Nothing is called here, so no signal comes between: see `tell`.
+            self._progress, self._got = [*self._progress, *progress], self._got[1:]
 
     def _by_model(self) -> list[list[_Seat]]:
         """Texts whose passes can be shared: those of one copy of the weights."""
         groups: dict[BoundModel, list[_Seat]] = {}
+        ended = {one.ticket for one in self._progress if one.result is not None or one.error is not None}
         for seat in self._seats.values():
-            groups.setdefault(seat.checked.bound, []).append(seat)
+            if seat.ticket not in ended:
+                groups.setdefault(seat.checked.bound, []).append(seat)
         return [*groups.values()]
 
-    def _read(self, waiting: list[_Seat], alone: bool) -> list[tuple[_Seat, Committed]]:
+    def _read(self, waiting: list[_Seat], alone: bool) -> None:
         """Read prompts in the order in which they came, several in a pass if they are short.
 
         alone: no text is past its prompt, so nobody waits for this pass, which may be as long as memory allows.
         """
-        texts = {seat.text: seat for seat in waiting}
         most, enough = (MOST_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
-        return [(texts[text], committed) for text, committed in read_prompts([*texts], most, enough)]
+        read_prompts([seat.text for seat in waiting], most, enough, self._got)
 
-    def _round(self, seats: list[_Seat]) -> list[Committed]:
+    def _round(self, seats: list[_Seat]) -> None:
         """One round of these texts, captured where there is one that can be, eager else."""
         texts = [seat.text for seat in seats]
         captured = seats[0].captured if len(self._seats) == 1 else None
         if captured is None:
             for seat in seats:
                 seat.leave_captures()
-            return run_round(texts, self._eager(seats[0].checked.bound))
+            run_round(texts, self._eager(seats[0].checked.bound), self._got)
+            return
         try:
-            return run_round(texts, captured)
+            run_round(texts, captured, self._got)
+            return
         except CaptureError as error:
             seats[0].leave_captures()
             seats[0].checked.bound.runners.give_up_graphs(error)
+        except BaseException:
+            captured.begin()  # what was launched ahead is of a round that broke off
+            raise
         texts[0].read_again()  # graphs may have written anywhere in the cache
-        return run_round(texts, self._eager(seats[0].checked.bound))
+        run_round(texts, self._eager(seats[0].checked.bound), self._got)
 
     def _eager(self, bound: BoundModel) -> Passes:
         if bound not in self._passes:
@@ -220,37 +262,42 @@ class Engine:
         for bound in self._passes.keys() - in_use:
             self._passes.pop(bound)[1].close()
 
-    def _progress(self, seat: _Seat, committed: Committed) -> Progress:
-        """Count what a text got, and let it go if it is complete or cannot go on."""
-        result = None
-        if committed.error is None:
-            seat.count(committed.record)
-            result = seat.result() if seat.text.stop_reason is not None else None
-        elif isinstance(committed.error, NonFiniteLogitsError):
+    def _progress_of(self, seat: _Seat, committed: Committed) -> Progress:
+        """Count what a text got. An error in making its result is its own."""
+        result, error = None, committed.error
+        if error is None:
+            try:
+                seat.count(committed.record)
+                result = seat.result() if seat.text.stop_reason is not None else None
+            except Exception as found:
+                error = found
+        if isinstance(error, NonFiniteLogitsError):
             seat.clear()
-        if result is not None or committed.error is not None:
-            seat.leaves_text = committed.error is None
-            self.cancel(seat.ticket)
+        seat.leaves_text = error is None
         return Progress(
-            ticket=seat.ticket, tokens=committed.tokens, record=committed.record, result=result, error=committed.error
+            ticket=seat.ticket, tokens=committed.tokens, record=committed.record, result=result, error=error
         )
 
 
 class _Locked:
     """Holds the locks of texts' policies."""
 
-    __slots__ = ("_locks",)
+    __slots__ = ("_held", "_locks")
 
     def __init__(self, seats: list[_Seat]) -> None:
         self._locks = [seat.at_work for seat in seats]
 
     def __enter__(self) -> None:
-        for lock in self._locks:
-            lock.acquire()
+        self._held = ExitStack()
+        try:
+            for lock in self._locks:
+                self._held.enter_context(lock)
+        except BaseException:
+            self._held.close()
+            raise
 
     def __exit__(self, *error: object) -> None:
-        for lock in reversed(self._locks):
-            lock.release()
+        self._held.close()
 
 
 class _Seat:
@@ -267,7 +314,7 @@ class _Seat:
         bound, request = checked.bound, checked.request
         try:
             self._place = self._held.enter_context(
-                bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens, request.prompt)
+                bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens, request.prompt, request.owner)
             )
             agree_on_call(bound.model, request, checked.policy)
             policy, self.at_work = self._held.enter_context(company.use(checked.policy))
@@ -300,10 +347,12 @@ class _Seat:
 
     def count(self, record: RoundRecord | None) -> None:
         """A round, or the prompt's end, was committed."""
-        if record is None:
+        if not self._first_token_seconds:
             self._first_token_seconds = perf_counter() - self.checked.started
-        elif self.checked.keep_trace:
-            self._records.append(settle(record))
+        if record is not None and self.checked.keep_trace:
+            settled = settle(record)
+            if not self._records or self._records[-1].index < record.index:  # not again, if it broke off here
+                self._records.append(settled)
 
     def clear(self) -> None:
         """The text broke off on NaN."""
@@ -312,12 +361,18 @@ class _Seat:
 
     def close(self) -> None:
         """Give everything back."""
-        if not self._closed:
-            self._closed = True
+        if self._closed:
+            return
+        try:
             if self.leaves_text and self.checked.bound.runners.reuses:
                 self._place.leave(self.text.tokens[0, : self.text.settled], self.text.states.kept)
+        finally:
+            self.leaves_text = (
+                False  # the place may be another text's by the time that an interrupted close is repeated
+            )
             self._held.close()
-            self.checked.ended(perf_counter() - self.checked.started)
+            self._closed = True
+        self.checked.ended(perf_counter() - self.checked.started)
 
     def result(self) -> GenerationResult:
         """Of a complete text."""
@@ -335,6 +390,7 @@ class _Seat:
             kind = "eager" if self.captured is None else "captured"
         stats = text.stats.finish(
             num_prompt_tokens=num_prompt,
+            num_new_tokens=text.num_new,
             num_reused_tokens=text.num_reused,
             seconds=perf_counter() - checked.started,
             prefill_seconds=text.prefill_seconds,

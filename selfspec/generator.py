@@ -39,7 +39,7 @@ from selfspec.messages import Messages, encode_messages
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.parallel.launch import TensorParallel, divides
 from selfspec.passes import CaptureError, RunnerChoice, RunnerName
-from selfspec.request import GenerationHost, Request, check_context, make_request, refuse_unknown
+from selfspec.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.runtime.model_source import BoundModel, ModelSource
 from selfspec.runtime.prefix_cache import PrefixCache
 from selfspec.runtime.runner_pool import KeptTexts
@@ -378,7 +378,8 @@ class SelfSpecGenerator:
 
         requests: prompt ids, logits processors, stop conditions and random generators, used as they are. All run on one copy
             of the weights. Their results have no text.
-        Raises ValueError for a request that is longer than the model's context, or a policy that does not fit.
+        Raises ValueError for a request that is longer than the model's context or holds an id that the model does not have,
+        or a policy that does not fit.
         """
         started = perf_counter()
         bound = self._models.bind()
@@ -386,6 +387,7 @@ class SelfSpecGenerator:
         chosen = self._resolve(bound, policy, exit_layer, num_speculations)
         calibrating = perf_counter() - resolving
         for request in requests:
+            check_ids(request.prompt, bound.model.vocab_size, from_tokenizer=False)
             check_context(request.prompt.numel(), request.stops.max_new_tokens, bound.model.max_positions)
         return [
             Checked(

@@ -99,6 +99,10 @@ class HiddenStates:
         self.show(position, rows)
         self.num_committed = position + rows
 
+    def forget(self, rows: int) -> None:
+        """Keep at most the text's first `rows` rows: those behind them were not committed after all."""
+        self.num_committed = min(self.num_committed, rows)
+
     def show(self, position: int, rows: int) -> None:
         """Let so many of the round's first rows be seen from this position on, though they may yet be rejected.
 

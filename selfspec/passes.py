@@ -99,7 +99,7 @@ class Outcome:
         it was made from when sampling, else None.
     failure: why the last token of the block is none, else None; to be raised if the text comes to that token.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
-    error: why the text cannot go on at all: its policy raised it.
+    error: why the text cannot go on at all: its policy raised it, or a processor did.
     num_copied: how many of the kept drafts were copied. num_discarded: rows run ahead of a decision to drop their token.
     The rest as in `RoundRecord`.
     """
@@ -117,6 +117,21 @@ class Outcome:
     dropped_token: int | None = None
     num_copied: int = 0
     num_discarded: int = 0
+
+    @staticmethod
+    def broken(error: Exception | None) -> Outcome:
+        """Of a text that cannot go on."""
+        return Outcome(
+            draft_tokens=(),
+            num_accepted=0,
+            block=[],
+            target_tokens=None,
+            p=None,
+            stop_cause="none",
+            confidences=None,
+            acceptance_probabilities=None,
+            error=error,
+        )
 
     @property
     def dropped_acceptance(self) -> float | None:

@@ -6,7 +6,7 @@ builds the logits processors and the stopping criteria.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -18,19 +18,27 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from layerskip_models.families import family_of
 from selfspec.copying.copy_index import CopyStore
 from selfspec.messages import are_messages, encode_messages
+from selfspec.runtime.prefix_cache import ANYONE, Owner
 from selfspec.stop_conditions import StopConditions
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Where neither the call nor a configuration says how long (transformers would stop at 20 tokens in all)."""
+
+COLDEST = 1e-20
+"""Below this temperature the argmax is taken, the limit of sampling: logits divided by less would not be finite numbers."""
 
 _REFUSED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -44,6 +52,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "force_words_ids": (None,),
     "token_healing": (None, False),
     "use_mtp": (None, False),
+    "is_assistant": (None, False),
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "output_scores": (None, False),
@@ -53,6 +62,13 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 """GenerationConfig fields that do not apply to this engine, with the values that leave them off."""
 
+
+_COUNTS_ITS_CALLS: dict[type, str] = {
+    SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "classifier-free guidance",
+    DiaEOSDelayPatternLogitsProcessor: "Dia's delay of the last token",
+}
+"""Processors of transformers whose result depends on the calls before, which drafts change."""
 
 _ANY_CONFIG = GenerationConfig()
 _MEANT = {
@@ -86,6 +102,10 @@ class Request:
     """One checked call: prompt ids (int64 [n]), processors, stop conditions, and the generator when sampling.
 
     copy_from: texts to copy from beside the prompt and what was written, for policies that copy.
+    watch_prompt: called with (position of the first row, hidden states [rows, hidden] of the last layer) for every row of the
+    prompt, in order. None of them is then taken from an earlier text.
+    shares_generator: whether others may draw from the generator as well, because the caller gave it.
+    owner: whose texts a prompt may go on from.
     """
 
     prompt: Tensor
@@ -93,6 +113,9 @@ class Request:
     stops: StopConditions
     generator: torch.Generator | None
     copy_from: CopyStore | None = None
+    owner: Owner = ANYONE
+    watch_prompt: Callable[[int, Tensor], None] | None = None
+    shares_generator: bool = True
 
 
 def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Tensor:
@@ -102,14 +125,12 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
     integer tensor [n] or [1, n].
     Raises ValueError when it is empty, of another shape, or holds an id outside the vocabulary; TypeError for other types.
     """
+    encoded = isinstance(prompt, str) or are_messages(prompt)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: pass one to SelfSpecGenerator, or give token ids")
-        ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long, device="cpu")
-        if ids.numel() == 0:
-            raise ValueError("the prompt is empty: give at least one token to continue")
-        return ids
-    if are_messages(prompt):
+        prompt = list(tokenizer(prompt)["input_ids"])
+    elif are_messages(prompt):
         prompt = encode_messages(prompt, tokenizer)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(p, str) for p in prompt):
         raise TypeError(f"got a list of {len(prompt)} texts: one text is decoded at a time, call generate for each")
@@ -133,10 +154,16 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
         )
     if ids.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token to continue")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise ValueError(f"prompt ids must be in [0, {vocab_size - 1}], the model's vocabulary, got {wrong}")
+    check_ids(ids, vocab_size, from_tokenizer=encoded)
     return ids
+
+
+def check_ids(ids: Tensor, vocab_size: int, *, from_tokenizer: bool) -> None:
+    """Raise ValueError for a token id that the model does not have, which would end every text that shares its passes."""
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        source, hint = ("the tokenizer's", ": is it this model's tokenizer?") if from_tokenizer else ("prompt", "")
+        raise ValueError(f"{source} ids must be in [0, {vocab_size - 1}], the model's vocabulary, got {wrong}{hint}")
 
 
 def _describe(prompt: object) -> str:
@@ -176,18 +203,33 @@ def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> Non
             )
 
 
+def refuse_processors(processors: Iterable[object]) -> None:
+    """Raise ValueError for a logits processor that is no pure function of text and scores, as far as we know."""
+    for processor in processors:
+        for kind, called in _COUNTS_ITS_CALLS.items():
+            if isinstance(processor, kind):
+                raise ValueError(
+                    f"{called} keeps a state that its every call changes ({kind.__name__}), and drafts call it more often "
+                    "than plain decoding does: leave it out, or decode with transformers' own generate"
+                )
+
+
 class ContextLengthError(ValueError):
     """A prompt and its new tokens are longer than the model's context. The message says by how much."""
+
+    def __init__(self, num_prompt: int, max_new_tokens: int, context: int) -> None:
+        total = num_prompt + max_new_tokens
+        super().__init__(
+            f"prompt ({num_prompt}) + max_new_tokens ({max_new_tokens}) = {total} tokens exceed this model's context "
+            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
+        )
+        self.num_prompt, self.max_new_tokens, self.context = num_prompt, max_new_tokens, context
 
 
 def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
     """Raise ContextLengthError where a prompt and all its new tokens are longer than the model's context."""
-    total = num_prompt + max_new_tokens
-    if total > context:
-        raise ContextLengthError(
-            f"prompt ({num_prompt}) + max_new_tokens ({max_new_tokens}) = {total} tokens exceed this model's context "
-            f"of {context} by {total - context}: shorten the prompt or lower max_new_tokens"
-        )
+    if num_prompt + max_new_tokens > context:
+        raise ContextLengthError(num_prompt, max_new_tokens, context)
 
 
 def make_generator(
@@ -241,7 +283,7 @@ def make_request(
     )
     config, _ = host._prepare_generation_config(generation_config)
     config.update(**options)
-    if config.do_sample and config.temperature == 0:  # the limit of sampling as the temperature falls: the argmax
+    if config.do_sample and config.temperature is not None and 0 <= config.temperature < COLDEST:
         config.do_sample, config.temperature = False, 1.0
     if never_stops:
         config.eos_token_id = None
@@ -274,6 +316,7 @@ def make_request(
         logits_processor=LogitsProcessorList(logits_processor or []),
         device=str(device),
     )
+    refuse_processors(processors)
     criteria = host._get_stopping_criteria(
         generation_config=config,
         stopping_criteria=StoppingCriteriaList(stopping_criteria or []),
@@ -282,8 +325,15 @@ def make_request(
     eos = frozenset(_as_list(None if never_stops else config.eos_token_id))
     own = (MaxLengthCriteria, EosTokenCriteria)  # ours are decided on the host, without a tensor per token
     criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in (stopping_criteria or [])])
-    stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens)
-    return Request(prompt=ids, processors=processors, stops=stops, generator=sampler_source)
+    clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in (stopping_criteria or []))
+    stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens, clocks=clocks)
+    return Request(
+        prompt=ids,
+        processors=processors,
+        stops=stops,
+        generator=sampler_source,
+        shares_generator=generator is not None,
+    )
 
 
 def _as_list(ids: int | Sequence[int] | Tensor | None) -> list[int]:

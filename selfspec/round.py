@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from layerskip_models.prefill import MOST_ROWS, Piece, read_pieces
 from policies import RoundRecord
@@ -28,21 +29,30 @@ class Committed:
     error: Exception | None = None
 
 
-def run_round(texts: Sequence[Text], passes: Passes) -> list[Committed]:
-    """One round of all these texts. An error that concerns one text is that text's; the others go on."""
-    committed: dict[Text, Committed] = {}
-    plans: dict[Text, Planned] = {}
+Found = list[tuple[Text, Committed]]
+"""What texts got so far in a step. Whoever wants to go on after an error keeps it: a text that is in it is not run again."""
+
+
+def run_round(texts: Sequence[Text], passes: Passes, found: Found | None = None) -> list[Committed]:
+    """One round of all these texts. An error that concerns one text is that text's; the others go on.
+
+    found: gets each text's share as soon as it is complete, so that an error of all loses nothing.
+    """
+    found = [] if found is None else found
+    first = len(found)
+    plans: list[tuple[Text, Planned]] = []
     for text in texts:
         try:
-            plans[text] = text.plan(passes, len(texts))  # 1. where to exit, how far to draft (0: a plain step)
+            plans.append((text, text.plan(passes, len(texts))))  # 1. where to exit, how far to draft (0: a plain step)
         except Exception as error:
-            committed[text] = Committed(tokens=[], error=error)
+            tell(text, found, Committed(tokens=text.unsent, error=error))
     if plans:
-        committed |= zip(plans, _run_planned([*plans.items()], passes))
+        _run_planned(plans, passes, found)
+    committed = dict(found[first:])
     return [committed[text] for text in texts]
 
 
-def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes) -> list[Committed]:
+def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes, found: Found) -> None:
     turns = [planned.turn for _, planned in going]
     started = perf_counter()
     passes.draft(turns)  # 2. the first layers propose tokens
@@ -52,27 +62,34 @@ def _run_planned(going: Sequence[tuple[Text, Planned]], passes: Passes) -> list[
     outcomes = passes.accept(turns)  # 4. those that the model itself would have said hold, and one token more
     seconds = (drafted - started) / len(going), (verified - drafted) / len(going)
     shares = agree_on_round(going[0][0].model, seconds, turns, outcomes)
-    going[0][0].stats.accept_seconds += perf_counter() - verified
-    results = []
+    accepting = (perf_counter() - verified) / len(going)
     for (text, planned), outcome in zip(going, outcomes):
+        text.stats.accept_seconds += accepting
         try:
             if outcome.error is not None:
                 raise outcome.error
             tokens = text.commit(outcome)  # 5. commit them, and forget what was rejected: only lengths change
             with passes.learning():
                 record = text.learn(planned, outcome, tokens, *shares)  # 6. the policy sees what came of its plan
-            results.append(Committed(tokens=tokens, record=record))
             if outcome.failure is not None:  # the text ended before it
                 passes.clear()
+            tell(text, found, Committed(tokens=text.unsent, record=record))
         except Exception as error:
-            results.append(Committed(tokens=[], error=error))
-    return results
+            tell(text, found, Committed(tokens=text.unsent, error=error))
 
 
-def read_prompts(texts: Sequence[Text], most: int = MOST_ROWS, enough: int = 1) -> list[tuple[Text, Committed]]:
+def tell(text: Text, found: Found, committed: Committed) -> None:
+    """Hand over what a text got. Nothing is called here, so no signal comes between: no token is lost or told twice."""
+    found += [(text, committed)]
+    text.unsent = []
+
+
+def read_prompts(
+    texts: Sequence[Text], most: int = MOST_ROWS, enough: int = 1, found: Found | None = None
+) -> list[tuple[Text, Committed]]:
     """Read the next pieces of prompts in one pass: of `most` rows, about; no further prompt once `enough` rows are in it.
 
-    Returns what those commit whose prompt is read now: the first new token.
+    Returns what those commit whose prompt is read now: the first new token. found: as in `run_round`.
     """
     pieces: list[Piece] = []
     rows = 0
@@ -89,13 +106,30 @@ def read_prompts(texts: Sequence[Text], most: int = MOST_ROWS, enough: int = 1) 
     seconds = perf_counter() - reading
     for text, piece in zip(texts, hidden):
         text.prefill_seconds += seconds * piece.shape[0] / rows
-    committed = []
+    found = [] if found is None else found
+    first = len(found)
+    failed = _show_prompts(texts, hidden, found)
     for (text, states), scores in zip(ended, logits):
+        if text in failed:
+            continue
         try:
-            committed.append((text, Committed(tokens=text.begin(states, scores))))
+            text.begin(states, scores)
+            tell(text, found, Committed(tokens=text.unsent))
         except Exception as error:
-            committed.append((text, Committed(tokens=[], error=error)))
-    return committed
+            tell(text, found, Committed(tokens=text.unsent, error=error))
+    return found[first:]
+
+
+def _show_prompts(texts: Sequence[Text], hidden: Sequence[Tensor], found: Found) -> set[Text]:
+    """Let those who watch prompts see what was read. Returns the texts where that fails."""
+    failed = set()
+    for text, states in zip(texts, hidden):
+        try:
+            text.show_prompt(states)
+        except Exception as error:
+            failed.add(text)
+            tell(text, found, Committed(tokens=text.unsent, error=error))
+    return failed
 
 
 def decode(text: Text, passes: Passes) -> Iterator[Committed]:

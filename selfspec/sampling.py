@@ -52,12 +52,16 @@ class Sampler:
     processors: transformers' list; each must be a pure function of (input_ids, scores), since a row may be processed both
         as a draft and as a verified position.
     generator: source of all randomness when sampling; None when greedy.
+    rewinds: whether the generator may be set back to an earlier state, because nobody else draws from it.
     prefix_free: whether all rows can be processed in one call, because no processor looks at the text.
     """
 
-    def __init__(self, processors: LogitsProcessorList, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, processors: LogitsProcessorList, generator: torch.Generator | None, *, rewinds: bool = False
+    ) -> None:
         self.processors = processors
         self.generator = generator
+        self._rewinds = rewinds
         self.prefix_free = all(type(p) in PREFIX_FREE for p in processors)
 
     @property
@@ -65,11 +69,20 @@ class Sampler:
         """Whether tokens are drawn (True) or the argmax is taken."""
         return self.generator is not None
 
+    def state(self) -> Tensor | None:
+        """What `rewind` takes to draw the same once more; None if there is nothing to set back."""
+        return self.generator.get_state() if self.generator is not None and self._rewinds else None
+
+    def rewind(self, state: Tensor) -> None:
+        """Draw again what was drawn since `state`."""
+        assert self.generator is not None
+        self.generator.set_state(state)
+
     def process(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
         """Apply the processors; row i sees exactly the text that precedes the token it predicts.
 
         logits: float32 [rows, vocab]. tokens: int64 [1, >= length + rows - 1], the text, drafts included. length: tokens
-        before row 0's prediction. Returns float32 [rows, vocab].
+        before row 0's prediction. Returns [rows, vocab], in float32 unless a processor returns another type.
         """
         if not self.processors:
             return logits
@@ -101,7 +114,7 @@ class Sampler:
 
     def probabilities(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
         """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""
-        return self.process(logits, tokens, length).softmax(dim=-1)
+        return distribution(self.process(logits, tokens, length))
 
     def next_token(self, logits: Tensor, tokens: Tensor, length: int) -> int:
         """The token behind a text as plain decoding takes it: drawn, or the likeliest one.
@@ -139,6 +152,11 @@ class Sampler:
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
         return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
+
+
+def distribution(processed: Tensor) -> Tensor:
+    """Probabilities in float32 of processed logits, which may be of any floating type: [.., vocab] -> [.., vocab]."""
+    return processed.softmax(dim=-1, dtype=torch.promote_types(processed.dtype, torch.float32)).float()
 
 
 def confidences(logits: Tensor) -> Tensor:

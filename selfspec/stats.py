@@ -26,7 +26,8 @@ class GenerationStats:
     that of the rounds.
     calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
     used, once per model and process; tokens_per_second leaves that out, seconds and time_to_first_token do not.
-    time_to_first_token: seconds from the call to the first committed token, tokenisation included.
+    time_to_first_token: seconds from the call to the first committed token, tokenisation included. Times of a text in a batch
+    are from when it joins the others.
     num_copied, num_copied_accepted: of num_drafted and num_accepted, those that were copied from the text.
     preverifier_layers: passes of a stopping policy's own layer (Pacer's), not among loaded_layers; etpl_charged counts both.
     *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
@@ -126,6 +127,7 @@ class StatsBuilder:
         self,
         *,
         num_prompt_tokens: int,
+        num_new_tokens: int,
         seconds: float,
         prefill_seconds: float,
         first_token: float,
@@ -137,17 +139,19 @@ class StatsBuilder:
         calibration_seconds: float = 0.0,
         num_reused_tokens: int = 0,
     ) -> GenerationStats:
-        """The statistics. seconds: of the whole call; first_token: until the first token was committed."""
+        """The statistics. seconds: of the whole call; first_token: until the first token was committed.
+
+        num_new_tokens: those of rounds that an error broke off are among them, though nothing else of these rounds is known.
+        """
         decode_seconds = seconds - first_token
         phases = (
             calibration_seconds + prefill_seconds + self.draft_seconds + self.preverify_seconds + self.verify_seconds
         )
         phases += self.accept_seconds + self.learn_seconds
-        num_new = 1 + self.round_tokens
         return GenerationStats(
             num_prompt_tokens=num_prompt_tokens,
             num_reused_tokens=num_reused_tokens,
-            num_new_tokens=num_new,
+            num_new_tokens=num_new_tokens,
             rounds=self.rounds,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
@@ -163,7 +167,7 @@ class StatsBuilder:
             rounds_by_exit_layer=dict(sorted(self.exit_layers.items())),
             rounds_by_length=dict(sorted(self.lengths.items())),
             seconds=seconds,
-            tokens_per_second=num_new / (seconds - calibration_seconds),
+            tokens_per_second=num_new_tokens / (seconds - calibration_seconds),
             decode_tokens_per_second=ratio(self.round_tokens, decode_seconds) if self.rounds else None,
             time_to_first_token=first_token,
             calibration_seconds=calibration_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,12 +27,19 @@ class StopConditions:
     """All conditions of one call.
 
     eos: ids that end the text (kept as its last token). criteria: transformers' criteria, called for every committed token
-    with the text up to it, on the CPU whatever the model's device. max_new_tokens: at least 1.
+    with the text up to it, on the CPU whatever the model's device. max_new_tokens: at least 1. clocks: those criteria that
+    count from when the text joins, as `max_time` does; a caller's own one counts from when it was made.
     """
 
     eos: frozenset[int]
     criteria: StoppingCriteriaList
     max_new_tokens: int
+    clocks: tuple[MaxTimeCriteria, ...] = ()
+
+    def start(self) -> None:
+        """The text begins now."""
+        for clock in self.clocks:
+            clock.initial_timestamp = time.time()
 
     def first_stop(
         self, block: Sequence[int], text: Tensor | None, length: int, num_new: int

@@ -25,28 +25,42 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+_MANY = 16
+"""Pending tokens from which on it is tried to let go of the first ones. No character has as many bytes."""
+
+
 class IncrementalDecoder:
     """Turns tokens into text as they come, never in the middle of a character.
 
     Each piece is decoded behind the tokens of the piece before it, so that a tokenizer that strips the space in front of
-    a text does not strip it from every piece.
+    a text does not strip it from every piece. A token costs the same however many came before it, of whatever kind.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = _skipped(tokenizer)
+        self._is_byte: dict[int, bool] = {}
         self._context: list[int] = []  # its text is out
         self._pending: list[int] = []
+        self._many = _MANY
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose text is not out yet."""
+        return len(self._pending)
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is now certain; "" while a character is incomplete."""
-        self._pending.extend(tokens)
-        text = self.peek([])
-        if not self._pending or text.endswith(_REPLACEMENT) or self._ends_in_byte_token():
+        # Tokens that are skipped have no text and change none: kept, they would be decoded again with every later token.
+        self._pending += [token for token in tokens if token not in self._special]
+        if not self._pending or self._is_byte_token(self._pending[-1]):
             return ""
-        # Tokens without text (special ones) give the next piece no left neighbour, so what was there stays.
+        text = self.peek([])
+        if text.endswith(_REPLACEMENT):
+            return self._first_part(text)
+        # Tokens without text give the next piece no left neighbour, so what was there stays.
         self._context = self._pending if text else self._context + self._pending
-        self._pending = []
+        self._pending, self._many = [], _MANY
         return text
 
     def peek(self, tokens: Sequence[int]) -> str:
@@ -57,21 +71,47 @@ class IncrementalDecoder:
     def finish(self) -> str:
         """The rest, incomplete characters as U+FFFD; the decoder is then as new."""
         text = self.peek([])
-        self._context, self._pending = [], []
+        self._context, self._pending, self._many = [], [], _MANY
         return text
 
-    def _ends_in_byte_token(self) -> bool:
-        """Whether a run of SentencePiece's byte tokens may go on: only a run as a whole is text or is not.
+    def _first_part(self, text: str) -> str:
+        """Of many pending tokens that end in what may be an incomplete character: the text of the first ones.
 
-        Special tokens have no text, so a run goes on behind them.
+        They may go where the text of what is left is the same with and without them. Bytes that follow cannot change that,
+        for at least as many tokens are left as a character has bytes.
         """
-        last = next((token for token in reversed(self._pending) if token not in self._special), None)
-        return last is not None and bool(_BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(last))))
+        if len(self._pending) < self._many:
+            return ""
+        before = len(self._decode(self._context))
+        for cut in range(len(self._pending) - 4, len(self._pending) - 12, -1):
+            first, left = self._pending[:cut], self._pending[cut:]
+            if self._is_byte_token(first[-1]):
+                continue
+            done, context = self._decode([*self._context, *first])[before:], first[-_MANY:]
+            seen, whole = self._decode(context), self._decode([*context, *left])
+            if whole.startswith(seen) and text == done + whole[len(seen) :]:
+                self._context, self._pending, self._many = context, left, _MANY
+                return done
+        self._many *= 2
+        return ""
+
+    def _is_byte_token(self, token: int) -> bool:
+        """Whether it is one of SentencePiece's bytes: only a run of them as a whole is text or is not."""
+        if token not in self._is_byte:
+            self._is_byte[token] = bool(_BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
+        return self._is_byte[token]
 
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
+
+
+def _skipped(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that `skip_special_tokens` leaves out."""
+    if not tokenizer.is_fast:
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
 def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:

@@ -27,6 +27,9 @@ from selfspec.sampling import Sampler
 from selfspec.stats import StatsBuilder
 from selfspec.stop_conditions import StopReason
 
+_WATCHED_ROWS = 128
+"""Rows of a prompt that are read at a time where somebody watches: whoever looks at logits takes as long as the pass."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Planned:
@@ -57,9 +60,10 @@ class Text:
     ) -> None:
         self.model, self.cache, self.request, self.policy = model, cache, request, policy
         policy.begin_text()
+        request.stops.start()
         self.needs = policy.needs
-        self.sampler = Sampler(request.processors, request.generator)
-        self.length = request.prompt.numel()  # committed tokens, n
+        self.sampler = Sampler(request.processors, request.generator, rewinds=not request.shares_generator)
+        self._num_prompt = self.length = request.prompt.numel()  # committed tokens, n
         self.tokens = torch.empty(1, cache.max_length + 1, dtype=torch.long, device=model.device)
         self.tokens[0, : self.length] = request.prompt
         # The same text in the host's memory, for stopping criteria: on CUDA each look at `tokens` would wait for the device.
@@ -79,11 +83,15 @@ class Text:
         self.num_reused = self._reuse(kept_states)
         self.copies: CopyIndex | None = None
         self._copies_seen: list[tuple[int, bool]] = []  # of the round at hand: see `RoundRecord.copies`
+        self._indexed = 0  # committed tokens that the index holds; -1 while it is being changed
         if copies_drafts(self.needs, runner):
-            self.copies = CopyIndex(request.copy_from)
-            self.copies.read(request.prompt)
+            self._index_anew()
         self.pending = -1  # the last committed token, not yet run through any layer
-        self.num_new = 0
+        self._rows_shown = 0  # of the prompt, to who watches it
+        self.unsent: list[int] = []
+        """Committed tokens that nobody was told of yet: between rounds none, unless one broke off."""
+        self._is_open = False  # whether a round has begun and not ended
+        self._random: tuple[int, Tensor] | None = None  # the length and the generator's state as a round began
         self.stop_reason: StopReason | None = None
         self.stats = StatsBuilder()
         self.prefill_seconds = 0.0
@@ -92,10 +100,15 @@ class Text:
     def _reuse(self, kept: KeptStates | None) -> int:
         """Roll back to the rows that need not be read: all but the last, and those that the policy learns from."""
         rows = min(self.cache.length, self.length - max(self._prompt_rows, 1))
-        if not self.states.adopt(kept, rows):
+        if self.request.watch_prompt is not None or not self.states.adopt(kept, rows):
             rows = 0
         self.cache.roll_back(rows)
         return rows
+
+    @property
+    def num_new(self) -> int:
+        """Committed tokens that were generated."""
+        return self.length - self._num_prompt
 
     @property
     def settled(self) -> int:
@@ -118,18 +131,30 @@ class Text:
 
     def next_piece(self, most: int = MOST_ROWS) -> Piece:
         """What to read next of the prompt, about `most` rows at most."""
+        # If this piece or the first token broke off before: to rows that all layers hold, before those that are learned from.
+        self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))
         capture = None
         if self._prompt_rows or self.needs.context_layers:
             capture = partial(self.states.capture_prompt, self._prompt_rows)
+        if self.request.watch_prompt is not None:
+            self.cache.roll_back(min(self.cache.length, self._rows_shown))
+            most = min(most, _WATCHED_ROWS)
         end = piece_end(self.cache.length, self.length, most=most, together=self._prompt_rows)
         return Piece(self.tokens[0, : self.length], self.cache, end, capture)
 
-    def begin(self, hidden: Tensor, logits: Tensor) -> list[int]:
-        """The prompt is read: commit the first new token, and return it.
+    def show_prompt(self, hidden: Tensor) -> None:
+        """hidden: what the last layer put out for the rows that were just read, [rows, hidden]."""
+        if self.request.watch_prompt is not None:
+            self.request.watch_prompt(self.cache.length - hidden.shape[0], hidden)
+            self._rows_shown = self.cache.length
+
+    def begin(self, hidden: Tensor, logits: Tensor) -> None:
+        """The prompt is read: commit the first new token.
 
         hidden: [rows, hidden], of the last piece. logits: [1, vocab], of its last row.
         """
         start = perf_counter()
+        self._open()
         token = self.sampler.next_token(logits, self.tokens, self.length)
         self._commit([token])
         self.prefill_seconds += perf_counter() - start
@@ -138,17 +163,41 @@ class Text:
             target = self.model.logits(hidden[-self._prompt_rows :]).argmax(dim=-1)
             self.policy.observe_prompt(self.states.shadow_tokens(self._prompt_rows, target))
             self.stats.learn_seconds += perf_counter() - learning
-        return [token]
+        self._is_open = False
 
     def read_again(self) -> None:
         """Compute the cache's rows of all committed tokens but the pending one once more: somebody wrote to it."""
         self.cache.declare(0)
-        if self.length > 1:
+        self._read_rest()
+
+    def _read_rest(self) -> None:
+        """Read the committed tokens whose rows the cache lacks, but for the pending one."""
+        if self.cache.length < self.length - 1:
             prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
+
+    def _open(self) -> None:
+        """A round begins: from the committed text, whatever was left behind by one that an error broke off.
+
+        What was drawn in a round that broke off is drawn again, unless the caller's own generator was used, which others may
+        have drawn from since.
+        """
+        if self._is_open:
+            if not self.reading:
+                self.cache.roll_back(min(self.cache.length, self.length - 1))
+                self._read_rest()
+                self.states.forget(self.length - 1)
+            if self.copies is not None and self._indexed != self.length:
+                self._index_anew()
+            if self._random is not None and self._random[0] == self.length:
+                self.sampler.rewind(self._random[1])
+        self._is_open = True
+        state = self.sampler.state()
+        self._random = None if state is None else (self.length, state)
 
     def plan(self, passes: Passes, company: int) -> Planned:
         """Step 1: what the policy wants of the coming round, in which so many texts share the passes."""
         planning = perf_counter()
+        self._open()
         remaining = self.request.stops.max_new_tokens - self.num_new
         match = self.copies.match if self.copies is not None and passes.copies else None
         context = RoundContext(
@@ -255,6 +304,7 @@ class Text:
         self._rows_learned += 0 if record.shadow is None else record.num_accepted + 1
         self.policy.observe(record)
         self.stats.learn_seconds += perf_counter() - learning
+        self._is_open = False
         return record
 
     def _shadow_tokens(self, turn: Turn, outcome: Outcome) -> Shadow | None:
@@ -266,7 +316,10 @@ class Text:
         return turn.states.shadow_tokens(rows, outcome.target_tokens[:rows], p)
 
     def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
-        """Sets lengths, pending and the stop reason; failure: why the last token of the block is none."""
+        """Sets lengths, pending and the stop reason; failure: why the last token of the block is none.
+
+        All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
+        """
         end = self.length + len(block)
         for written in self._written:
             written[self.length : end] = block
@@ -275,26 +328,39 @@ class Text:
             found = torch.tensor(block, dtype=torch.long, device="cpu", pin_memory=self.tokens.is_cuda)
             self.tokens[0, self.length : end].copy_(found, non_blocking=True)
         sound = block if failure is None else block[:-1]
-        count, self.stop_reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
+        count, reason = self.request.stops.first_stop(sound, self._on_host, self.length, self.num_new)
         if self._on_host is not None:
-            count, self.stop_reason = agree_on_stop(self.model, count, self.stop_reason)
-        if failure is not None and self.stop_reason is None:
+            count, reason = agree_on_stop(self.model, count, reason)
+        if failure is not None and reason is None:
             raise failure
-        if self.num_new:
+        committed = block[:count]
+        if not self.reading:
             self.states.commit(self.length - 1, count)
         if self.copies is not None:
-            self._index(self.copies, block[:count])
+            self._indexed = -1
+            self._copies_seen = self._index(self.copies, committed)
+            self._indexed = self.length + count
+        pending = block[count - 1]
+        # Between these three lines nothing is called, so no signal is handled: a text has all of a block or nothing of it.
+        self.unsent = [*self.unsent, *committed]
+        self.pending, self.stop_reason = pending, reason
         self.length += count
-        self.num_new += count
-        self.pending = block[count - 1]
         self.cache.roll_back(self.length - 1)
-        return block[:count]
+        return committed
 
-    def _index(self, copies: CopyIndex, tokens: list[int]) -> None:
-        """Take committed tokens into the index, and note what it would have said of each."""
-        self._copies_seen = []
+    def _index(self, copies: CopyIndex, tokens: list[int]) -> list[tuple[int, bool]]:
+        """Take committed tokens into the index. Returns what it would have said of each."""
+        seen = []
         for token in tokens:
             match = copies.match
             if match is not None:
-                self._copies_seen.append((match.length, match.token == token))
+                seen.append((match.length, match.token == token))
             copies.append(token)
+        return seen
+
+    def _index_anew(self) -> None:
+        """An index of the committed text, which comes to it as it came the first time."""
+        self.copies = CopyIndex(self.request.copy_from)
+        self.copies.read(self.request.prompt)
+        self._index(self.copies, self.tokens[0, self._num_prompt : self.length].tolist())
+        self._indexed = self.length

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
-from companies import LAYOUTS, generator_of
+from companies import LAYOUTS, generator_of, needs_native
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_errors import Raising
@@ -27,7 +28,7 @@ from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.engine import Engine, GenerationResult, Progress
+from selfspec.engine import Checked, Engine, GenerationResult, Progress
 
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], [*range(20)], [7, 7], [11, 3, 5]]
 FEW = {"max_new_tokens": 12, "policy": "ls:2-3"}
@@ -275,3 +276,58 @@ def test_a_text_that_cannot_even_join_leaves_the_others() -> None:
     with pytest.raises(BatchError, match=r"1 of 3 texts.*text 1: policy 'fs:2-3' is in use") as caught:
         generator.generate_batch([[5], [6], [7]], max_new_tokens=9, policy=[policy, policy, "ar"])
     assert [result is None for result in caught.value.results] == [False, True, False]
+
+
+def test_a_text_s_time_begins_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its time limit nor its seconds count how long it waited for others."""
+    clock, ended, joined = [1000.0], [], []
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    join = Engine.join
+
+    def watched(engine: Engine, checked: Checked, following: int = 0) -> int:
+        joined.append(checked.started + checked.calibration_seconds)
+        return join(engine, checked, following)
+
+    def on_result(index: int, result: GenerationResult) -> None:
+        clock[0] += 100
+        ended.append(perf_counter())
+
+    monkeypatch.setattr(Engine, "join", watched)
+    results = generator_of("plain").generate_batch(
+        [[5, 1], [5, 2], [5, 3]],
+        batch_size=1,
+        max_new_tokens=6,
+        policy="ar",
+        generation_config=GenerationConfig(max_time=50),
+        on_result=on_result,
+    )
+    assert [result.stop_reason for result in results] == ["length"] * 3
+    assert all(start > end for start, end in zip(joined[1:], ended))
+
+
+def test_texts_share_the_time_that_judging_all_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("selfspec.round.perf_counter", lambda: float(next(ticks)))
+    results = generator_of("plain").generate_batch([[5, 1], [5, 2]], max_new_tokens=3, policy="ar")
+    assert [result.stats.accept_seconds // 1000 for result in results] == [1, 1]  # two rounds of 1000, halved
+
+
+POLICIES = ["ls:2-4", "dv:2", "svip:2", "adaedl:2", "del", "copy:3", "auto:cost=layers", "spide:2", "fs:2-3"]
+
+
+@needs_native
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_seed_repeats_a_text_whose_policy_begins_afresh(policy: str) -> None:
+    """In any company: by a policy object of its own, or by a name whose policy takes nothing along to the next text."""
+    prompts, seeds = [[5, 1, 7], [2, 8], [5, 1]], [3, 4, 5]
+    own = lambda: parse_policy(policy, num_layers=4)  # noqa: E731
+    common: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True}
+    alone = [
+        generator_of("native").generate(prompt, seed=seed, policy=own(), **common).new_tokens
+        for prompt, seed in zip(prompts, seeds)
+    ]
+    together = generator_of("native").generate_batch(prompts, seed=seeds, policy=[own() for _ in prompts], **common)
+    assert [result.new_tokens for result in together] == alone
+    if not own().learns:
+        named = generator_of("native").generate_batch(prompts, seed=seeds, policy=policy, **common)
+        assert [result.new_tokens for result in named] == alone

@@ -145,3 +145,35 @@ def test_the_oldest_places_are_forgotten_and_memory_stays_bounded(monkeypatch: p
 
 def test_an_empty_prompt_is_read() -> None:
     assert indexed([]).match is None and indexed([]).continuation(3) == []
+
+
+def test_a_store_s_text_that_the_whole_text_is_the_end_of() -> None:
+    """Both are alike from the text's first token on: there is nothing before it to compare."""
+    index = indexed([5] * LONGEST, LONGEST, CopyStore([[5] * 100]))
+    assert index.match is None  # the store's text ends there, too
+    index.append(5)
+    assert index.match is not None and index.match.token == 5
+
+
+@given(text=TEXTS, others=st.lists(TEXTS, max_size=3), read=st.integers(0, 40))
+def test_what_an_index_says_is_so(text: list[int], others: list[list[int]], read: int) -> None:
+    """Every match is a suffix of the text, no longer than it, that stands before the token it names, here or in the store."""
+    index = CopyIndex(CopyStore(others))
+    index.read(torch.tensor(text[:read], dtype=torch.long))
+    for end in range(min(read, len(text)), len(text) + 1):
+        if index.match is not None:
+            length, token = index.match
+            assert SHORTEST <= length <= end
+            wanted = [*text[end - length : end], token]
+            places = [text[:end], *others]
+            assert any(one[i : i + length + 1] == wanted for one in places for i in range(len(one) - length))
+        if end < len(text):
+            index.append(text[end])
+
+
+def test_a_match_as_long_as_the_text() -> None:
+    text = [*range(4 * LONGEST)]
+    store = CopyStore([[*text, 77]])
+    for length in range(SHORTEST, len(text)):
+        beginning = text[:length]
+        assert indexed(beginning, length, store).match == (length, text[length])

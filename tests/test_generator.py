@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
-from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_llama import full_logits, reference_greedy, request_for, tiny_llama, tiny_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
@@ -17,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from layerskip_models import LayerSkipModel, from_transformers
 from policies import DraftRow, MeasuredCost, Policy, RoundRecord
 from selfspec import GenerationResult, NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.integrations.log_likelihood import continuation_scores
 
 PROMPT = [5, 1, 7]
 NUM_LAYERS = 4
@@ -351,3 +353,31 @@ def test_statistics_as_plain_numbers(engine: SelfSpecGenerator) -> None:
     assert numbers["num_new_tokens"] == 3
     assert numbers["rounds_by_exit_layer"] == numbers["rounds_by_length"] == {"0": 2}
     assert json.loads(json.dumps(numbers)) == numbers
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    """The tokenizer of another model, or one with added tokens: the text would end all that share its passes."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    generator = SelfSpecGenerator(from_transformers(tiny_llama()), tokenizer)
+    with generator.engine() as engine:
+        engine.add("ab", max_new_tokens=4, policy="ar")
+        for options in (
+            {"prompt": "ab<new>"},
+            {"messages": [{"role": "user", "content": "ab<new>"}]},
+            {"prompt": "ab", "policy": "copy:3", "copy_from": ["ab<new>"]},
+        ):
+            with pytest.raises(ValueError, match=r"24"):
+                engine.add(**options, max_new_tokens=4)
+        results = [progress.result for _ in range(4) for progress in engine.step()]
+        assert results[-1] is not None
+    with pytest.raises(
+        ValueError, match=r"the tokenizer's ids must be in \[0, 23\].* got 24: is it this model's tokenizer"
+    ):
+        generator.generate_batch(["ab", "<new>"], max_new_tokens=4)
+    request = request_for(generator.model, [5, 1], max_new_tokens=4)
+    with pytest.raises(ValueError, match="got 24"):
+        generator.check_prepared([replace(request, prompt=torch.tensor([24]))])
+    with pytest.raises(ValueError, match="got 24"):
+        continuation_scores(generator.model, [5], [[24]])

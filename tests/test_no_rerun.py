@@ -192,5 +192,10 @@ def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.Mon
                 assert record.loaded_layers == NUM_LAYERS
                 assert ran == expected_rows(record)
     assert text.stats.finish(
-        num_prompt_tokens=2, seconds=1.0, prefill_seconds=0.0, first_token=0.0, cache_bytes=0
+        num_prompt_tokens=2,
+        num_new_tokens=text.num_new,
+        seconds=1.0,
+        prefill_seconds=0.0,
+        first_token=0.0,
+        cache_bytes=0,
     ).etpl == pytest.approx(1 / NUM_LAYERS)

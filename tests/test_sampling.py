@@ -32,6 +32,7 @@ from transformers.generation.logits_process import (
 from layerskip_models import from_transformers
 from policies import Needs, Policy
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.passes import RunnerName
 from selfspec.sampling import PREFIX_FREE, Sampler, confidences, entropies
 
 WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
@@ -185,3 +186,36 @@ def test_request_processors_are_in_transformers_order() -> None:
         TopPLogitsWarper,
         MinPLogitsWarper,
     ]
+
+
+class InDtype(LogitsProcessor):
+    """Returns scores in another floating type, as processors do that compute in it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.to(self.dtype)
+
+
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_processors_may_return_any_floating_type(dtype: torch.dtype, runner: RunnerName) -> None:
+    """With and without drafts, greedy and sampled; scores that float64 keeps as they are give the same text."""
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)), runner=runner)
+    for policy in ("ar", "ls:2-4"):
+        for options in ({}, {"do_sample": True, "seed": 3}):
+            common = {"max_new_tokens": 20, "policy": policy, **options}
+            found = generator.generate([5, 1, 7], logits_processor=LogitsProcessorList([InDtype(dtype)]), **common)
+            assert len(found.new_tokens) == 20
+            if dtype is torch.float64:
+                same = LogitsProcessorList([InDtype(torch.float32)])
+                assert found.new_tokens == generator.generate([5, 1, 7], logits_processor=same, **common).new_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-40, 1e-30, 1e-19])
+def test_sampling_at_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)))
+    for policy in ("ar", "ls:2-4"):
+        cold = generator.generate([5, 1], max_new_tokens=9, do_sample=True, temperature=temperature, policy=policy)
+        assert cold.new_tokens == generator.generate([5, 1], max_new_tokens=9, policy=policy).new_tokens

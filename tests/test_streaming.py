@@ -174,3 +174,52 @@ def test_on_start_is_called_for_a_valid_call_only():
     assert calls == []
     generator.generate("a", streamer=streamer, max_new_tokens=3)
     assert calls == [False]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data())
+def test_long_runs_of_incomplete_bytes_add_up(kind, data):
+    tokenizer = TOKENIZERS[kind]
+    if kind == "byte_level":
+        whole, broken = tokenizer("数é a")["input_ids"], tokenizer("数")["input_ids"][:-1]
+        few = [*whole, *broken, *broken, tokenizer.eos_token_id]
+    else:
+        few = tokenizer.convert_tokens_to_ids(
+            ["<0xE6>", "<0x95>", "<0xB0>", "<0xC3>", "<0xC3>", "a", "▁a", "▁", "</s>"]
+        )
+    # Each run of one token, so that many in a row are likely.
+    runs = data.draw(st.lists(st.tuples(st.sampled_from(few), st.integers(1, 40)), max_size=6))
+    tokens = [token for token, count in runs for _ in range(count)]
+    decoder = IncrementalDecoder(tokenizer)
+    out = [decoder.push([token]) for token in tokens]
+    assert "".join(out) + decoder.finish() == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "token"),
+    [("byte_level", "<|end|>"), ("byte_level", "Ã"), ("byte_fallback", "<0xC3>"), ("byte_fallback", "</s>")],
+)
+def test_a_token_costs_the_same_however_many_came_before(kind, token, monkeypatch):
+    tokenizer = TOKENIZERS[kind]
+    decoded = 0
+    decode = tokenizer.decode
+
+    def counting(tokens, **options):
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    decoder = IncrementalDecoder(tokenizer)
+    (number,) = tokenizer.convert_tokens_to_ids([token])
+    for _ in range(1000):
+        decoder.push([number])
+    assert decoded < 200 * 1000  # all of them each time would be half a million
+
+
+def test_pieces_are_certain_before_a_long_run_ends():
+    """Bytes that are no text, one after the other: their replacement characters do not wait for the end."""
+    tokenizer = TOKENIZERS["byte_level"]
+    (number,) = tokenizer.convert_tokens_to_ids(["Ã"])
+    decoder = IncrementalDecoder(tokenizer)
+    assert len("".join(decoder.push([number]) for _ in range(100))) > 80

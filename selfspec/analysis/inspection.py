@@ -18,6 +18,7 @@ from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, tr
 from selfspec.calibrate import measured_cost
 from selfspec.exits.probe import probe_exits
 from selfspec.generator import SelfSpecGenerator
+from selfspec.request import check_ids
 from selfspec.stats import mean
 
 _CHUNK = 256  # rows per pass over the sample text
@@ -94,6 +95,8 @@ def inspect_model(
     assert tokenizer is not None
     limit = model.max_positions - max_new_tokens
     encoded = [torch.tensor(tokenizer(text)["input_ids"][:limit], dtype=torch.long) for text in texts]
+    for ids in encoded:
+        check_ids(ids, model.vocab_size, from_tokenizer=True)
     encoded = [ids for ids in encoded if ids.numel() >= 4]
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")

@@ -22,6 +22,7 @@ from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.parallel.launch import TensorParallel, be_silent_unless_first, divides, speaks
 from selfspec.parallel.stage_messages import DrafterError
+from selfspec.request import check_ids
 
 MODEL_PANEL = "Model"
 ModelOption = Annotated[
@@ -123,6 +124,8 @@ def load_reference(
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
     if any(prompt.numel() == 0 for prompt in prompts):
         raise ValueError("a prompt has no tokens: give one with text")
+    for prompt in prompts:
+        check_ids(prompt, llama.config.vocab_size, from_tokenizer=True)
     return llama, prompts
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import StoppingCriteriaList
 
+from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.interrupt import InterruptCriteria
@@ -91,12 +92,12 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON."""
-        path.write_text(json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n")
 
     def load(self, path: Path) -> None:
         """Go on with messages that `save` wrote. Raises ValueError for another file."""
         try:
-            messages = json.loads(path.read_text(encoding="utf-8"))
+            messages = json.loads(path.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise ValueError(f"{path} is not a saved conversation: {error}") from error
         texts = are_messages(messages) and all(

@@ -43,7 +43,7 @@ def store_of_files(
 
 def _read(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")  # as prompts are read
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")  # as prompts are read
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}: --copy-from takes the path of a UTF-8 text file") from None
     except UnicodeDecodeError as error:

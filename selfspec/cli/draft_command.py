@@ -27,6 +27,7 @@ from selfspec.cli.arguments import (
 )
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.integrations.draft_checkpoint import draft_model
+from selfspec.request import check_ids
 
 SHOWN_DRAFTS = (1, 2, 4, 8)
 """Drafts a round that the acceptance is shown for."""
@@ -75,6 +76,8 @@ def export_draft_command(
         prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
         if any(prompt.numel() == 0 for prompt in prompts):
             raise ValueError("a prompt has no tokens: give one with text")
+        for prompt in prompts:
+            check_ids(prompt, generator.model.vocab_size, from_tokenizer=True)
         with progress(2 * len(prompts), notes) as advance:
             own = own_texts(generator, prompts, max_new_tokens, advance)
             draft.save_pretrained(output_dir)

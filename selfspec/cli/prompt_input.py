@@ -49,7 +49,7 @@ def _is_piped() -> bool:
 
 def _decode(content: bytes, source: str) -> str:
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from error
     text = text.replace("\r\n", "\n").removesuffix("\n")

@@ -156,7 +156,7 @@ class CopyIndex:
     def _measure(self) -> None:
         """How long a match of at least LONGEST is, up to four times that: a longer one is as good."""
         here, there = self._own.tokens, self._from.tokens
-        end, most = len(here) - 1, min(4 * LONGEST, self._place + 1)
+        end, most = len(here) - 1, min(4 * LONGEST, self._place + 1, len(here))
         while self._length < most and here[end - self._length] == there[self._place - self._length]:
             self._length += 1
 

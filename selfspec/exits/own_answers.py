@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from layerskip_models.text_files import cut_last_line, read_lines
 from selfspec.exits.training_texts import TrainingText
 from selfspec.generator import SelfSpecGenerator
 
@@ -87,10 +88,8 @@ class OwnAnswers:
         """What was written before, without a line that a kill cut short, which is taken out of the file."""
         if not self._path.exists():
             return []
-        whole, _, cut = self._path.read_text(encoding="utf-8").rpartition("\n")
-        if cut:
-            self._path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-        return [json.loads(line) for line in whole.splitlines()]
+        cut_last_line(self._path)
+        return [json.loads(line) for line in read_lines(self._path)]
 
 
 def _digest(prompt: list[int]) -> str:

@@ -28,6 +28,7 @@ from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
 from layerskip_models.output_paths import output_folder
+from layerskip_models.text_files import write_text
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import DataSource
 from layerskip_models.training.start import claim_output_dir
@@ -171,7 +172,7 @@ def _make_states(config: ExitTraining, generator: SelfSpecGenerator, plan: State
             "data": {name: getattr(config, name) for name in DATA_FIELDS},
         }
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoints.write_text(folder / "states.json", json.dumps(described, indent=1) + "\n")
+        write_text(folder / "states.json", json.dumps(described, indent=1) + "\n")
     _recorded_plan(config, model, plan)
     per_row = plan.bytes_per_row(model.hidden_size)
     budget = config.disk_gb * 1e9

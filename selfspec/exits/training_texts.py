@@ -49,7 +49,8 @@ class Example:
 def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
     """Of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts. ValueError for anything else, and if it is empty."""
     if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
+        packed = path.suffix == ".gz"
+        with gzip.open(path, "rt", encoding="utf-8-sig") if packed else path.open(encoding="utf-8-sig") as stream:
             examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
     else:
         examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]

@@ -30,7 +30,7 @@ from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.hidden_states import HiddenStates
 from selfspec.judge import NO_TOKEN
 from selfspec.passes import Outcome, Turn
-from selfspec.sampling import non_finite
+from selfspec.sampling import distribution, non_finite
 
 SMALLEST_SPAN = 256
 """Attention looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are captured."""
@@ -125,7 +125,7 @@ class CapturedRunner:
         (turn,) = turns
         if self._launched is None:
             self._launched = self._verify_plain(turn)
-        else:
+        elif self._launched.error is None:
             self._verify_draft(turn, self._launched)
 
     def accept(self, turns: Sequence[Turn]) -> list[Outcome]:
@@ -133,6 +133,8 @@ class CapturedRunner:
         (turn,) = turns
         launched = self._launched
         assert launched is not None
+        if launched.error is not None:
+            return [Outcome.broken(launched.error)]
         plain = launched.drafting is None
         outcome = self._read_plain(turn, launched) if plain else self._read_draft(turn, launched)
         self.cache.declare(turn.length + len(outcome.draft_tokens))
@@ -256,7 +258,7 @@ class CapturedRunner:
             processed, launched.refusal = sampler.process_willing(rounds.logits[:1], turn.tokens, turn.length)
             launched.target = processed.argmax(dim=-1)
             if sampler.do_sample:
-                launched.p = processed.softmax(dim=-1)
+                launched.p = distribution(processed)
                 token, total = sampler.draw_on_device(launched.p[0])
             else:
                 token, total = launched.target, processed.amax(dim=-1)
@@ -369,7 +371,7 @@ class CapturedRunner:
             rounds.settle(num_accepted, target.index_select(0, num_accepted))
             return target, None, refusal
         target = processed.argmax(dim=-1)
-        p = processed.softmax(dim=-1)
+        p = distribution(processed)
         uniforms = sampler.uniforms(count, p.device)
         num_accepted, weights = accept_sampled_on_device(p, self._q[:count], drafts, uniforms)
         token, total = sampler.draw_on_device(weights)
@@ -392,7 +394,7 @@ class CapturedRunner:
             if self._q.shape[0] < rounds.max_rows:
                 shape = (rounds.max_rows, self._model.vocab_size)
                 self._q = torch.empty(shape, dtype=torch.float32, device=self._model.device)
-            torch.softmax(processed[0], dim=-1, out=self._q[index])
+            self._q[index].copy_(distribution(processed[0]))
             token, total = sampler.draw_on_device(self._q[index])
             look[TOTAL : TOTAL + 1].copy_(total)
         else:
@@ -442,6 +444,11 @@ class _Launched:
     p: Tensor | None = None
     refusal: tuple[int, Exception] | None = None
     ahead: bool = False
+
+    @property
+    def error(self) -> Exception | None:
+        """What the policy raised while drafting."""
+        return None if self.drafting is None else self.drafting.error
 
 
 def _kept(target: Tensor, turn: Turn) -> Tensor | None:

@@ -25,6 +25,7 @@ class Drafting:
         self.seen: list[Look] = []  # of the rows read while drafting
         self.num_discarded = 0
         self.dropped: int | None = None  # what a greedy draft would have taken from the row stopped before
+        self.error: Exception | None = None  # raised by the policy
         self._cause: StopCause = "cap"
 
     def run(self) -> None:
@@ -53,7 +54,11 @@ class Drafting:
                 entropy=look.entropy if turn.needs.entropy else None,
                 exit_hidden=hidden,
             )
-            token, stop, self.dropped = next_draft(turn, row, partial(self._token, look))
+            try:
+                token, stop, self.dropped = next_draft(turn, row, partial(self._token, look))
+            except Exception as error:
+                self.error = error
+                return
             if token is None:  # its row's successor was run for nothing
                 self.count -= 1
                 self.num_discarded += 1

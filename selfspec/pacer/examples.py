@@ -23,9 +23,9 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
+from layerskip_models.text_files import write_text
 from layerskip_models.training.documents import DataSource, is_held_out, read_documents
 from layerskip_models.training.evaluation import read_prompts
-from layerskip_models.training.saving import write_text
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.batched_drafts import accepted_counts, draft_side_by_side
 from selfspec.pacer.labels import DraftTrace

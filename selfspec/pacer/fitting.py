@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from layerskip_models import DEMO_PATH
+from layerskip_models.text_files import write_text
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.start import claim_output_dir
@@ -252,7 +253,7 @@ class _Run:
             checkpoints.write_folder(target, lambda path: save_preverifier(self.module, path))
             held_out = list(read_traces(self.config.data_folder / "held-out"))
             measured = evaluate(self.module, held_out, self.traces)
-            checkpoints.write_text(self.output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")
+            write_text(self.output_dir / "quality.json", json.dumps(measured, indent=1) + "\n")
             self.console.print("\n".join(quality_lines(measured)))
         self.accelerator.wait_for_everyone()
         return self.output_dir / MODEL_FOLDER

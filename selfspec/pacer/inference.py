@@ -13,6 +13,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
+from policies.bounds import MOST_DRAFTS, check_number
 from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,
@@ -80,14 +81,15 @@ class PreVerification:
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
         if self._text is None or self._text() is not context:
-            self._text = ref(context)
             self._committed.clear()
+            self._text = ref(context)
         cache = self._cache(exit_layer, context.max_length)
         rows = self.network.draft_inputs(hidden, features, first_index, exit_layer)
         if scope == "full":
             start = position - first_index + 1  # of the draft: the committed rows are those before it
             if first_index == 1:  # what the last round left behind the committed rows gives way
-                seen = min(self._committed.get(exit_layer, 0), start)
+                # The cache holds fewer rows than were to be committed to it if a pass was broken off.
+                seen = min(self._committed.get(exit_layer, 0), start, cache.length)
                 cache.roll_back(seen)
                 while start - cache.length > _CHUNK:
                     self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
@@ -110,7 +112,11 @@ class PreVerification:
         return chances
 
     def pass_seconds(self, block: int) -> float:
-        """See `policies.PreVerifier`: of a pass over it and what a round commits, behind some 250 positions. Timed once."""
+        """See `policies.PreVerifier`: of a pass over it and what a round commits, behind some 250 positions. Timed once.
+
+        Raises ValueError for a block outside [1, MOST_DRAFTS].
+        """
+        check_number("b", block, 1, MOST_DRAFTS)
         if block not in self._known_seconds:
             self._known_seconds[block] = self._timed(block)
         return self._known_seconds[block]

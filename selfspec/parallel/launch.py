@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import torch
 
@@ -57,6 +57,13 @@ def be_silent_unless_first() -> None:
     if not speaks():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (it lasts as long as the process)
+
+
+def end_at_once(error: Exception) -> NoReturn:
+    """Say the error in one line and end with status 1, whatever other threads wait for: the other processes then end, too."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def from_first(model: LayerSkipModel, make: Callable[[], _Value]) -> _Value:

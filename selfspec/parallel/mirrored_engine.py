@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from layerskip_models.parallel.rank_watch import RankWatch
 from layerskip_models.parallel.ranks import RankError, Ranks
 from layerskip_models.parallel.sharded_model import ShardedModel
 from policies import Policy, parse_policy
@@ -27,6 +28,7 @@ from selfspec.engine import Checked, Engine, Progress
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.request import Request
+from selfspec.runtime.prefix_cache import Owner
 from selfspec.stop_conditions import StopConditions
 
 _KEPT = 64  # policies that followers know beside the server's own
@@ -58,6 +60,7 @@ class _Joins:
     samples: bool
     policy: _Told
     copies: bool
+    owner: Owner
     following: int
 
 
@@ -88,7 +91,7 @@ class LeadingEngine(Engine):
         super().__init__()
         self._ranks, self._own, self._told, self._news = ranks, own, told, _News()
         self._preverifiers, self._shared = preverifiers, shared
-        self._stepping = False
+        self._stepping = self._alone = False
 
     def join(self, checked: Checked, following: int = 0) -> int:
         """As `Engine.join`. The text's place is taken at once; the others hear of it in the same order.
@@ -113,6 +116,7 @@ class LeadingEngine(Engine):
                 samples=request.generator is not None,
                 policy=self._described(checked.policy),
                 copies=request.copy_from is not None,
+                owner=request.owner,
                 following=following,
             )
         )
@@ -140,17 +144,25 @@ class LeadingEngine(Engine):
         self._stepping = True  # texts that end by themselves end everywhere
         try:
             return super().step()
+        except RankError:
+            self._alone = True
+            raise
         finally:
             self._stepping = False
 
     def close(self) -> None:
         super().close()
         self._news.closes = True
-        self._tell()
+        if not self._alone:
+            self._tell()
 
     def _tell(self) -> None:
         news, self._news = self._news, _News()
-        self._ranks.from_first(lambda: news)
+        try:
+            self._ranks.from_first(lambda: news)
+        except RankError:
+            self._alone = True  # nobody listens any more: waiting once was enough
+            raise
 
 
 def _keep(policies: OrderedDict[int, Policy], key: int, policy: Policy) -> None:
@@ -199,6 +211,12 @@ def leading_engine(
         return Engine
     ranks, policy, told = model.ranks, generator.resolve_policy(own), OrderedDict[int, Policy]()
     return lambda: LeadingEngine(ranks, policy, told, generator.load_preverifier, shared)
+
+
+def watch_followers(generator: SelfSpecGenerator) -> RankWatch | None:
+    """A watch over the other ranks, which give signs of life while they follow; None where the model is in one process."""
+    model = generator.model
+    return RankWatch(model.ranks.size, model.ranks.timeout) if isinstance(model, ShardedModel) else None
 
 
 def end_followers(generator: SelfSpecGenerator) -> None:
@@ -294,6 +312,7 @@ def _checked(
         ),
         generator=torch.Generator(device=model.device) if told.samples else None,
         copy_from=copies if told.copies else None,
+        owner=told.owner,
     )
     (checked,) = generator.check_prepared([request], policy=policy)
     return checked

@@ -20,7 +20,7 @@ from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner, captured_length
 from selfspec.hidden_states import KeptStates
 from selfspec.passes import RunnerName
-from selfspec.runtime.prefix_cache import PrefixCache, num_alike
+from selfspec.runtime.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_alike
 
 SMALL_LOSS = 32
 """Rows of a kept text that a text which goes on from it may write over. Policies have about as many read again anyway. If
@@ -36,7 +36,7 @@ class Place:
     """Where a text lives: its KV cache, and the passes that were captured on that cache, if there are any.
 
     tokens: of the text that it holds while it is idle, int64 [rows] on the CPU. kept: that text's hidden states.
-    read: while a text lives here, returns those of its tokens whose rows are final and will stay.
+    read: while a text lives here, returns those of its tokens whose rows are final and will stay. owner: of the text.
     """
 
     cache: KVCache
@@ -44,6 +44,7 @@ class Place:
     tokens: Tensor = field(default_factory=_no_tokens)
     kept: KeptStates | None = None
     read: Callable[[], Tensor] | None = None
+    owner: Owner = ANYONE
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -61,7 +62,7 @@ class Place:
         cache = KVCache(model, rows)
         cache.take(self.cache, rows)
         kept = None if self.kept is None else KeptStates(self.kept.layers, self.kept.rows[:, :rows].clone())
-        return Place(cache, tokens=self.tokens[:rows], kept=kept)
+        return Place(cache, tokens=self.tokens[:rows], kept=kept, owner=self.owner)
 
     def share(self, read: Callable[[], Tensor]) -> None:
         """A text lives here now, and others may go on from what it has read. Hidden states are its own until it ends."""
@@ -74,6 +75,13 @@ class Place:
     def leave(self, tokens: Tensor, kept: KeptStates | None) -> None:
         """The text ends here. tokens: int64 [rows], those that the cache's first rows belong to."""
         self.tokens, self.kept = tokens.to("cpu", copy=True), kept
+
+    def is_beginning_of(self, other: Place) -> bool:
+        """Whether the same owner's other text begins with all of this one."""
+        rows = len(self.tokens)
+        return not rows or (
+            self.owner == other.owner and rows <= len(other.tokens) and bool(self.tokens.equal(other.tokens[:rows]))
+        )
 
     def forget(self) -> None:
         """Whatever text it held."""
@@ -131,16 +139,16 @@ class RunnerPool:
             return KeptTexts(sum(place.tokens.numel() > 0 for place in self._idle), self._num_bytes())
 
     @contextmanager
-    def lend(self, num_tokens: int, prompt: Tensor | None = None) -> Iterator[Place]:
+    def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[Place]:
         """A place for one text of at most `num_tokens` tokens.
 
         prompt: int64 [n] on the CPU. Its KV cache holds the rows that a kept text begins with as the prompt does, and is
-        empty if there is none.
+        empty if there is none. owner: of the text; kept ones of others are not looked at.
         """
         with self._changing():
             before = self._times_forgotten
-            place = self._find(num_tokens, prompt)
-            place.tokens = _no_tokens()
+            place = self._find(num_tokens, prompt, owner)
+            place.tokens, place.owner = _no_tokens(), owner
             self._lent.append(place)
         try:
             yield place
@@ -148,7 +156,7 @@ class RunnerPool:
             with self._changing():
                 self._lent.remove(place)
                 place.read = None
-                if before != self._times_forgotten or not len(place.tokens):
+                if before != self._times_forgotten or not len(place.tokens) or not owner.lasts:
                     place.forget()
                 self._returned.append(place)
 
@@ -201,9 +209,9 @@ class RunnerPool:
             finally:
                 self._is_changing = False
 
-    def _find(self, num_tokens: int, prompt: Tensor | None) -> Place:
+    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner) -> Place:
         """A place out of the idle ones or a new one, whose cache holds what can be reused."""
-        source, rows = self._most_alike(prompt)
+        source, rows = self._most_alike(prompt, owner)
         choose = self._with_captures if self.kind == "captured" else self._with_room
         place = choose(num_tokens, source, rows) or self._make(num_tokens)
         if source is None or place is source:
@@ -213,8 +221,8 @@ class RunnerPool:
         place.kept = None if source is None else source.kept
         return place
 
-    def _most_alike(self, prompt: Tensor | None) -> tuple[Place | None, int]:
-        """The place whose text has the longest beginning in common with the prompt, and the length of that.
+    def _most_alike(self, prompt: Tensor | None, owner: Owner) -> tuple[Place | None, int]:
+        """The place whose text, of the same owner, has the longest beginning in common with the prompt, and how long that is.
 
         Captured passes may write over a whole cache, for padding or after a failure: of texts that still live, only those
         without captures are looked at.
@@ -224,6 +232,8 @@ class RunnerPool:
         if prompt is not None and self.reuses:
             living = [place for place in self._lent if place.captured is None]
             for place in (*self._idle[::-1], *living):
+                if place.owner != owner:
+                    continue
                 alike = num_alike(place.shared(), prompt)
                 if alike > rows:
                     best, rows = place, alike
@@ -231,16 +241,18 @@ class RunnerPool:
 
     def _with_room(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
         """An idle place to write over: the text's own beginning, or what would be given up for the new text's memory."""
-        needed = num_tokens * self._row_bytes
+        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._num_bytes()
         found: Place | None = None
         if source in self._idle and len(source.tokens) - rows <= SMALL_LOSS:
             self._idle.remove(source)
             found = source
-        while self._idle and self._num_bytes() + needed > self._prefixes.num_bytes:
+            room += source.num_bytes
+        while self._idle and room < 0:
             if found is not None and found.cache.max_length >= num_tokens:
                 break
             found = next((place for place in self._idle if place is not source), self._idle[0])
             self._idle.remove(found)
+            room += found.num_bytes
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
@@ -267,16 +279,18 @@ class RunnerPool:
             self._idle = [max([place, *self._idle], key=lambda one: one.capacity)]
             return
         # A text that is no more than this one's beginning is not needed any more.
-        self._idle = [
-            one for one in self._idle if one.captured or num_alike(one.tokens, place.tokens) < len(one.tokens)
-        ]
+        self._idle = [one for one in self._idle if one.captured or not one.is_beginning_of(place)]
         self._idle.append(place)
+        too_much = self._num_bytes() - limit
         for index, one in enumerate(self._idle):
+            if too_much <= 0:
+                break
             rows = len(one.tokens)
-            if self._num_bytes() > limit and one.captured is None and one.cache.max_length > 2 * rows > 0:
+            if one.captured is None and one.cache.max_length > 2 * rows > 0:
                 self._idle[index] = one.copy(self._model, rows)
-        while len(self._idle) > 1 and self._num_bytes() > limit:
-            self._idle.pop(0)
+                too_much += self._idle[index].num_bytes - one.num_bytes
+        while len(self._idle) > 1 and (too_much > 0 or len(self._idle) > MOST_KEPT):
+            too_much -= self._idle.pop(0).num_bytes
 
     def _num_bytes(self) -> int:
         return sum(place.num_bytes for place in self._idle)

@@ -1,14 +1,15 @@
 """Notices that a transformers model's weights are no longer the ones that were copied.
 
 PyTorch has no signal for this: a parameter's version counter does not move when it is written through `.data` or by a fused
-optimiser. So every call looks at three things:
+optimiser. So every call looks at these:
 
-- which parameters there are, where their memory is and what their version counters say;
+- which parameters there are, where their memory is and what their version counters say, and whatever else a model may have
+  that changes what it computes (hooks, scalars, its configuration: `BeyondWeights`);
 - a sample of the numbers in every tensor, spread over its rows and columns, bit for bit;
 - checksums of the next few blocks of all weights, in turn, for as long as `_SHARE` of the time that calls have taken.
 
-The first two find, at the next call, whatever changes a noticeable part of any tensor: an optimiser's step, a loaded
-checkpoint, a merged adapter. The third finds the rest (one row, one number) some calls later.
+The first two find, at the next call, whatever else is different and whatever changes a noticeable part of any tensor: an
+optimiser's step, a loaded checkpoint, a merged adapter. The third finds the rest (one row, one number) some calls later.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip_models.checkpoints.as_built import BeyondWeights
 from selfspec.runtime.torch_mode import engine_mode
 
 _SAMPLES = 32  # numbers of each tensor that every call compares
@@ -51,6 +53,7 @@ class WeightWatch:
         self._parameters = parameters
         self._versioned = [p for p in parameters if not p.is_inference()]
         self._identity = self._identify()
+        self._beyond = BeyondWeights(model)
         flat = [_numbers(parameter) for parameter in parameters]
         self._places = [_sampled(numbers) for numbers in flat]
         with engine_mode(self._device):
@@ -63,14 +66,14 @@ class WeightWatch:
 
     def changed(self) -> bool:
         """Whether a difference was found now."""
-        if self._identify() != self._identity:
+        if self._identify() != self._identity or self._beyond.changed():
             return True
         with engine_mode(self._device):
             return not torch.equal(torch.cat(self._places), self._sample) or self._block_changed()
 
     def moved(self) -> bool:
-        """Whether a module holds another parameter now, or a parameter other memory."""
-        return self._identify()[:2] != self._identity[:2]
+        """Whether anything but the numbers in the parameters is different: shared weights are not enough then."""
+        return self._identify()[:2] != self._identity[:2] or self._beyond.changed()
 
     def _identify(self) -> tuple[list[int], list[int], list[int]]:
         """Which objects the modules hold, where the parameters' memory is, and what their version counters say."""
