@@ -72,6 +72,23 @@ def test_a_replay_keeps_a_number_that_was_read() -> None:
     assert y.tolist() == [2.0, 2.0, 0.0, 0.0]  # as a graph would: baked in
 
 
+def test_a_temporary_tensor_is_gone_when_its_work_is_done() -> None:
+    """On CUDA all graphs share the memory of theirs, so nothing may be handed on in one."""
+    x, y, kept = torch.tensor([2.0]), torch.zeros(1), {}
+
+    def first() -> None:
+        kept["x"], kept["index"] = x * 2, (x - 1).long()
+
+    work = RecordedOperations(first)
+    x.fill_(3.0)
+    for _ in range(2):
+        assert kept["x"].isnan().all()
+        assert kept["index"].tolist() == [0]
+        work.replay()
+    y.copy_(kept["x"])
+    assert y.isnan().all()
+
+
 @pytest.mark.parametrize("read", [lambda x: int(x), lambda x: x.nonzero(), lambda x: x.item()])
 def test_waiting_for_the_device_is_refused_while_capturing(read: Any) -> None:
     with pytest.raises(RuntimeError, match="wait for the device"):
