@@ -214,12 +214,13 @@ def test_shared_weights_take_no_memory_and_keep_graphs(cuda: torch.device) -> No
     engine = SelfSpecGenerator(llama)
     for _ in range(2):
         expected = reference_greedy(deepcopy(llama).cpu(), PROMPT, max_new_tokens=20)
-        assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
-        shared, captures = engine.model, engine.generate(PROMPT, max_new_tokens=20).stats.num_captures
+        assert engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3").new_tokens == expected
+        result = engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3")
+        shared, captures = engine.model, result.stats.num_captures
         assert captures == 0
         llama(input_ids=torch.tensor([PROMPT], device=cuda), labels=torch.tensor([PROMPT], device=cuda)).loss.backward()
         torch.optim.AdamW(llama.parameters(), lr=0.01, fused=True).step()
-    result = engine.generate(PROMPT, max_new_tokens=20)
+    result = engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3")
     assert result.new_tokens == reference_greedy(deepcopy(llama).cpu(), PROMPT, max_new_tokens=20)
     assert engine.model is shared and result.stats.num_captures == 0
     del model
