@@ -47,15 +47,21 @@ class Place:
     owner: Owner = ANYONE
 
     @property
-    def capacity(self) -> tuple[int, int]:
-        """Longer texts first, then more captures: what a later text would otherwise have to make anew."""
-        return self.cache.max_length, 0 if self.captured is None else self.captured.num_captures
+    def capacity(self) -> tuple[bool, int, int]:
+        """What a later text would otherwise have to make anew: captures, then room, then more captures."""
+        made = 0 if self.captured is None else self.captured.num_captures
+        return self.captured is not None, self.cache.max_length, made
 
     @property
     def num_bytes(self) -> int:
         """Of memory."""
         states = 0 if self.kept is None else self.kept.rows.numel() * self.kept.rows.element_size()
         return self.cache.num_bytes + states
+
+    def settle(self) -> None:
+        """What the last text's passes still write comes before all that is launched from now on, on whatever stream."""
+        if self.captured is not None:
+            self.captured.begin()
 
     def copy(self, model: LayerSkipModel, rows: int) -> Place:
         """The first rows of its text in as little memory as they need, without captures."""
@@ -139,15 +145,18 @@ class RunnerPool:
             return KeptTexts(sum(place.tokens.numel() > 0 for place in self._idle), self._num_bytes())
 
     @contextmanager
-    def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[Place]:
+    def lend(
+        self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE, *, alone: bool = True
+    ) -> Iterator[Place]:
         """A place for one text of at most `num_tokens` tokens.
 
         prompt: int64 [n] on the CPU. Its KV cache holds the rows that a kept text begins with as the prompt does, and is
-        empty if there is none. owner: of the text; kept ones of others are not looked at.
+        empty if there is none. owner: of the text; kept ones of others are not looked at. alone: whether the text begins
+        without company. In company it runs eagerly, so it gets no captures, whose cache is longer than most texts.
         """
         with self._changing():
             before = self._times_forgotten
-            place = self._find(num_tokens, prompt, owner)
+            place = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
             place.tokens, place.owner = _no_tokens(), owner
             self._lent.append(place)
         try:
@@ -209,11 +218,13 @@ class RunnerPool:
             finally:
                 self._is_changing = False
 
-    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner) -> Place:
-        """A place out of the idle ones or a new one, whose cache holds what can be reused."""
+    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> Place:
+        """A place out of the idle ones or a new one, whose cache holds what can be reused. captured: with captures."""
         source, rows = self._most_alike(prompt, owner)
-        choose = self._with_captures if self.kind == "captured" else self._with_room
-        place = choose(num_tokens, source, rows) or self._make(num_tokens)
+        if source is not None:
+            source.settle()
+        choose = self._with_captures if captured else self._with_room
+        place = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
         if source is None or place is source:
             place.cache.declare(rows)
         else:
@@ -240,19 +251,22 @@ class RunnerPool:
         return best, rows
 
     def _with_room(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
-        """An idle place to write over: the text's own beginning, or what would be given up for the new text's memory."""
+        """An idle place without captures to write over: the text's own beginning, or what would be given up for the new
+        text's memory."""
         room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._num_bytes()
         found: Place | None = None
-        if source in self._idle and len(source.tokens) - rows <= SMALL_LOSS:
-            self._idle.remove(source)
+        able = [place for place in self._idle if place.captured is None]
+        if source in able and len(source.tokens) - rows <= SMALL_LOSS:
+            able.remove(source)
             found = source
             room += source.num_bytes
-        while self._idle and room < 0:
+        while able and room < 0:
             if found is not None and found.cache.max_length >= num_tokens:
                 break
-            found = next((place for place in self._idle if place is not source), self._idle[0])
-            self._idle.remove(found)
+            found = next((place for place in able if place is not source), able[0])
+            able.remove(found)
             room += found.num_bytes
+        self._idle = [place for place in self._idle if place in able or place.captured is not None]
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
@@ -263,6 +277,7 @@ class RunnerPool:
         found = source if source in able else able[-1]
         at = self._idle.index(found)
         self._idle.remove(found)
+        found.settle()
         held = found.tokens.numel()
         both = found.num_bytes + self._row_bytes * held
         lost = held - (rows if found is source else 0)
@@ -289,17 +304,25 @@ class RunnerPool:
             if one.captured is None and one.cache.max_length > 2 * rows > 0:
                 self._idle[index] = one.copy(self._model, rows)
                 too_much += self._idle[index].num_bytes - one.num_bytes
+        with_captures = next((one for one in reversed(self._idle) if one.captured is not None), None)
         while len(self._idle) > 1 and (too_much > 0 or len(self._idle) > MOST_KEPT):
-            too_much -= self._idle.pop(0).num_bytes
+            oldest = next(one for one in self._idle if one is not with_captures)
+            self._idle.remove(oldest)
+            too_much -= oldest.num_bytes
 
     def _num_bytes(self) -> int:
         return sum(place.num_bytes for place in self._idle)
 
-    def _make(self, num_tokens: int) -> Place:
-        if self.kind == "captured":
-            cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions))
+    def _make(self, num_tokens: int, captured: bool) -> Place:
+        if captured:
+            place: Place | None = None
+            failure = RuntimeError("another process of the model has no room for them")
             try:
-                return Place(cache, CapturedRunner(self._model, cache))
+                cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions))
+                place = Place(cache, CapturedRunner(self._model, cache))
             except RuntimeError as error:  # no memory for its buffers, say
-                self.give_up_graphs(error)
+                failure = error
+            if self._model.all_agree(place is not None) and place is not None:
+                return place
+            self.give_up_graphs(failure)
         return Place(KVCache(self._model, num_tokens))
