@@ -26,7 +26,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 FILES = (
     "choices", "compact_linear", "exit_adapters", "four_bits", "half_precision", "integer_rows", "kernel_library",
     "kv_dtype", "many_rows", "many_texts", "matrix_unit", "native", "native_attention", "native_four_bits",
-    "native_halves", "native_memory", "native_steps", "no_rerun", "pool", "prepared_rows", "shared_weights",
+    "native_halves", "native_memory", "native_steps", "no_rerun", "pool", "pool_failures", "prepared_rows", "shared_weights",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_steps")
