@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import Packed, from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
-from layerskip_models.checkpoints.quantised import has_few_bits, load_quantised, quantisation_of
+from layerskip_models.checkpoints.quantised import check_loaded, has_few_bits, load_quantised, quantisation_of
 from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.checkpoints.weight_files import tensors_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
@@ -161,17 +162,31 @@ def _load(
         if quantisation_of(config) is not None:
             model, packed = load_quantised(name, config, dtype=chosen, device=target, keep_packed=keep_packed, **origin)
         else:
-            model = family_of(config).model.from_pretrained(
-                name,
-                config=config,
-                dtype=chosen,
-                device_map={"": target},
-                use_safetensors=True,
-                trust_remote_code=False,
-                **origin,
-            )
+            model = _load_floats(name, config, chosen, target, origin)
     _check_finite(model, name)
     return model, packed
+
+
+def _load_floats(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, origin: dict[str, Any]
+) -> PreTrainedModel:
+    """ValueError for weights that are missing or of another shape: transformers would make random ones."""
+    with tensors_of(name, origin) as tensors:
+        tensors.check_floats()
+    found: dict[str, Any]
+    model, found = family_of(config).model.from_pretrained(
+        name,
+        config=config,
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # said below, in our words
+        **origin,
+    )
+    check_loaded(found, name)
+    return model
 
 
 def _check_finite(model: PreTrainedModel, name: str) -> None:
