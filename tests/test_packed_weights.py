@@ -74,13 +74,13 @@ def with_order(parts: Parts) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Parts], Callable[[Parts], object], Scheme, str]] = {
     "zero points of another type": (
-        with_zeros, put("weight_zero_point", Tensor.float), NOTHING_SAID, r"weight_zero_point has shape \[16, 2\] of torch\.float32"
+        with_zeros, put("weight_zero_point", Tensor.float), NOTHING_SAID, r"zero_point has shape \[16, 2\] of torch\.float32"
     ),
     "zero points of another shape": (
-        with_zeros, put("weight_zero_point", lambda z: z[:8]), NOTHING_SAID, r"weight_zero_point has shape \[8, 2\] of torch.int8"
+        with_zeros, put("weight_zero_point", lambda z: z[:8]), NOTHING_SAID, r"zero_point has shape \[8, 2\] of torch.int8"
     ),
     "zero points turned round": (
-        with_zeros, put("weight_zero_point", lambda z: z.t().contiguous()), NOTHING_SAID, r"weight_zero_point has shape \[2, 16\]"
+        with_zeros, put("weight_zero_point", lambda z: z.t().contiguous()), NOTHING_SAID, r"zero_point has shape \[2, 16\]"
     ),
     "zero points that 4 bits do not have": (
         with_zeros, put("weight_zero_point", at(3, 8)), NOTHING_SAID, "weight_zero_point holds numbers beyond -8 to 7"
@@ -89,16 +89,16 @@ REFUSED: dict[str, tuple[Callable[[], Parts], Callable[[Parts], object], Scheme,
         with_zeros, put("weight_zero_point", Tensor.int), NOTHING_SAID, r"\[16, 2\] of torch\.int32, \[2, 2\] is meant"
     ),
     "scales of blocks": (
-        integers, put("weight_scale", lambda s: s[:4].expand(4, 4)), NOTHING_SAID, r"weight_scale has shape \[4, 4\], where 16"
+        integers, put("weight_scale", lambda s: s[:4].expand(4, 4)), NOTHING_SAID, r"scale has shape \[4, 4\], where 16"
     ),
     "scales of blocks, one block wide": (
-        integers, put("weight_scale", lambda s: s[:4]), NOTHING_SAID, r"weight_scale has shape \[4, 1\], where 16"
+        integers, put("weight_scale", lambda s: s[:4]), NOTHING_SAID, r"scale has shape \[4, 1\], where 16"
     ),
     "scales turned round": (
-        packed, put("weight_scale", lambda s: s.t().contiguous()), NOTHING_SAID, r"weight_scale has shape \[2, 16\]"
+        packed, put("weight_scale", lambda s: s.t().contiguous()), NOTHING_SAID, r"scale has shape \[2, 16\]"
     ),
     "scales of 8-bit floats": (
-        packed, put("weight_scale", lambda s: s.to(torch.float8_e4m3fn)), NOTHING_SAID, "weight_scale is of torch.float8_e4m3fn"
+        packed, put("weight_scale", lambda s: s.to(torch.float8_e4m3fn)), NOTHING_SAID, "is of torch.float8_e4m3fn"
     ),
     "integer scales": (packed, put("weight_scale", Tensor.int), NOTHING_SAID, "weight_scale is of torch.int32"),
     "no scales": (gptq, drop("scales"), NOTHING_SAID, "scales is missing"),
@@ -122,10 +122,10 @@ REFUSED: dict[str, tuple[Callable[[], Parts], Callable[[Parts], object], Scheme,
     "an order of floats": (gptq, put("g_idx", Tensor.float), NOTHING_SAID, "g_idx has shape"),
     "too few in order": (gptq, put("g_idx", lambda g: g[:32]), NOTHING_SAID, "neither 4 nor 8 bits"),
     "gptq zeros of bytes": (gptq, put("qzeros", lambda z: z.to(torch.int8)), NOTHING_SAID, "qzeros is of torch.int8"),
-    "gptq zeros of fewer groups": (gptq, put("qzeros", lambda z: z[:1]), NOTHING_SAID, "qzeros has 1 groups, and scales has 2"),
+    "gptq zeros of fewer groups": (gptq, put("qzeros", lambda z: z[:1]), NOTHING_SAID, "qzeros has 1 groups, and scales"),
     "gptq scales of fewer outputs": (gptq, put("scales", lambda s: s[:, :8]), NOTHING_SAID, r"scales has shape \[8, 2\]"),
     "gptq of other bits": (gptq, put("g_idx", Tensor.clone), Scheme(bits=8), "not 8 bits"),
-    "another shape than the model's": (packed, put("weight_scale", Tensor.clone), Scheme(shape=(16, 32)), "config.json does not"),
+    "another shape than the model's": (packed, put("weight_scale", Tensor.clone), Scheme(shape=(16, 32)), "does not fit"),
 }  # fmt: skip
 
 

@@ -1,14 +1,14 @@
 """Which safetensors files a checkpoint's weights are read from, and the tensors in them.
 
-The choice is transformers' own: `model.safetensors` if there is one, else all files that `model.safetensors.index.json` names,
-whatever else lies in the folder. One process and several read through this, so they read the same.
+The choice is transformers' own: `model.safetensors` if there is one, else all that `model.safetensors.index.json` names, whatever
+else lies in the folder. One process and several read through this, so they read the same.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -18,12 +18,13 @@ from transformers.utils import cached_file
 from layerskip_models.checkpoints.packed_weights import modules_of
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_KIND = ".safetensors"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _AGAIN = "copy or download it again"
 
 
 class Tensors:
-    """The tensors of a checkpoint's safetensors files, which are opened once and mapped, not read. Used in a `with` statement.
+    """The tensors of a checkpoint's safetensors files, opened once and mapped, not read. Used in a `with` statement.
 
     name: of the checkpoint. where: the file of every tensor.
     """
@@ -54,7 +55,7 @@ class Tensors:
         """ValueError if weights are quantised, which the caller takes for floats."""
         if modules := [*modules_of(self.where)]:
             raise ValueError(
-                f"{self.name} holds quantised weights, first of {modules[0]}, but its config.json has no quantization_config: "
+                f"{self.name} holds quantised weights, first of {modules[0]}, but config.json has no quantization_config: "
                 "copy config.json again"
             )
         for name in sorted(self.where):
@@ -111,7 +112,7 @@ def _weight_files(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set
             f"{name} has no {FILE}: only safetensors files are loaded; save the model with save_pretrained(), or copy the "
             "file there"
         )
-    listed = _listed(Path(str(index)))
+    listed = listed_files(Path(str(index)))
     paths = []
     for file in sorted({*listed.values()}):
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)
@@ -121,7 +122,7 @@ def _weight_files(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set
     return paths, {*listed}
 
 
-def _listed(index: Path) -> dict[str, str]:
+def listed_files(index: Path) -> dict[str, str]:
     """The file of every tensor that an index lists. OSError for one that cannot be read."""
     try:
         said = json.loads(index.read_text(encoding="utf-8"))
@@ -129,13 +130,8 @@ def _listed(index: Path) -> dict[str, str]:
         whole = isinstance(said["metadata"], dict) and bool(listed)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OSError(f"{index} is damaged ({type(error).__name__}: {error}): {_AGAIN}") from error
-    foreign = [
-        file for file in listed.values() if PurePosixPath(file).name != file or not file.endswith(".safetensors")
-    ]
-    if foreign or not whole:
-        raise OSError(
-            f"{index} is damaged ({foreign[0]!r} is no name of a safetensors file beside it): {_AGAIN}"
-            if foreign
-            else f"{index} is damaged (it lists nothing): {_AGAIN}"
-        )
+    if not whole:
+        raise OSError(f"{index} is damaged (it lists nothing): {_AGAIN}")
+    if foreign := sorted(file for file in listed.values() if Path(file).name != file or not file.endswith(_KIND)):
+        raise OSError(f"{index} names {foreign[0]}, which is not a safetensors file beside it: {_AGAIN}")
     return listed
