@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import compressed_tensors_settings, pack_rows
 from torch import Tensor
 
+from bench.trials.quantised_files import compressed_tensors_settings, pack_rows
 from layerskip_models.checkpoints.packed_weights import dequantise, in_four_bits
 from layerskip_models.checkpoints.schemes import NOTHING_SAID, Scheme, schemes_of
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import compressed_tensors_settings, quantise_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_llama import reference_greedy, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from bench.trials.quantised_files import compressed_tensors_settings, quantise_checkpoint
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.packed_weights import dequantise, unpack

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import quantise_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from bench.trials.quantised_files import quantise_checkpoint
 from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.loading import load_transformers

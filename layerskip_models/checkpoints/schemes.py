@@ -19,8 +19,8 @@ class Scheme:
     """How the weight of one module is said to be stored; None for what is not said.
 
     first_version: of GPTQ, whose zero points are then stored with 1 subtracted. bits: of each. strategy: what has a scale
-    of its own, the "tensor", each "channel" (an output), or each "group" of an output's inputs. group_size: inputs of
-    a group. reordered: whether the groups' inputs are in an order that only the file can tell. shape: (out, in) of the matrix.
+    of its own, the "tensor", each "channel" (an output), or each "group" of an output's inputs. group_size: inputs of a
+    group. reordered: whether groups have inputs in an order that only the file can tell. shape: (out, in) of the matrix.
     """
 
     first_version: bool = True

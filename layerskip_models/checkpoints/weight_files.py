@@ -1,7 +1,7 @@
 """Which safetensors files a checkpoint's weights are read from, and the tensors in them.
 
-The choice is transformers' own: `model.safetensors` if there is one, else all that `model.safetensors.index.json` names, whatever
-else lies in the folder. One process and several read through this, so they read the same.
+The choice is transformers' own: `model.safetensors` if there is one, else all that `model.safetensors.index.json` names,
+whatever else lies in the folder. One process and several read through this, so they read the same.
 """
 
 from __future__ import annotations
