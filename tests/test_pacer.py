@@ -289,7 +289,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "no JSON": ("preverifier.json", lambda data: data[:9], "JSONDecodeError"),
     "a list": ("preverifier.json", lambda data: b"[1]", "TypeError"),
     "bytes that are no text": ("preverifier.json", lambda data: b"\xff" + data, "UnicodeDecodeError"),
-    "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "max_drafts"),
+    "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "drafts"),
     "a layer that is none": ("preverifier.json", lambda data: data.replace(b'"hidden_size"', b'"hidden"'), "Error"),
 }  # fmt: skip
 

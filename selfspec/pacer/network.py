@@ -41,6 +41,10 @@ SCOPES = ("full", "draft", "block")
 ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+_UNREADABLE = (
+    TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""What reading somebody else's files may raise."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -299,16 +303,7 @@ def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "
         config = PreVerifierConfig(**values)
         module = PreVerifierModule(config)
         module.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
-    except (
-        TypeError,
-        KeyError,
-        ValueError,
-        RuntimeError,
-        AttributeError,
-        OSError,
-        SafetensorError,
-        StrictDataclassError,
-    ) as error:
+    except _UNREADABLE as error:
         raise ValueError(
             f"{folder} holds no pre-verifier that can be read: train it again with selfspec train-pacer; "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -316,7 +311,7 @@ def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "
     wrong = [name for name, value in module.state_dict().items() if not bool(value.isfinite().all())]
     if wrong:
         raise ValueError(
-            f"{folder / WEIGHTS_FILE} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; train it again "
-            "with selfspec train-pacer"
+            f"{folder / WEIGHTS_FILE} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; train it "
+            "again with selfspec train-pacer"
         )
     return module.to(map_location).eval()
