@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.config_checks import check_buildable
 from layerskip_models.checkpoints.conversion import Packed, from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
 from layerskip_models.checkpoints.quantised import check_loaded, has_few_bits, load_quantised, quantisation_of
@@ -213,12 +214,20 @@ def load_config(
             config = AutoConfig.from_pretrained(
                 name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
             )
-        except ValueError as error:  # transformers' answer to a config.json of something else
+        except OSError:
+            raise
+        except Exception as error:  # of any kind, from inside transformers
+            if not isinstance(error, ValueError):
+                raise ValueError(
+                    f"transformers cannot read the config.json of {name} ({' '.join(str(error).split())}): copy it again"
+                ) from error
             raise ValueError(
                 f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
-                f"a folder with config.json and *.safetensors ({error})"
+                f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
-    return check_config(config, name)
+    check_config(config, name)
+    check_buildable(config, family_of(config), name)
+    return config
 
 
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:

@@ -48,6 +48,8 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if found is None:
         return None
+    if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
+        raise ValueError(f"quantization_config is {found!r}, which is no description of quantised weights")
     return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
 
 
