@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-import threading
+from collections.abc import Iterator
+from itertools import count, repeat
 from typing import Any
 
 import pytest
@@ -18,12 +20,15 @@ from selfspec import SelfSpecGenerator
 from selfspec.runtime.prefix_cache import MOST_KEPT, Owner, PrefixCache
 from selfspec.runtime.runner_pool import RunnerPool
 
-SECRET = [*range(300, 340)]
+SECRET = [*range(300, 324)]
+UNKNOWN = [371, 306, 355]
+"""The end of the victim's prompt, one token of `CANDIDATES` after the other."""
+CANDIDATES = [306, 355, 371]
 
 
 def cached(server: RunningServer, prompt: list[int], **fields: Any) -> int:
     """What a request is told of its prompt."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0, "policy": "ar", **fields}
     status, answer, _ = post(server, "/v1/completions", json.dumps(body).encode())
     assert status == 200, answer
     found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -31,40 +36,73 @@ def cached(server: RunningServer, prompt: list[int], **fields: Any) -> int:
     return found
 
 
-def test_a_prompt_cannot_be_guessed_token_by_token() -> None:
-    """While the victim's text is decoded, and when it is complete. The same guesses tell all with the victim's salt."""
+def guessed(server: RunningServer, names: Iterator[dict[str, str]]) -> list[int]:
+    """The published attack: of several next tokens, that with which the server knows most of the prompt; as far as it gets."""
+    found: list[int] = []
+    for _ in UNKNOWN:
+        counts = {token: cached(server, [*SECRET, *found, token, 1, 2], **next(names)) for token in CANDIDATES}
+        best = max(CANDIDATES, key=lambda token: counts[token])
+        if counts[best] == min(counts.values()):
+            return found
+        found.append(best)
+    return found
+
+
+@pytest.fixture
+def rows_used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Owner, Owner, int]]:
+    """Whose text a new one goes on from, whose that was, and how many rows: also what no answer tells, such as time."""
+    used: list[tuple[Owner, Owner, int]] = []
+    plain = RunnerPool._most_alike
+
+    def watched(pool: RunnerPool, prompt: Any, owner: Owner) -> Any:
+        place, rows = plain(pool, prompt, owner)
+        if place is not None:
+            used.append((owner, place.owner, rows))
+        return place, rows
+
+    monkeypatch.setattr(RunnerPool, "_most_alike", watched)
+    return used
+
+
+STRANGERS: list[dict[str, str]] = [
+    {},
+    {"cache_salt": "other{}"},
+    {"cache_salt": "mine", "user": "eve{}"},
+    {"user": "bob"},
+]
+VICTIMS: list[dict[str, str]] = [{}, {"cache_salt": "mine"}, {"cache_salt": "mine", "user": "bob"}]
+
+
+def test_a_prompt_cannot_be_guessed_token_by_token(rows_used: list[tuple[Owner, Owner, int]]) -> None:
+    """While the victim's text is decoded, and when it is complete. The same guesses tell all with the victim's own names."""
     generator = SelfSpecGenerator.from_pretrained(DEMO_PATH, prefix_cache="64MB")
-    attacks: list[dict[str, Any]] = [
-        {},
-        {"cache_salt": "other"},
-        {"cache_salt": "mine", "user": "eve"},
-        {"user": "bob"},
-    ]
+    number = count()
     with running_server(generator) as server:
-        for number, salt in enumerate(({}, {"cache_salt": "mine"}, {"cache_salt": "mine", "user": "bob"})):
-            secret = [300 + number, *SECRET]
-            body: dict[str, Any] = {
+        for victim in VICTIMS:
+            body = {
                 "model": "demo",
-                "prompt": secret,
-                "max_tokens": 300,
+                "prompt": [*SECRET, *UNKNOWN],
+                "max_tokens": 1900,
                 "logit_bias": {"0": -100},
-                **salt,
+                **victim,
             }
+            connection = http.client.HTTPConnection(server.base[7:], timeout=60)
             before = server.metric("generated_tokens_total")
-            victim = threading.Thread(target=post, args=(server, "/v1/completions", json.dumps(body).encode()))
-            victim.start()
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             wait_until(lambda: server.metric("generated_tokens_total") > before)  # noqa: B023
             for living in (True, False):
-                for attack in attacks:  # each name once: an attacker's own texts may be told of
-                    names = {
-                        name: value if value == "mine" else f"{value}{number}{living}" for name, value in attack.items()
-                    }
-                    assert cached(server, [*secret, 1, 2], **names) == 0, (salt, attack, living)
-                if salt:
-                    assert cached(server, [*secret, 1, 2], **salt) >= len(secret) - 8
+                assert server.app.state.scheduler.decoding == living
+                for stranger in STRANGERS:  # each name once: an attacker may be told of texts of its own
+                    names = ({k: v.format(next(number)) for k, v in stranger.items()} for _ in repeat(None))
+                    rows_used.clear()
+                    assert guessed(server, names) == [], (victim, stranger, living)
+                    assert rows_used == []
+                if victim and not living:
+                    assert guessed(server, repeat(victim)) == UNKNOWN, victim
+                    assert rows_used and all(new == old for new, old, _ in rows_used)
                 if living:
-                    assert victim.is_alive()
-                    victim.join()
+                    connection.close()  # what was read stays, as at the end of a text
+                    wait_until(lambda: server.app.state.scheduler.decoding == 0)
 
 
 def test_an_operator_may_share_all() -> None:
