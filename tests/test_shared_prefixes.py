@@ -37,7 +37,7 @@ def cached(server: RunningServer, prompt: list[int], **fields: Any) -> int:
 
 
 def guessed(server: RunningServer, names: Iterator[dict[str, str]]) -> list[int]:
-    """The published attack: of several next tokens, that with which the server knows most of the prompt; as far as it gets."""
+    """The published attack: of several next tokens, the one with which the server knows most of a prompt. As far as it gets."""
     found: list[int] = []
     for _ in UNKNOWN:
         counts = {token: cached(server, [*SECRET, *found, token, 1, 2], **next(names)) for token in CANDIDATES}
