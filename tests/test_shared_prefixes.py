@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count, repeat
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,9 @@ from tiny_llama import VOCAB_SIZE, tiny_llama
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from selfspec.runtime.prefix_cache import MOST_KEPT, Owner, PrefixCache
+from selfspec.runtime import places, runner_pool
+from selfspec.runtime.places import IdlePlaces, Place
+from selfspec.runtime.prefix_cache import Owner, PrefixCache, num_alike
 from selfspec.runtime.runner_pool import RunnerPool
 
 SECRET = [*range(300, 324)]
@@ -37,7 +42,7 @@ def cached(server: RunningServer, prompt: list[int], **fields: Any) -> int:
 
 
 def guessed(server: RunningServer, names: Iterator[dict[str, str]]) -> list[int]:
-    """The published attack: of several next tokens, the one with which the server knows most of a prompt. As far as it gets."""
+    """The published attack: of several next tokens, the one with which the server knows most of a prompt."""
     found: list[int] = []
     for _ in UNKNOWN:
         counts = {token: cached(server, [*SECRET, *found, token, 1, 2], **next(names)) for token in CANDIDATES}
@@ -137,22 +142,86 @@ def test_owners_share_nothing_in_the_pool() -> None:
     assert pool.kept_texts.count == 2
 
 
-def test_what_a_text_costs_the_pool_does_not_grow_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are counted a fixed number of times for each place, and no more than some texts are kept."""
+@pytest.mark.parametrize("owner", [Owner("a"), Owner("a", lasts=False)])
+def test_what_a_text_costs_the_pool_does_not_grow_with_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, owner: Owner
+) -> None:
+    """Caches are measured as they come and go, and a prompt is compared with the two texts beside it."""
+    work: Counter[str] = Counter()
+    measure = KVCache.num_bytes.fget
+    assert measure is not None
+
+    def measured(cache: KVCache) -> int:
+        work["measured"] += 1
+        return measure(cache)  # type: ignore[no-any-return]
+
+    def compared(tokens: torch.Tensor, prompt: torch.Tensor) -> int:
+        work["compared"] += 1
+        return num_alike(tokens, prompt)
+
+    monkeypatch.setattr(KVCache, "num_bytes", property(measured))
+    for module in (places, runner_pool):
+        monkeypatch.setattr(module, "num_alike", compared)
+    found = []
     pool = pool_of(1 << 30)
-    for number in range(MOST_KEPT + 10):
-        leave_text(pool, [*(number // VOCAB_SIZE**place % VOCAB_SIZE for place in range(4)), *[1] * 60], Owner("a"))
-    assert pool.kept_texts.count == MOST_KEPT
-    counted = 0
-    plain = KVCache.num_bytes
+    for number in range(201):
+        digits = [number // VOCAB_SIZE**place % VOCAB_SIZE for place in range(4)]
+        leave_text(pool, [*digits, *[1] * 60], Owner("a"))
+        if number in (5, 200):
+            work.clear()
+            leave_text(pool, [1, 0, 0, 0, 5, 6], owner)
+            found.append(dict(work))
+    assert found[0] == found[1]
+    assert found[1].get("compared", 0) <= 4 and found[1]["measured"] <= 8
 
-    def counting(cache: KVCache) -> int:
-        nonlocal counted
-        counted += 1
-        found = plain.fget(cache)  # type: ignore[attr-defined]
-        assert isinstance(found, int)
-        return found
 
-    monkeypatch.setattr(KVCache, "num_bytes", property(counting))
-    leave_text(pool, [1, 2, 3, 4, 5, 6], Owner("a"))
-    assert counted < 5 * MOST_KEPT
+def test_no_more_than_some_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_pool, "MOST_KEPT", 3)
+    pool = pool_of(1 << 30)
+    for token in range(5):
+        leave_text(pool, [token] * 9, Owner(str(token)))
+    assert pool.kept_texts.count == 3
+    assert [leave_text(pool, [token] * 9, Owner(str(token))) for token in (4, 1)] == [9, 0]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_idle_places_are_found_as_by_looking_at_all_of_them(seed: int) -> None:
+    """Against a plain list: the longest common beginning, texts that are a beginning of another, and the sum of bytes."""
+    random = Random(seed)
+    owners = Owner("a"), Owner("b"), Owner("a", lasts=False)
+
+    def some_text() -> torch.Tensor:
+        return torch.tensor(random.choices([0, 1, 300], k=random.randint(0, 5)), dtype=torch.long)
+
+    def some_place(max_length: int) -> Place:
+        cache: Any = SimpleNamespace(num_bytes=random.randint(1, 9), max_length=max_length)
+        return Place(cache, tokens=some_text(), owner=random.choice(owners))
+
+    idle, listed = IdlePlaces(), []
+    for _ in range(random.randint(0, 60)):
+        at = random.randrange(len(listed)) if listed else 0
+        match random.choice(["add", "add", "remove", "replace"]) if listed else "add":
+            case "add":
+                listed.append(some_place(random.randint(5, 12)))
+                idle.add(listed[-1])
+            case "remove":
+                idle.remove(listed.pop(at))
+            case "replace":  # by a copy without spare room
+                other = some_place(5)
+                other.cache.max_length = max(1, len(other.tokens))
+                idle.replace(listed[at], other)
+                listed[at] = other
+    assert [*idle] == listed and idle.num_bytes == sum(place.num_bytes for place in listed)
+    assert idle.num_texts == sum(len(place.tokens) > 0 for place in listed)
+    assert idle.with_spare_room() is next((place for place in listed if place.has_spare_room), None)
+    if listed:
+        assert idle.oldest() is listed[0]
+        assert idle.oldest(but=listed[0]) is listed[min(1, len(listed) - 1)]
+    for owner in owners:
+        prompt = some_text()
+        alike = {place: num_alike(place.tokens, prompt) for place in listed if place.owner == owner}
+        found, rows = idle.most_alike(prompt, owner)
+        assert rows == max(alike.values(), default=0) and (alike[found] == rows if found else not rows)
+        assert {*idle.beginnings_of(prompt, owner)} == {
+            place for place in listed if not len(place.tokens) or alike.get(place) == len(place.tokens)
+        }
