@@ -119,6 +119,18 @@ class RunnerPool:
                 place.forget()
                 place.read = None
 
+    def give_back(self) -> None:
+        """Memory that no text needs: idle caches that hold none, and the room behind texts that are kept.
+
+        Captures stay with their caches, since they take long to make.
+        """
+        with self._changing():
+            for place in self._idle:
+                if place.captured is None and not len(place.tokens):
+                    self._idle.remove(place)
+                elif place.has_spare_room:
+                    self._idle.replace(place, place.copy(self._model, len(place.tokens)))
+
     def give_up_graphs(self, error: RuntimeError) -> None:
         """Lend no captures from now on, and warn of it once: graphs do not work here, for this reason."""
         with self._changing():
