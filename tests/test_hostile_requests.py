@@ -198,6 +198,37 @@ def test_names_by_which_a_server_is_called() -> None:
     assert "example.org" in (allowed_hosts("0.0.0.0", None, ["Example.org"]) or ())
 
 
+def test_every_route_asks_by_which_name_it_is_called(server: RunningServer) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo", "/nowhere"):
+        connection = http.client.HTTPConnection(server.base[7:], timeout=30)
+        connection.request("GET", path, headers={"Host": "attacker.example"})
+        assert connection.getresponse().status == 403, path
+        connection.close()
+
+
+def test_what_is_too_much_is_told_by_its_name(generator: SelfSpecGenerator) -> None:
+    """The field that the client sent, its number and the bound."""
+    long = "some words " * 2000
+    with running_server(generator, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
+        for fields, param, words in (
+            ({"prompt": ["a"] * 17}, "prompt", "17 prompts: at most 16"),
+            ({"stop": ["a"] * 17}, "stop", "17 stop strings: at most 16"),
+            ({"prompt": long}, "prompt", "max_tokens is 3"),
+            ({"n": 6}, "n", "6 texts in one request, this server takes at most 5"),
+        ):
+            status, answer = ask(free, **fields)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert words in answer["error"]["message"]
+        chat = {"model": "demo", "max_completion_tokens": 5000, "messages": [{"role": "user", "content": "x"}]}
+        status, answer, _ = post(free, "/v1/chat/completions", json.dumps(chat).encode())
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "max_completion_tokens is 5000" in answer["error"]["message"]
+    for template in ("{{ 1 // 0 }}", "{{ 10.0 ** 9999 }}"):
+        with running_server(generator, chat_template=template) as broken:
+            chat = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+            assert post(broken, "/v1/chat/completions", json.dumps(chat).encode())[0] == 400
+
+
 def connected(server: RunningServer) -> socket.socket:
     address = urlsplit(server.base)
     return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
