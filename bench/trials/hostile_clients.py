@@ -42,7 +42,9 @@ ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
     malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
     many_salts, guesser(PROMPTS),
 )  # fmt: skip
-OPTIONS = ("--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64")
+OPTIONS = (
+    "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
+)  # fmt: skip
 _MOST_FAILURES = 20
 _WARM_SECONDS = 60.0  # of a long trial; a quarter of a short one
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
@@ -53,7 +55,8 @@ _REQUEST_SECONDS = 120.0
 class HostileReport:
     """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. statuses: of all requests.
 
-    *_rss: resident memory of the server, in bytes: after the first minute, and at the end.
+    *_rss: resident memory of the server, in bytes: after the first minute, and at the end. cores: that it had, on average:
+    where other programs took them, waits are theirs as well.
     """
 
     exact: int = 0
@@ -63,6 +66,7 @@ class HostileReport:
     failures: list[str] = field(default_factory=list)
     warm_rss: int = 0
     end_rss: int = 0
+    cores: float = 0.0
 
     @property
     def slowest(self) -> float:
@@ -81,7 +85,7 @@ class HostileReport:
         return [
             f"texts of the others, all as alone: {self.exact}",
             f"seconds to their first token: median {waits[len(waits) // 2]:.3f}, "
-            f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {self.slowest:.3f}",
+            f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {self.slowest:.3f} (the server had {self.cores:.2f} cores)",
             f"attacks: {attacks}",
             "requests by status: " + ", ".join(f"{status} {count}" for status, count in sorted(self.statuses.items())),
             f"resident memory: {self.warm_rss >> 20} MiB, {self.end_rss >> 20} MiB at the end ({self.growth:+.1%})",
@@ -112,6 +116,7 @@ class HostileTrial:
         advance: called about once a second.
         """
         report, warm = self.report, min(_WARM_SECONDS, seconds / 4)
+        started = time.monotonic()
         self._phase(server, warm, advance)
         report.warm_rss = server.process.memory_info().rss
         self._phase(server, seconds - warm, advance)
@@ -119,6 +124,7 @@ class HostileTrial:
             report.failures.append("the server has ended")
             return report
         report.end_rss = server.process.memory_info().rss
+        report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
         counts = re.findall(
             r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
         )
@@ -145,8 +151,9 @@ class HostileTrial:
         for thread in threads:
             while thread.is_alive():
                 thread.join(1.0)
-                report = self.report
-                advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {report.attacks.total()} attacks")
+                report, rss = self.report, server.process.memory_info().rss if server.process.is_running() else 0
+                attacks = report.attacks.total()
+                advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {attacks} attacks, {rss >> 20} MiB")
 
     def _failed(self, text: str) -> None:
         with self._lock:
