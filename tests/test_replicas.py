@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from selfspec.cli.serve_command import serve_command
 from selfspec.serve.app import _EventStream
 
 
@@ -66,6 +68,22 @@ def test_arguments_on_rays_command_line_are_checked_by_their_type() -> None:
     assert ReplicaOptions.model_validate({"num_replicas": "3", "model": "x"}).num_replicas == 3
     with pytest.raises(ValueError, match="nonsense"):
         ReplicaOptions.model_validate({"nonsense": "1"})
+
+
+def test_replicas_have_the_options_of_a_server() -> None:
+    """But for what is Ray's. Read from the source, which cannot be imported without Ray."""
+    source = Path(str(importlib.util.find_spec("selfspec.serve.replicas").origin)).read_text(encoding="utf-8")  # type: ignore[union-attr]
+    (options,) = [
+        one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == "ReplicaOptions"
+    ]
+    names = {
+        one.target.id for one in options.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+    }
+    assert names - {"max_queued", "num_replicas", "num_cpus", "num_gpus"} == {
+        *inspect.signature(serve_command).parameters
+    } - {"host", "port", "grace_seconds", "copy_from"}
+    used = {one.attr for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Attribute)}
+    assert names <= used
 
 
 @pytest.mark.slow

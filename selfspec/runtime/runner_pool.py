@@ -9,89 +9,21 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner, captured_length
-from selfspec.hidden_states import KeptStates
 from selfspec.passes import RunnerName
+from selfspec.runtime.places import IdlePlaces, Place, no_tokens
 from selfspec.runtime.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_alike
 
 SMALL_LOSS = 32
 """Rows of a kept text that a text which goes on from it may write over. Policies have about as many read again anyway. If
 more would be lost, the rows that both begin with are copied, and the kept text stays."""
-
-
-def _no_tokens() -> Tensor:
-    return torch.empty(0, dtype=torch.long, device="cpu")
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """Where a text lives: its KV cache, and the passes that were captured on that cache, if there are any.
-
-    tokens: of the text that it holds while it is idle, int64 [rows] on the CPU. kept: that text's hidden states.
-    read: while a text lives here, returns those of its tokens whose rows are final and will stay. owner: of the text.
-    """
-
-    cache: KVCache
-    captured: CapturedRunner | None = None
-    tokens: Tensor = field(default_factory=_no_tokens)
-    kept: KeptStates | None = None
-    read: Callable[[], Tensor] | None = None
-    owner: Owner = ANYONE
-
-    @property
-    def capacity(self) -> tuple[bool, int, int]:
-        """What a later text would otherwise have to make anew: captures, then room, then more captures."""
-        made = 0 if self.captured is None else self.captured.num_captures
-        return self.captured is not None, self.cache.max_length, made
-
-    @property
-    def num_bytes(self) -> int:
-        """Of memory."""
-        states = 0 if self.kept is None else self.kept.rows.numel() * self.kept.rows.element_size()
-        return self.cache.num_bytes + states
-
-    def settle(self) -> None:
-        """What the last text's passes still write comes before all that is launched from now on, on whatever stream."""
-        if self.captured is not None:
-            self.captured.begin()
-
-    def copy(self, model: LayerSkipModel, rows: int) -> Place:
-        """The first rows of its text in as little memory as they need, without captures."""
-        cache = KVCache(model, rows)
-        cache.take(self.cache, rows)
-        kept = None if self.kept is None else KeptStates(self.kept.layers, self.kept.rows[:, :rows].clone())
-        return Place(cache, tokens=self.tokens[:rows], kept=kept, owner=self.owner)
-
-    def share(self, read: Callable[[], Tensor]) -> None:
-        """A text lives here now, and others may go on from what it has read. Hidden states are its own until it ends."""
-        self.read, self.kept = read, None
-
-    def shared(self) -> Tensor:
-        """The tokens that a prompt may begin with in order to go on from here."""
-        return self.tokens if self.read is None else self.read()
-
-    def leave(self, tokens: Tensor, kept: KeptStates | None) -> None:
-        """The text ends here. tokens: int64 [rows], those that the cache's first rows belong to."""
-        self.tokens, self.kept = tokens.to("cpu", copy=True), kept
-
-    def is_beginning_of(self, other: Place) -> bool:
-        """Whether the same owner's other text begins with all of this one."""
-        rows = len(self.tokens)
-        return not rows or (
-            self.owner == other.owner and rows <= len(other.tokens) and bool(self.tokens.equal(other.tokens[:rows]))
-        )
-
-    def forget(self) -> None:
-        """Whatever text it held."""
-        self.tokens, self.kept = _no_tokens(), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +55,7 @@ class RunnerPool:
         self._on_giving_up = on_giving_up
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
-        self._idle: list[Place] = []  # the one that was used last is last
+        self._idle = IdlePlaces()
         self._lent: list[Place] = []
         self._returned: list[Place] = []  # not among the idle ones yet
         self._times_forgotten = 0
@@ -142,7 +74,7 @@ class RunnerPool:
     @property
     def kept_texts(self) -> KeptTexts:
         with self._lock:
-            return KeptTexts(sum(place.tokens.numel() > 0 for place in self._idle), self._num_bytes())
+            return KeptTexts(self._idle.num_texts, self._idle.num_bytes)
 
     @contextmanager
     def lend(
@@ -157,7 +89,7 @@ class RunnerPool:
         with self._changing():
             before = self._times_forgotten
             place = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
-            place.tokens, place.owner = _no_tokens(), owner
+            place.tokens, place.owner = no_tokens(), owner
             self._lent.append(place)
         try:
             yield place
@@ -185,9 +117,22 @@ class RunnerPool:
         """Use no text that has been read so far: the weights are others now."""
         with self._changing():
             self._times_forgotten += 1
-            for place in (*self._idle, *self._returned, *self._lent):
+            self._idle.forget_texts()
+            for place in (*self._returned, *self._lent):
                 place.forget()
                 place.read = None
+
+    def give_back(self) -> None:
+        """Memory that no text needs: idle caches that hold none, and the room behind texts that are kept.
+
+        Captures stay with their caches, since they take long to make.
+        """
+        with self._changing():
+            for place in self._idle:
+                if place.captured is None and not len(place.tokens):
+                    self._idle.remove(place)
+                elif place.has_spare_room:
+                    self._idle.replace(place, place.copy(self._model, len(place.tokens)))
 
     def give_up_graphs(self, error: RuntimeError) -> None:
         """Lend no captures from now on, and warn of it once: graphs do not work here, for this reason."""
@@ -238,13 +183,11 @@ class RunnerPool:
         Captured passes may write over a whole cache, for padding or after a failure: of texts that still live, only those
         without captures are looked at.
         """
-        best: Place | None = None
-        rows = 0
-        if prompt is not None and self.reuses:
-            living = [place for place in self._lent if place.captured is None]
-            for place in (*self._idle[::-1], *living):
-                if place.owner != owner:
-                    continue
+        if prompt is None or not self.reuses:
+            return None, 0
+        best, rows = self._idle.most_alike(prompt, owner)
+        for place in self._lent:
+            if place.captured is None and place.owner == owner:
                 alike = num_alike(place.shared(), prompt)
                 if alike > rows:
                     best, rows = place, alike
@@ -253,36 +196,36 @@ class RunnerPool:
     def _with_room(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
         """An idle place without captures to write over: the text's own beginning, or what would be given up for the new
         text's memory."""
-        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._num_bytes()
+        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle.num_bytes
         found: Place | None = None
-        able = [place for place in self._idle if place.captured is None]
-        if source in able and len(source.tokens) - rows <= SMALL_LOSS:
-            able.remove(source)
+        own = source is not None and source.captured is None and source in self._idle
+        if source is not None and own and len(source.tokens) - rows <= SMALL_LOSS:
+            self._idle.remove(source)
             found = source
             room += source.num_bytes
-        while able and room < 0:
-            if found is not None and found.cache.max_length >= num_tokens:
+        while room < 0 and (found is None or found.cache.max_length < num_tokens):
+            other = self._idle.oldest(but=source, captured=False)
+            if other is None:
                 break
-            found = next((place for place in able if place is not source), able[0])
-            able.remove(found)
+            self._idle.remove(other)
+            found = other
             room += found.num_bytes
-        self._idle = [place for place in self._idle if place in able or place.captured is not None]
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
         """An idle place with captures, which take long to make. Its text moves elsewhere if there is memory for that."""
-        able = [one for one in self._idle if one.captured is not None and one.cache.max_length >= num_tokens]
+        able = self._idle.captured(num_tokens)
         if not able:
             return None
-        found = source if source in able else able[-1]
-        at = self._idle.index(found)
-        self._idle.remove(found)
+        found = source if source is not None and source in able else able[-1]
         found.settle()
         held = found.tokens.numel()
         both = found.num_bytes + self._row_bytes * held
         lost = held - (rows if found is source else 0)
-        if lost > SMALL_LOSS and self._num_bytes() + both <= self._prefixes.num_bytes:
-            self._idle.insert(at, found.copy(self._model, held))
+        if lost > SMALL_LOSS and self._idle.num_bytes - found.num_bytes + both <= self._prefixes.num_bytes:
+            self._idle.replace(found, found.copy(self._model, held))
+        else:
+            self._idle.remove(found)
         return found
 
     def _take_back(self, place: Place) -> None:
@@ -291,27 +234,22 @@ class RunnerPool:
             return
         limit = self._prefixes.num_bytes
         if not limit:
-            self._idle = [max([place, *self._idle], key=lambda one: one.capacity)]
+            largest = max([place, *self._idle], key=lambda one: one.capacity)
+            self._idle.clear()
+            self._idle.add(largest)
             return
         # A text that is no more than this one's beginning is not needed any more.
-        self._idle = [one for one in self._idle if one.captured or not one.is_beginning_of(place)]
-        self._idle.append(place)
-        too_much = self._num_bytes() - limit
-        for index, one in enumerate(self._idle):
-            if too_much <= 0:
-                break
-            rows = len(one.tokens)
-            if one.captured is None and one.cache.max_length > 2 * rows > 0:
-                self._idle[index] = one.copy(self._model, rows)
-                too_much += self._idle[index].num_bytes - one.num_bytes
-        with_captures = next((one for one in reversed(self._idle) if one.captured is not None), None)
-        while len(self._idle) > 1 and (too_much > 0 or len(self._idle) > MOST_KEPT):
-            oldest = next(one for one in self._idle if one is not with_captures)
+        for one in self._idle.beginnings_of(place.tokens, place.owner):
+            if not one.captured:
+                self._idle.remove(one)
+        self._idle.add(place)
+        while self._idle.num_bytes > limit and (spacious := self._idle.with_spare_room()) is not None:
+            self._idle.replace(spacious, spacious.copy(self._model, len(spacious.tokens)))
+        with_captures = next(reversed(self._idle.captured(0)), None)
+        while len(self._idle) > 1 and (self._idle.num_bytes > limit or len(self._idle) > MOST_KEPT):
+            oldest = self._idle.oldest(but=with_captures)
+            assert oldest is not None
             self._idle.remove(oldest)
-            too_much -= oldest.num_bytes
-
-    def _num_bytes(self) -> int:
-        return sum(place.num_bytes for place in self._idle)
 
     def _make(self, num_tokens: int, captured: bool) -> Place:
         if captured:

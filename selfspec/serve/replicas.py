@@ -16,7 +16,7 @@ from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
 from selfspec.messages import template_of
 from selfspec.serve.app import make_app
-from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, default_name
+from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, allowed_hosts, default_name
 
 
 class ReplicaOptions(BaseModel):
@@ -33,14 +33,18 @@ class ReplicaOptions(BaseModel):
     served_name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    exits: str = "auto"
     kv_dtype: str = "auto"
     policy: str | None = None
     chat_template: str | None = None
     api_key: str | None = None
+    allow_host: list[str] | None = None
     allow_policy: list[str] | None = None
     share_prefixes: bool = False
     max_tokens: int | None = None
     max_context: int | None = None
+    max_body_mb: float = 4
+    default_chat_tokens: int = 1024
     prefix_cache: str | None = None
     batch_size: int = 8
     max_waiting: int = 8
@@ -72,10 +76,13 @@ def build(options: ReplicaOptions) -> Application:
             policy=options.policy,
             batch_size=options.batch_size,
             max_waiting=options.max_waiting,
+            max_body_bytes=int(options.max_body_mb * (1 << 20)),
+            default_chat_tokens=options.default_chat_tokens,
             api_key=options.api_key,
             chat_template=template.source,
             chat_stops=template.stops,
             allowed_policies=SAFE_POLICIES if options.allow_policy is None else tuple(options.allow_policy),
+            allowed_hosts=allowed_hosts("0.0.0.0", options.api_key, options.allow_host or ()),  # Ray's proxy listens
             share_prefixes=options.share_prefixes,
             most_new_tokens=options.max_tokens,
             most_context=options.max_context,
@@ -84,6 +91,7 @@ def build(options: ReplicaOptions) -> Application:
             model,
             dtype=options.dtype,
             device=options.device,
+            exits=None if options.exits == "none" else options.exits,
             prefix_cache=options.prefix_cache,
             kv_dtype=options.kv_dtype,
         )
