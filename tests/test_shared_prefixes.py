@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, repeat
 from random import Random
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from tiny_llama import VOCAB_SIZE, tiny_llama
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
+from selfspec.parallel import mirrored_engine
 from selfspec.runtime import places, runner_pool
 from selfspec.runtime.places import IdlePlaces, Place
 from selfspec.runtime.prefix_cache import Owner, PrefixCache, num_alike
@@ -115,6 +117,20 @@ def test_an_operator_may_share_all() -> None:
     with running_server(generator, share_prefixes=True) as server:
         assert cached(server, SECRET) == 0
         assert cached(server, SECRET) > 0
+
+
+def test_the_other_processes_of_a_model_hear_whose_a_text_is() -> None:
+    """Each process has a pool of its own, and they must use the same rows."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    for owner in (Owner("a"), Owner("b", lasts=False)):
+        checked = generator.check(SECRET, max_new_tokens=3, do_sample=False, policy="ar")
+        checked = replace(checked, request=replace(checked.request, owner=owner))
+        heard: list[Any] = []
+        ranks: Any = SimpleNamespace(from_first=lambda tell, heard=heard: heard.extend(tell().events))
+        policies: Any = SimpleNamespace(pass_seconds={})
+        with mirrored_engine.LeadingEngine(ranks, checked.policy, OrderedDict(), policies, []) as engine:
+            engine.cancel(engine.join(checked))
+        assert mirrored_engine._checked(generator, heard[0], checked.policy, None, []).request.owner == owner
 
 
 def pool_of(num_bytes: int) -> RunnerPool:

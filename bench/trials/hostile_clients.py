@@ -46,7 +46,7 @@ OPTIONS = (
     "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
 )  # fmt: skip
 _MOST_FAILURES = 20
-_WARM_SECONDS = 60.0  # of a long trial; a quarter of a short one
+_WARM_SECONDS = 60.0  # of a trial of some minutes; a third of a shorter one
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
 _REQUEST_SECONDS = 120.0
 
@@ -115,7 +115,7 @@ class HostileTrial:
 
         advance: called about once a second.
         """
-        report, warm = self.report, min(_WARM_SECONDS, seconds / 4)
+        report, warm = self.report, min(_WARM_SECONDS, seconds / 3)
         started = time.monotonic()
         self._phase(server, warm, advance)
         report.warm_rss = server.process.memory_info().rss
