@@ -33,7 +33,7 @@ class GenerationStats:
     *_seconds: host time per phase, learning with planning; on an asynchronous device a phase includes waiting for what the
     earlier ones queued.
     peak_cache_bytes: what the KV cache holds allocated.
-    runner: how passes were run, eager or captured.
+    runner: how passes were run: "captured" if all of them were, else "eager".
     kernels: which variant of our own kernels ran the layers ("avx2", ..), None where PyTorch's operators did.
     num_captures, capture_seconds: captures made during the call, and how long
     the call waited for them (`SelfSpecGenerator.warm_up` makes them before). num_discarded_rows: rows run ahead of a decision

@@ -67,9 +67,9 @@ def test_captures_outlast_texts_in_company(prefix_cache: int | str, llama64: Lla
     assert engine.generate(PROMPT, max_new_tokens=8, policy="ls:2-3").stats.num_captures == 0
 
 
-@pytest.mark.parametrize("spoilt", [False, True])
+@pytest.mark.parametrize(("policy", "spoilt"), [("ls:2-3", False), ("ls:2-3", True), ("ar", True)])
 def test_a_text_that_is_alone_again_runs_from_captures_again(
-    spoilt: bool, llama64: LlamaForCausalLM, monkeypatch: Patch
+    policy: str, spoilt: bool, llama64: LlamaForCausalLM, monkeypatch: Patch
 ) -> None:
     """spoilt: what eager rounds left behind the text is NaN."""
     replayed: list[int] = []
@@ -77,7 +77,7 @@ def test_a_text_that_is_alone_again_runs_from_captures_again(
     monkeypatch.setattr(CapturedRunner, "draft", lambda self, turns: (replayed.append(1), draft(self, turns))[1])
     engine, found = captured(llama64), []
     with engine.engine() as texts:
-        first = texts.add(PROMPT, max_new_tokens=30, policy="ls:2-3")
+        first = texts.add(PROMPT, max_new_tokens=30, policy=policy)
         rounds = []
         for step in range(40):
             if step == 3:
