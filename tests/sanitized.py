@@ -24,9 +24,10 @@ ROOT = Path(__file__).parents[1]
 FOLDER = Path("layerskip_models") / "kernels"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DEXACT_ROOMS=1"]
 FILES = (
-    "choices", "compact_linear", "exit_adapters", "four_bits", "half_precision", "integer_rows", "kernel_library",
-    "kv_dtype", "many_rows", "many_texts", "matrix_unit", "native", "native_attention", "native_four_bits",
-    "native_halves", "native_memory", "native_steps", "no_rerun", "pool", "pool_failures", "prepared_rows", "shared_weights",
+    "bench_attention", "choices", "compact_linear", "exit_adapters", "families", "four_bits", "gguf_checkpoint",
+    "half_precision", "integer_rows", "kernel_library", "kv_dtype", "many_rows", "many_texts", "matrix_unit",
+    "native", "native_attention", "native_four_bits", "native_halves", "native_memory", "native_steps", "no_rerun",
+    "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
 SHORT = ("native_memory", "native_steps")
