@@ -1,13 +1,12 @@
-"""A short form of `bench.trials.mutated_files`: a change of a checkpoint's files is refused in one line, or is in the logits."""
+"""A short form of `bench.trials.mutated_files`: a change of files is refused in one line, or it is in the logits."""
 
 from __future__ import annotations
 
 import pytest
 
 pytest.importorskip("gguf")
-from bench.trials.mutated_files import try_one  # noqa: E402
-from bench.trials.small_checkpoints import FORMATS  # noqa: E402
-
+from bench.trials.mutated_files import try_one
+from bench.trials.small_checkpoints import FORMATS
 
 ALWAYS = ("safetensors, sharded", "gptq", "packed, zero points", "gguf Q4_0", "adapters")
 

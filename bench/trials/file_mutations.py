@@ -48,7 +48,7 @@ def mutate(place: Path, random: Random) -> Change:
 
 def other_values(value: Any, random: Random) -> Any:
     """A value that a field might have instead."""
-    simple = [None, True, -1, 0, 1, 2, 0.5, float("nan"), "x", "", [], {}, [1, 2], 10**12]
+    simple: list[Any] = [None, True, -1, 0, 1, 2, 0.5, float("nan"), "x", "", [], {}, [1, 2], 10**12]
     if isinstance(value, bool):
         simple += [not value] * 8
     elif isinstance(value, (int, float)):

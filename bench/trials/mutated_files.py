@@ -17,6 +17,7 @@ import signal
 import sys
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -115,7 +116,8 @@ def _change_gguf(built: Built, own_kind: str, random: Random) -> tuple[str, bool
             about = f"{name} = {value!r}"
         field = _READ.get(name)
         if field is not None and isinstance(keys.get(name), (int, float)):
-            setattr(config, field, keys[name] or None)
+            with suppress(Exception):  # transformers checks what a configuration is given
+                setattr(config, field, keys[name] or None)
         changes = name in ("rope.freq_base", "rope.scaling.factor", "rope.scaling.type", *_READ)
     else:
         name = random.choice([*tensors])

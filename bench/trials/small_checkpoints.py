@@ -81,6 +81,7 @@ def _gguf(folder: Path, seed: int, *, kind: str) -> Built:
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.data.normal_(0, 0.2)
+    gguf_models.round_to(model, kind)
     path = folder / "model.gguf"
     gguf_models.write(path, name, gguf_models.metadata(model.config), gguf_models.tensors(model, kind))
     return Built(folder, path, model)
