@@ -109,7 +109,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("mistral", "phi3"), {"sliding_window": 0}, "sliding_window=0"),
     (("mistral",), {"sliding_window": 4, "layer_types": LAYERS}, "'ministral' model"),
     (("qwen2",), {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
-    (("qwen2", "smollm3"), {"layer_types": LAYERS, "sliding_window": None}, "no sliding_window"),
+    (("llama", "qwen2", "smollm3"), {"layer_types": LAYERS, "sliding_window": None}, "no sliding_window"),
     (("smollm3",), {"no_rope_layers": [1, 1]}, "no_rope_layers=|cannot read the config.json|builds no model"),
     (("llama", "qwen2"), {"num_attention_heads": 0}, "num_attention_heads=0|cannot read the config.json"),
     (("llama",), {"num_key_value_heads": 0}, "num_key_value_heads=0"),

@@ -101,6 +101,9 @@ REFUSED: dict[str, tuple[Callable[[], Parts], Callable[[Parts], object], Scheme,
         packed, put("weight_scale", lambda s: s.to(torch.float8_e4m3fn)), NOTHING_SAID, "is of torch.float8_e4m3fn"
     ),
     "integer scales": (packed, put("weight_scale", Tensor.int), NOTHING_SAID, "weight_scale is of torch.int32"),
+    "no zero points where they are said": (
+        with_zeros, drop("weight_zero_point"), Scheme(has_zeros=True), "weight_zero_point is missing"
+    ),
     "no scales": (gptq, drop("scales"), NOTHING_SAID, "scales is missing"),
     "no shape": (packed, drop("weight_shape"), NOTHING_SAID, "weight_shape is missing"),
     "other outputs": (packed, put("weight_shape", at(0, 8)), NOTHING_SAID, r"16 outputs, and weight_shape is \[8, 64\]"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
 from layerskip_models.model import interleave_heads
@@ -56,6 +56,14 @@ def tensors(model: PreTrainedModel, kind: str = "F32") -> dict[str, tuple[np.nda
         own = GGMLQuantizationType[kind if value.dim() == 2 else "F32"]
         found[stored] = (quantize(value.contiguous().numpy(), own), own)
     return found
+
+
+def round_to(model: PreTrainedModel, kind: str) -> None:
+    """Give a model the numbers that a file of this kind has."""
+    own = GGMLQuantizationType[kind]
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = torch.from_numpy(dequantize(quantize(parameter.detach().numpy(), own), own))
 
 
 def write(

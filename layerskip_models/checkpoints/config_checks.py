@@ -64,7 +64,7 @@ def _check_windows(config: Any, family: Family, name: str) -> None:
     if types is not None:
         fits = isinstance(types, list) and len(types) == config.num_hidden_layers and {*types} <= {*_LAYER_TYPES}
         _check(fits, name, config, "layer_types", f"{' or '.join(_LAYER_TYPES)} for each layer")
-        if "sliding_attention" in types and config.sliding_window is None:
+        if "sliding_attention" in types and getattr(config, "sliding_window", None) is None:
             raise ValueError(f"{name} has layers of sliding_attention in layer_types, but no sliding_window")
     rotated = getattr(config, "no_rope_layers", None)
     if rotated is not None:

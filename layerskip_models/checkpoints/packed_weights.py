@@ -129,7 +129,7 @@ def _integers(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
     if values.dtype != torch.int8:
         raise ValueError(f"weight is of {values.dtype}; weights of 8-bit integers are read")
     scale = _scale(parts, "weight_scale", rows, columns, scheme)
-    zeros = parts.get("weight_zero_point")
+    zeros = _stored_zeros(parts, scheme)
     if zeros is not None:
         zeros = _zeros(zeros, parts["weight_scale"], scale, 0, 128)
     groups = _groups(parts, "weight_g_idx", columns, scale.shape[1], scheme)
@@ -149,7 +149,7 @@ def _packed(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
     within, there = _words(place.columns, bits)
     values = unpack(_of_words(words[_slice(place.rows), within], "weight_packed"), bits, columns)[:, there]
     scale = _scale(parts, "weight_scale", rows, columns, scheme)
-    zeros, middle = parts.get("weight_zero_point"), 2 ** (bits - 1)
+    zeros, middle = _stored_zeros(parts, scheme), 2 ** (bits - 1)
     if zeros is not None and zeros.dtype == torch.int8:
         zeros = _zeros(zeros, parts["weight_scale"], scale, middle, middle)
     elif zeros is not None:
@@ -223,6 +223,11 @@ def _scale(parts: Stored, name: str, rows: int, columns: int, scheme: Scheme) ->
     if count != (count if said is None else said):
         raise ValueError(f"{name} has {count} groups of {columns} inputs, and config.json says {said}")
     return found
+
+
+def _stored_zeros(parts: Stored, scheme: Scheme) -> Tensor | None:
+    """As compressed-tensors stores them. ValueError if they are said to be there and are not."""
+    return _part(parts, "weight_zero_point") if scheme.has_zeros else parts.get("weight_zero_point")
 
 
 def _zeros(stored: Tensor, stored_scale: Tensor, scale: Tensor, middle: int, largest: int) -> Tensor:

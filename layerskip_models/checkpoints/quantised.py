@@ -12,6 +12,7 @@ cache, weights that are rotated at run time, and formats that are not read here.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,10 +70,13 @@ def check_quantisation(config: PretrainedConfig, name: str) -> None:
         return
     method = str(settings.get("quant_method", "an unknown method")).lower()
     problem = None
-    if method == "gptq":
-        problem = _gptq_problem(settings)
-    elif method == "compressed-tensors":
-        problem = _compressed_tensors_problem(settings)
+    if method in ("gptq", "compressed-tensors"):
+        try:
+            problem = (_gptq_problem if method == "gptq" else _compressed_tensors_problem)(settings)
+            if problem is None:
+                schemes_of({**settings, "quant_method": method})("model")
+        except (AttributeError, TypeError, KeyError, re.error) as error:  # values of other types than are meant
+            problem = f"its quantization_config cannot be read ({type(error).__name__}: {error})"
     elif method != GGUF_METHOD:
         problem = f"its weights are quantised by {method}"
     if problem is not None:
@@ -100,7 +104,8 @@ def _compressed_tensors_problem(settings: Mapping[str, Any]) -> str | None:
     if not isinstance(named, Mapping) or not all(isinstance(group, Mapping) for group in named.values()):
         return "its config_groups are not groups"
     groups = list(named.values())
-    formats = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
+    named_formats = (settings.get("format"), *(group.get("format") for group in groups))
+    formats = {str(found) for found in named_formats if found not in (None, "mixed-precision")}
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if unread := sorted(formats - set(_FORMATS)):
         return f"its format is {', '.join(unread)}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_PATTERN = "re:"
 _STRATEGIES = ("tensor", "channel", "group")
 
 
@@ -21,6 +22,7 @@ class Scheme:
     first_version: of GPTQ, whose zero points are then stored with 1 subtracted. bits: of each. strategy: what has a scale
     of its own, the "tensor", each "channel" (an output), or each "group" of an output's inputs. group_size: inputs of a
     group. reordered: whether groups have inputs in an order that only the file can tell. shape: (out, in) of the matrix.
+    has_zeros: whether there are zero points beside the scales.
     """
 
     first_version: bool = True
@@ -28,6 +30,7 @@ class Scheme:
     strategy: str | None = None
     group_size: int | None = None
     reordered: bool = False
+    has_zeros: bool = False
     shape: tuple[int, int] | None = None
 
     def num_groups(self, columns: int) -> int | None:
@@ -43,14 +46,16 @@ NOTHING_SAID = Scheme()
 
 
 def schemes_of(settings: Mapping[str, Any]) -> SchemeOf:
-    """Of a `quantization_config` that `quantised.check_quantisation` has let pass."""
-    if settings["quant_method"] == "gptq":
+    """Of a `quantization_config` that `quantised.check_quantisation` has let pass; others raise errors of any kind."""
+    if str(settings["quant_method"]).lower() == "gptq":
         found = _gptq_scheme(settings)
         return lambda module: found
     groups = [
         (tuple(map(str, group.get("targets") or ())), _compressed_tensors_scheme(group.get("weights") or {}))
         for group in (settings.get("config_groups") or {}).values()
     ]
+    for target in (target for targets, _ in groups for target in targets if target.startswith(_PATTERN)):
+        re.compile(target.removeprefix(_PATTERN))
     if len({scheme for _, scheme in groups}) == 1:
         return lambda module: groups[0][1]
     return lambda module: next(
@@ -61,7 +66,7 @@ def schemes_of(settings: Mapping[str, Any]) -> SchemeOf:
 
 _MATCHES: tuple[Callable[[str, str], bool], ...] = (  # the most exact first, as compressed-tensors looks for them
     lambda target, module: target == module,
-    lambda target, module: target.startswith("re:") and re.match(target.removeprefix("re:"), module) is not None,
+    lambda target, module: target.startswith(_PATTERN) and re.match(target.removeprefix(_PATTERN), module) is not None,
     lambda target, module: target == "Linear",
 )
 
@@ -106,5 +111,6 @@ def _compressed_tensors_scheme(weights: Mapping[str, Any]) -> Scheme:
         bits=weights.get("num_bits"),
         strategy=strategy,
         group_size=weights.get("group_size") if strategy == "group" else None,
+        has_zeros=weights.get("symmetric") is False,
         reordered=weights.get("actorder") in (True, "group"),
     )
