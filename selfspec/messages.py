@@ -109,11 +109,11 @@ def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatT
 
     try:
         found = render(_heard(messages, lambda conversation: render(conversation, False)), True)
-    except (MemoryError, UnheardError):
+    except UnheardError:
         raise
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    except Exception as error:  # a template is a program: it may divide by zero
+    except Exception as error:  # a template is a program: it may divide by zero, call itself, or want all memory
         raise ValueError(
             f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
         ) from error
@@ -154,8 +154,6 @@ def _unheard(messages: Messages, render: Callable[[Messages], str]) -> list[int]
     probed = [_with_text(message, probe) for message, probe in zip(messages, probes)]
     try:
         text = render([message if other is None else other for message, other in zip(messages, probed)])
-    except MemoryError:
-        raise
     except Exception:  # perhaps of a role; the messages themselves will show it
         return [place for place, message in enumerate(messages) if message["role"] == "developer"]
     return [place for place, probe in enumerate(probes) if probed[place] is not None and probe not in text]

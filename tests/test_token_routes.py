@@ -135,3 +135,19 @@ def test_a_key_is_needed() -> None:
         for method, path in (("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info")):
             assert ask(server, method, path, {})[0] == 401
         assert ask(server, "GET", "/tokenizer_info", Authorization="Bearer secret")[0] == 200
+
+
+def test_a_template_that_fails_is_named() -> None:
+    """A template is a program of a stranger: whatever ends it, the request gets status 400."""
+    sources = {
+        "ZeroDivisionError": "{{ 1 / 0 }}",
+        "RecursionError": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "MemoryError": "{{ 'x' * 2 ** 62 }}",
+    }
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    for kind, source in sources.items():
+        with running_server(generator, chat_template=source) as server:
+            for path in ("/v1/chat/completions", "/tokenize"):
+                error = refusal(server, path, {"model": "demo", "messages": [ASKED]})
+                assert error["param"] == "messages"
+                assert f"the chat template fails on these messages ({kind}" in error["message"]
