@@ -58,7 +58,8 @@ def check_all(check: Callable[..., Checked], prompts: Sequence[Any], options: Ma
         try:
             checked.append(check(prompt, **own))
         except (ValueError, TypeError) as error:
-            raise type(error)(f"text {index}: {error}") from error
+            error.args = (f"text {index}: {error}",)
+            raise
     return checked
 
 

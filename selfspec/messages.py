@@ -14,6 +14,7 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation as transformers and OpenAI have it: {"role": "system", "user" or "assistant", "content": text} each."""
 
 PLAIN = "plain"
+_KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,29 +135,35 @@ class UnheardError(ValueError):
 def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
     """The messages with roles that the template knows: "developer" becomes "system" in a template that has no such role.
 
-    Templates skip roles that they have no branch for, without a word. Words of our own in the place of each message's tell.
-    Raises UnheardError for a message that does not come out.
+    Templates skip roles that they have no branch for, without a word. What they do with a message of a role that all of them
+    know is their own affair: some leave out earlier answers. Raises UnheardError for another that does not come out.
     """
-    unheard = _unheard(messages, render)
+    uncertain = [place for place, message in enumerate(messages) if message["role"] not in _KNOWN_ROLES]
+    unheard = _unheard(messages, uncertain, render)
     if not unheard:
         return messages
     renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
     if renamed != list(messages):
-        unheard = _unheard(renamed, render)
+        unheard = _unheard(renamed, uncertain, render)
     if unheard:
         raise UnheardError(unheard[0], messages[unheard[0]]["role"])
     return renamed
 
 
-def _unheard(messages: Messages, render: Callable[[Messages], str]) -> list[int]:
-    """Places of the messages whose text does not come out; of no message if the template refuses our words."""
-    probes = [f"probe{place}of{len(messages)}messages" for place in range(len(messages))]
-    probed = [_with_text(message, probe) for message, probe in zip(messages, probes)]
+def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messages], str]) -> list[int]:
+    """Those of the places whose text does not come out: where words of our own stand in its place, they are not there.
+
+    If the template refuses our words, those of the role "developer": perhaps it is the role that it refuses.
+    """
+    probes = {place: f"probe{place}of{len(messages)}messages" for place in places}
+    probed = {place: _with_text(messages[place], probe) for place, probe in probes.items()}
+    if not any(probed.values()):
+        return []
     try:
-        text = render([message if other is None else other for message, other in zip(messages, probed)])
-    except Exception:  # perhaps of a role; the messages themselves will show it
-        return [place for place, message in enumerate(messages) if message["role"] == "developer"]
-    return [place for place, probe in enumerate(probes) if probed[place] is not None and probe not in text]
+        text = render([probed.get(place) or message for place, message in enumerate(messages)])
+    except Exception:
+        return [place for place in places if messages[place]["role"] == "developer"]
+    return [place for place in places if probed[place] is not None and probes[place] not in text]
 
 
 def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:

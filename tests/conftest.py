@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 torch.set_num_threads(1)  # a second thread costs more than a tiny matrix
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through it in every test that counts what is left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -213,6 +213,8 @@ def test_a_server_makes_one_store_for_all_requests_that_copy(
         "0",
         "--policy",
         policy,
+        "--allow-policy",
+        "any",
         "--copy-from",
         str(file),
     ]

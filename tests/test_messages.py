@@ -115,6 +115,30 @@ def test_a_template_that_fails_is_one_error(source: str, kind: str) -> None:
         assert str(raised.value).startswith(("the chat template fails on", "the chat template refuses"))
 
 
+def test_a_role_that_the_template_does_not_know_is_read_as_the_systems_or_refused() -> None:
+    """A template skips a role for which it has no branch, and the model would never see the message."""
+    tokenizer = tiny_tokenizer()
+    talk = [{"role": "developer", "content": "bad cafe"}, {"role": "user", "content": "cab"}]
+    as_system = [{**talk[0], "role": "system"}, talk[1]]
+
+    def read(template: str, messages: list[dict[str, str]]) -> list[int]:
+        return encode_messages(messages, tokenizer, ChatTemplate(template))
+
+    branch = "{% for m in messages %}{% if m.role in KNOWN %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
+    unknowing = branch.replace("KNOWN", "['user', 'system', 'assistant']")
+    assert read(unknowing, talk) == read(unknowing, as_system) != read(unknowing, talk[1:])
+    knowing = branch.replace("KNOWN", "['user', 'developer']")
+    assert read(knowing, talk) != read(knowing, talk[1:])
+    for template, messages in (
+        (branch.replace("KNOWN", "['user']"), talk),
+        (unknowing, [{"role": "critic", "content": "bed"}, talk[1]]),
+    ):
+        with pytest.raises(ValueError, match=r"leaves out messages\[0\], whose role is '(developer|critic)'"):
+            read(template, messages)
+    # Of the roles that all templates know, a template leaves out what it likes.
+    assert read(branch.replace("KNOWN", "['user']"), as_system) == read(branch.replace("KNOWN", "['user']"), talk[1:])
+
+
 def test_templates_by_name_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }}", encoding="utf-8")

@@ -162,7 +162,13 @@ def test_fixed_exit() -> None:
 
 @pytest.mark.parametrize(
     ("exit_layer", "num_speculations", "message"),
-    [(2, -1, ">= 0"), (2, True, ">= 0"), (2, 1.0, ">= 0"), (None, 3, "exit_layer is missing"), (4, 1, r"\[1, 3\]")],
+    [
+        (2, -1, r"\[0, 64\]"),
+        (2, True, r"\[0, 64\]"),
+        (2, 1.0, r"\[0, 64\]"),
+        (None, 3, "exit_layer is missing"),
+        (4, 1, r"\[1, 3\]"),
+    ],
 )
 def test_fixed_exit_refuses(exit_layer: int | None, num_speculations: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

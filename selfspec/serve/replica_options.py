@@ -11,7 +11,7 @@ from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
 from selfspec.cli.copy_files import read_copy_files
 from selfspec.messages import template_of
-from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, default_name
+from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, allowed_hosts, default_name
 
 
 def _one_or_several(value: Any) -> Any:
@@ -27,7 +27,8 @@ class ReplicaOptions(BaseModel):
 
     num_cpus, num_gpus: that Ray reserves for each replica; it decodes with num_cpus threads. max_waiting: texts that wait in
     a replica; more wait in Ray's proxy, where no replica's end can lose them. max_queued: requests that may wait there; more
-    get status 503. allow_host: names by which clients may call; every name unless some are given, for the address is Ray's.
+    get status 503. allow_host: names by which clients may call beside localhost; every name unless some are
+    given, for the address is Ray's.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,7 +61,6 @@ class ReplicaOptions(BaseModel):
     def settings(self) -> ServerSettings:
         """Those of the app in each replica. Reads the files that are named; raises OSError and ValueError of these."""
         template = template_of(self.model, self.chat_template)
-        hosts = self.allow_host
         return ServerSettings(
             model_name=self.served_name or default_name(self._model),
             policy=self.policy,
@@ -73,7 +73,7 @@ class ReplicaOptions(BaseModel):
             chat_template=template.source,
             chat_stops=template.stops,
             allowed_policies=SAFE_POLICIES if self.allow_policy is None else tuple(self.allow_policy),
-            allowed_hosts=None if hosts is None or "*" in hosts else tuple(host.lower() for host in hosts),
+            allowed_hosts=allowed_hosts("0.0.0.0", self.api_key, self.allow_host or ()),  # Ray's proxy listens
             share_prefixes=self.share_prefixes,
             most_new_tokens=self.max_tokens,
             most_context=self.max_context,
@@ -85,7 +85,7 @@ class ReplicaOptions(BaseModel):
             self._model,
             dtype=self.dtype,
             device=self.device,
-            exits=self.exits,
+            exits=None if self.exits == "none" else self.exits,
             prefix_cache=self.prefix_cache,
             kv_dtype=self.kv_dtype,
         )
