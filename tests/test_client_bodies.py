@@ -7,15 +7,13 @@ header of the answer names.
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from running_server import RunningServer, running_server
+from running_server import RunningServer, ask, refusal, running_server
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
@@ -29,28 +27,6 @@ BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("client_bodie
 def server() -> Iterator[RunningServer]:
     with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH)) as running:
         yield running
-
-
-def ask(
-    server: RunningServer, method: str, path: str, body: object = None, **headers: str
-) -> tuple[int, bytes, http.client.HTTPMessage]:
-    address = urlsplit(server.base)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
-    try:
-        sent = None if body is None else json.dumps(body)
-        connection.request(method, path, sent, {"Content-Type": "application/json", **headers})
-        response = connection.getresponse()
-        return response.status, response.read(), response.headers
-    finally:
-        connection.close()
-
-
-def refusal(server: RunningServer, path: str, body: object, status: int = 400) -> dict[str, Any]:
-    found, answer, _ = ask(server, "POST", path, body)
-    assert found == status, answer
-    error: dict[str, Any] = json.loads(answer)["error"]
-    assert error["message"] and "\n" not in error["message"]
-    return error
 
 
 @pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running_server import RunningServer, running_server
-from test_client_bodies import ask, refusal
+from running_server import RunningServer, ask, refusal, running_server
 
 from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator

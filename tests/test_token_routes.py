@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running_server import RunningServer, running_server
-from test_client_bodies import ask, refusal
+from running_server import RunningServer, ask, refusal, running_server
 
 from layerskip_models import DEMO_PATH, load_tokenizer
 from selfspec import SelfSpecGenerator
@@ -19,8 +18,13 @@ POSTED = ("POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize",
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH)) as running:
+def generator() -> SelfSpecGenerator:
+    return SelfSpecGenerator.from_pretrained(DEMO_PATH)
+
+
+@pytest.fixture(scope="module")
+def server(generator: SelfSpecGenerator) -> Iterator[RunningServer]:
+    with running_server(generator) as running:
         yield running
 
 
@@ -130,20 +134,19 @@ def test_other_methods(server: RunningServer) -> None:
         assert not [name for name in headers if name.lower().startswith("access-control")]
 
 
-def test_a_key_is_needed() -> None:
-    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH), api_key="secret") as server:
+def test_a_key_is_needed(generator: SelfSpecGenerator) -> None:
+    with running_server(generator, api_key="secret") as server:
         for method, path in (("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info")):
             assert ask(server, method, path, {})[0] == 401
         assert ask(server, "GET", "/tokenizer_info", Authorization="Bearer secret")[0] == 200
 
 
-def test_a_template_that_fails_is_named() -> None:
+def test_a_template_that_fails_is_named(generator: SelfSpecGenerator) -> None:
     """A template is a program of a stranger: whatever ends it, the request gets status 400."""
     sources = {
         "ZeroDivisionError": "{{ 1 / 0 }}",
         "MemoryError": "{{ 'x' * 2 ** 62 }}",
     }
-    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
     for kind, source in sources.items():
         with running_server(generator, chat_template=source) as server:
             for path in ("/v1/chat/completions", "/tokenize"):
