@@ -1,7 +1,7 @@
 """Bodies as well-known clients send them: each is answered, or refused in one line that names the field.
 
-`client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, and of
-clients without a version were written by hand, after their sources. refused: the field that is named. ignored: what the
+`client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, of
+our own page, and of clients without a version were written by hand, after their sources. refused: the field that is named. ignored: what the
 header of the answer names.
 """
 
