@@ -1,8 +1,8 @@
 """Bodies as well-known clients send them: each is answered, or refused in one line that names the field.
 
-`client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, of
-our own page, and of clients without a version were written by hand, after their sources. refused: the field that is named. ignored: what the
-header of the answer names.
+`client_bodies.json` was recorded from the clients themselves. Only the bodies of Open WebUI, of vLLM's benchmarks, of our own
+page, and of clients without a version were written by hand, after their sources. refused: the field that is named. ignored:
+what the header of the answer names.
 """
 
 from __future__ import annotations
