@@ -5,7 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint results docs sanitize wheel clean
+.PHONY: demo test lint results docs sanitize sanitize-short wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
@@ -15,6 +15,7 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	SELFSPEC_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist worksteal -k "not float64 and not captured" $(WITHOUT_KERNELS)
+	$(BIN)/python tests/sanitized.py --short
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
@@ -35,15 +36,13 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-# The kernels' tests on a library built to find wrong reads, writes and arithmetic. Needs gcc with its sanitizers.
-SANITIZERS = -fsanitize=address,undefined
+# The kernels' tests on a library built to find wrong reads, writes and arithmetic: all of them on every variant, or those of
+# memory on one. Says so in a line and goes on where gcc has no sanitizers.
 sanitize: $(VENV)/.installed
-	rm -rf build/sanitize
-	CFLAGS="$(SANITIZERS) -fno-sanitize-recover=undefined" LDFLAGS="$(SANITIZERS)" \
-	  $(BIN)/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  SELFSPEC_NATIVE=require PYTHONPATH=build/sanitize/lib \
-	  $(BIN)/pytest tests/test_native.py tests/test_native_halves.py tests/test_kernel_library.py tests/test_pool.py
+	$(BIN)/python tests/sanitized.py
+
+sanitize-short: $(VENV)/.installed
+	$(BIN)/python tests/sanitized.py --short
 
 # The C sources, too: installing the package builds them.
 # --no-compile: most files of these packages are never imported.

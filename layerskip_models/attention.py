@@ -87,6 +87,18 @@ class _Sight(NamedTuple):
     grouped: bool
 
 
+def aligned(columns: int) -> int:
+    """Columns of memory for a mask of so many: a multiple of 8, or fused attention on CUDA copies the mask in every layer."""
+    return -(-columns // 8) * 8
+
+
+def repeat_rows(mask: Tensor, times: int) -> Tensor:
+    """Each row so many times, one behind the other: [rows * times, columns], in rows of memory of a multiple of 8 columns."""
+    rows, columns = mask.shape
+    repeated = torch.empty(rows, times, aligned(columns), dtype=mask.dtype, device=mask.device)[..., :columns]
+    return repeated.copy_(mask.unsqueeze(1)).flatten(0, 1)
+
+
 def unseen(positions: Tensor, places: Tensor, window: int | None) -> Tensor:
     """Which places rows do not attend to: bool [rows, places].
 
@@ -121,8 +133,9 @@ class _TextAttention:
         device = values.device
         sights = {window: self._sight(position, rows, window, values, dtype) for window in set(sliding_windows)}
         self._sights = [sights[window] for window in sliding_windows]
-        # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
-        self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
+        if self._few:
+            # A tensor without dimensions: multiplying by a Python number makes one every time, which costs twice as much.
+            self._scale = torch.tensor(dim**-0.5, dtype=dtype, device=device)
 
     def _sight(self, position: int, rows: int, window: int | None, values: Tensor, dtype: torch.dtype) -> _Sight:
         """What rows from `position` on see in layers of this window. values: of one layer, up to and with these rows."""
@@ -130,18 +143,18 @@ class _TextAttention:
         first = 0 if window is None else max(0, position - window + 1)
         mask: Tensor | None = None
         if rows > 1 and window is not None and end > window:
-            mask = torch.zeros(rows, end - first, dtype=dtype, device=device)
+            mask = torch.zeros(rows, aligned(end - first), dtype=dtype, device=device)[:, : end - first]
             places = torch.arange(first, end, device=device)
             mask.masked_fill_(unseen(places[position - first :], places, window), -torch.inf)
         elif rows > 1 and self._few:
             mask = torch.full((rows, rows), -torch.inf, dtype=dtype, device=device).triu_(1)
         elif rows > 1 and position > 0:
-            mask = torch.full((rows, end), -torch.inf, dtype=dtype, device=device).triu_(position + 1)
+            mask = torch.full((rows, aligned(end)), -torch.inf, dtype=dtype, device=device).triu_(position + 1)[:, :end]
         if mask is not None and self._few:
             mask = mask.unsqueeze(1)
         elif mask is not None and self._group_rows:
             group = self._heads // values.shape[0]
-            return _Sight(first, mask.repeat_interleave(group, dim=0), grouped=True)
+            return _Sight(first, repeat_rows(mask, group), grouped=True)
         return _Sight(first, mask, grouped=rows == 1)
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

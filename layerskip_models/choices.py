@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from layerskip_models.transfer import read_rows
+
 Detail = Literal["token", "confidence", "all"]
 """How much to compute: the winning token; also its probability; also the margin and the entropy."""
 _LOGITS = 1 << 22  # numbers of logits that exist at a time: 16 MB
@@ -45,6 +47,10 @@ class Choices:
         """In nats, [rows]."""
         return self.numbers[3]
 
+    def read(self) -> tuple[list[int], list[list[float]]]:
+        """Tokens, and each kind of number, on the host."""
+        return read_rows(self.tokens, self.numbers)
+
 
 class Look(NamedTuple):
     """What the head says of one row; see `Choices`. NaN where it was not asked for."""
@@ -58,7 +64,8 @@ class Look(NamedTuple):
     @classmethod
     def first(cls, choices: Choices) -> Look:
         """Of the first row."""
-        return cls(int(choices.tokens[0]), *choices.numbers[:, 0].tolist())
+        (token,), numbers = read_rows(choices.tokens[:1], choices.numbers[:, :1])
+        return cls(token, *(value for (value,) in numbers))
 
 
 def choices_of(logits: Tensor, detail: Detail) -> Choices:

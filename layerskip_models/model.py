@@ -220,6 +220,10 @@ class LayerSkipModel:
         """
         return [*numbers]
 
+    def all_agree(self, ok: bool) -> bool:
+        """Whether it went well in every process that holds the model together. All of them have to ask."""
+        return ok
+
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from policies.records import RoundRecord, Shadow
 
 PRIOR_COUNT = 2.0
@@ -112,10 +115,10 @@ class AcceptanceTable:
         """What was seen and still counts, of all layers together."""
         return sum(map(sum, self.seen.values()))
 
-    def observe(self, record: RoundRecord) -> None:
+    def observe(self, record: RoundRecord) -> list[list[float]] | None:
         """Learn from a round: its drafts, the row it stopped before, and the shadow tokens of all layers if it has them.
 
-        Only drafts with a known fate count: the accepted ones and the first rejected one.
+        Only drafts with a known fate count: the accepted ones and the first rejected one. Returns what `observe_shadow` does.
         """
         self.fade()
         own = record.exit_layer
@@ -125,18 +128,22 @@ class AcceptanceTable:
             if record.dropped_acceptance is not None and record.shadow is None:  # else it is among the shadow tokens
                 self.add(own, record.confidences[-1], record.dropped_acceptance)
         if record.shadow is not None:
-            self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
+            return self.observe_shadow(record.shadow, drafted=own, num_drafted=record.num_drafted)
+        return None
 
-    def observe_shadow(self, shadow: Shadow, *, drafted: int | None = None, num_drafted: int = 0) -> None:
-        """Learn from shadow tokens. The first `num_drafted` rows of layer `drafted` are left out: known as drafts."""
-        acceptance = shadow_acceptance(shadow)
-        confidences = shadow.confidences.tolist()
+    def observe_shadow(self, shadow: Shadow, *, drafted: int | None = None, num_drafted: int = 0) -> list[list[float]]:
+        """Learn from shadow tokens. The first `num_drafted` rows of layer `drafted` are left out: known as drafts.
+
+        Returns their confidences, [layers][rows], so that nobody has to read them once more.
+        """
+        confidences, acceptance = read_shadow(shadow)
         for layer, layer_confidences, layer_acceptance in zip(shadow.layers, confidences, acceptance):
             if layer not in self.seen:
                 continue
             first = num_drafted if layer == drafted else 0
             for confidence, value in zip(layer_confidences[first:], layer_acceptance[first:]):
                 self.add(layer, confidence, value)
+        return confidences
 
     def state(self) -> dict[str, Any]:
         """Counts per layer and bin, and the bins' edges, for JSON."""
@@ -178,6 +185,19 @@ def draft_acceptance(record: RoundRecord) -> list[float]:
 
 def shadow_acceptance(shadow: Shadow) -> list[list[float]]:
     """Acceptance of each shadow token, [layers][rows]: whether it is the target's choice; p(shadow token) when sampling."""
+    return _acceptance(shadow).tolist()
+
+
+def read_shadow(shadow: Shadow) -> tuple[list[list[float]], list[list[float]]]:
+    """Confidence and acceptance of each shadow token, [layers][rows] each, in one copy from a device."""
+    confidences, acceptance = shadow.confidences, _acceptance(shadow)
+    if confidences.is_cpu:
+        return confidences.tolist(), acceptance.tolist()
+    found, accepted = torch.stack([confidences, acceptance.to(confidences)]).tolist()
+    return found, accepted
+
+
+def _acceptance(shadow: Shadow) -> Tensor:
     if shadow.target_probabilities is not None:
-        return shadow.target_probabilities.tolist()
-    return (shadow.tokens == shadow.target_tokens).float().tolist()
+        return shadow.target_probabilities
+    return (shadow.tokens == shadow.target_tokens).float()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 StopCause = Literal["cap", "before_draw", "after_draw", "eos", "none"]
@@ -208,6 +209,16 @@ class Shadow(Protocol):
         ...
 
 
+def read_matches(tokens: Tensor, target_tokens: Tensor, confidences: Tensor) -> list[tuple[bool, float]]:
+    """Of each row, whether its token is the target's, and its confidence; [rows] each. In one copy from a device, since each
+    copy waits for it."""
+    matches = tokens == target_tokens
+    if matches.is_cpu:
+        return list(zip(matches.tolist(), confidences.tolist()))
+    found, kept = torch.stack([matches.to(confidences.dtype), confidences]).tolist()
+    return [(match == 1, confidence) for match, confidence in zip(found, kept)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShadowTokens:
     """A `Shadow` that was computed for all its layers at once."""
@@ -225,8 +236,7 @@ class ShadowTokens:
 
     def rows_of(self, layer: int) -> list[tuple[bool, float]]:
         index = self.layers.index(layer)
-        matches = (self.tokens[index] == self.target_tokens).tolist()
-        return list(zip(matches, self.confidences[index].tolist()))
+        return read_matches(self.tokens[index], self.target_tokens, self.confidences[index])
 
     def compute(self, layer: int, others: Sequence[Shadow]) -> None:
         pass

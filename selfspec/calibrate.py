@@ -93,28 +93,31 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
     """What each exit's adapter adds to a draft step: a draft with it less the same draft without."""
     exits = sorted(model.adapters)
-    calls = [
-        _draft_call(one, cache, runner, exit_layer) for exit_layer in exits for one in (model, model.with_adapters({}))
-    ]
+    makers = [_draft_calls(one, cache, runner) for one in (model, model.with_adapters({}))]
+    calls = [make(exit_layer) for exit_layer in exits for make in makers]
     seconds = _timed(calls, model)
     added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
     return tuple(zip(exits, added))
 
 
-def _draft_call(model: LayerSkipModel, cache: KVCache, runner: RunnerName, exit_layer: int) -> Callable[[], object]:
-    """A draft of `_DRAFTS` steps at this exit."""
-    turn = _turn(model, cache, exit_layer)
+def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
+    """Makes drafts of `_DRAFTS` steps at an exit layer, all by the same passes."""
     if runner == "captured":
         captured = CapturedRunner(model, cache, cleared=True)
         captured.reserve(_DRAFTS + 1)
-        return partial(captured.draft, [turn])
+        return lambda exit_layer: partial(captured.draft, [_turn(model, cache, exit_layer)])
     passes = EagerPasses(model)
 
-    def draft() -> None:
-        cache.declare(turn.length - 1)
-        passes.draft([turn])
+    def make(exit_layer: int) -> Callable[[], object]:
+        turn = _turn(model, cache, exit_layer)
 
-    return draft
+        def draft() -> None:
+            cache.declare(turn.length - 1)
+            passes.draft([turn])
+
+        return draft
+
+    return make
 
 
 def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
@@ -140,7 +143,7 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
 
     # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
     passes = [call(rows) for rows in rows_timed for call in (layers, head)]
-    return [*passes, _draft_call(model, cache, "eager", 1)]
+    return [*passes, _draft_calls(model, cache, "eager")(1)]
 
 
 def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:

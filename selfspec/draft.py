@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip_models.choices import Detail, Look
+from layerskip_models.transfer import sent
 from policies import CopiedRow, DraftRow, Needs
 from policies.records import StopCause
 from selfspec.passes import Turn
@@ -32,14 +33,15 @@ class NextDraft(NamedTuple):
     dropped: int | None = None
 
 
-def next_draft(turn: Turn, row: DraftRow, pick: Callable[[], int | None]) -> NextDraft:
+def next_draft(turn: Turn, row: DraftRow, pick: Callable[[], int | None], *, is_sound: bool = True) -> NextDraft:
     """Ask the policy about a row, take its token, and ask about that.
 
+    is_sound: whether the row's features are numbers, as the host knows without reading them from the device.
     pick: the token, None if the row gives none. It is asked for only once it is known that it is wanted, so a token that the
     policy stops before is never drawn here.
     """
     stopping = turn.policy.stopping
-    if _unusable(row):
+    if not is_sound or _unusable(row):
         return NextDraft(None, "before_draw")
     if stopping is not None and stopping.stop_before_draw(row):
         return NextDraft(None, "before_draw", None if turn.sampler.do_sample else pick())
@@ -127,7 +129,8 @@ class Draft:
         )
         if row.confidence is not None and row.confidence == row.confidence:
             self._seen.append(row.confidence)
-        token, stop, self.dropped_token = next_draft(turn, row, lambda: self._pick(look, logits))
+        is_sound = not needs.features or not any(map(math.isnan, look[2:]))
+        token, stop, self.dropped_token = next_draft(turn, row, lambda: self._pick(look, logits), is_sound=is_sound)
         if token is not None:
             if logits is not None:  # processors see drafts, and so does whoever draws
                 turn.tokens[0, turn.length + len(self.tokens)] = token
@@ -194,13 +197,10 @@ def detail_of(needs: Needs) -> Detail:
 def _features(look: Look, device: torch.device) -> Tensor:
     """What `draft_features` computes from logits."""
     p = look.confidence
-    return torch.tensor([math.log(p) if p > 0 else p, look.margin, look.entropy], dtype=torch.float32, device=device)
+    features = [math.log(p) if p > 0 else p, look.margin, look.entropy]
+    return sent(torch.tensor(features, dtype=torch.float32, device="cpu"), device)
 
 
 def _unusable(row: DraftRow) -> bool:
     """Whether a policy would be shown NaN. The draft then ends without asking it."""
-    if row.confidence is not None and row.confidence != row.confidence:
-        return True
-    if row.entropy is not None and row.entropy != row.entropy:
-        return True
-    return row.features is not None and bool(row.features.isnan().any())
+    return any(value is not None and math.isnan(value) for value in (row.confidence, row.entropy))

@@ -24,6 +24,7 @@ from layerskip_models.choices import Choices, Detail, Look, choices_of
 from layerskip_models.kernels.native_linear import only_operators
 from layerskip_models.kernels.native_steps import STEP_ROWS, NativeSteps
 from layerskip_models.kv_cache import CacheRows
+from layerskip_models.transfer import sent
 from selfspec.draft import NOTHING, Draft
 from selfspec.hidden_states import HiddenStates
 from selfspec.judge import Verdict, judge_choices, judge_greedy, judge_sampled
@@ -251,7 +252,8 @@ class EagerPasses:
             hidden, sizes = _together(group), [strand.rows for strand in group]
             if greedy:
                 choices = self._model.choices(hidden)
-                scores = _cut(choices.tokens.tolist(), choices.logits.tolist(), sizes)
+                chosen, (values, *_) = choices.read()
+                scores = _cut(chosen, values, sizes)
             else:
                 scores = [_Scores([], [], logits) for logits in self._model.logits(hidden).split(sizes)]
             found += zip(group, scores)
@@ -309,7 +311,7 @@ class EagerPasses:
         if start == 0:
             found = [token for strand in strands for token in strand.draft.next_tokens]
             tokens = torch.tensor(found, dtype=torch.long, device="cpu")
-            x = self._model.embed(tokens.to(self._model.device))
+            x = self._model.embed(sent(tokens, self._model.device))
         else:
             x = _together(strands)
         x = self._model.run_layers(x, start, stop, _cache_rows(strands), _watch(strands, start, stop))
@@ -421,7 +423,8 @@ def _most_detail(drafts: Sequence[Draft]) -> Detail:
 
 def _looks_of(choices: Choices) -> list[Look]:
     """Row by row."""
-    return [Look(*row) for row in zip(choices.tokens.tolist(), *choices.numbers.tolist())]
+    tokens, numbers = choices.read()
+    return [Look(*row) for row in zip(tokens, *numbers)]
 
 
 def _targets(turn: Turn, verdict: Verdict) -> Tensor | None:
@@ -430,7 +433,7 @@ def _targets(turn: Turn, verdict: Verdict) -> Tensor | None:
         return None
     if verdict.p is not None:
         return verdict.p.argmax(dim=-1)
-    return torch.tensor(verdict.target_tokens, device=turn.tokens.device)
+    return sent(torch.tensor(verdict.target_tokens, dtype=torch.long, device="cpu"), turn.tokens.device)
 
 
 def _spoilt(verdict: Verdict, scores: _Scores) -> bool:

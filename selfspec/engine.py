@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from layerskip_models.kernels.threads import settle as settle_threads
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
+from selfspec.graphs.captured_runner import CapturedRunner
 from selfspec.messages import Messages
 from selfspec.parallel.agreement import agree_on_call
 from selfspec.passes import CaptureError, Passes
@@ -103,8 +104,8 @@ class Engine:
     one reading of the weights; policies that measure cost know how many share a round. On a CPU with our own kernels a text
     gets bit for bit what it would get alone, but for sampling with a policy that decides by measured time ("auto").
 
-    On CUDA a text that is alone runs as captured graphs; texts in company run eagerly, and so does from then on the one
-    that was alone.
+    On CUDA a text that is alone runs as captured graphs, and texts in company run eagerly. A text that began alone goes back
+    to its captures when it is alone again.
     """
 
     def __init__(self, check: Callable[..., Checked] | None = None) -> None:
@@ -231,7 +232,7 @@ class Engine:
     def _round(self, seats: list[_Seat]) -> None:
         """One round of these texts, captured where there is one that can be, eager else."""
         texts = [seat.text for seat in seats]
-        captured = seats[0].captured if len(self._seats) == 1 else None
+        captured = seats[0].captures() if len(self._seats) == 1 else None
         if captured is None:
             for seat in seats:
                 seat.leave_captures()
@@ -241,7 +242,7 @@ class Engine:
             run_round(texts, captured, self._got)
             return
         except CaptureError as error:
-            seats[0].leave_captures()
+            seats[0].leave_captures(for_good=True)
             seats[0].checked.bound.runners.give_up_graphs(error)
         except BaseException:
             captured.begin()  # what was launched ahead is of a round that broke off
@@ -314,22 +315,29 @@ class _Seat:
         bound, request = checked.bound, checked.request
         try:
             self._place = self._held.enter_context(
-                bound.runners.lend(request.prompt.numel() + request.stops.max_new_tokens, request.prompt, request.owner)
+                bound.runners.lend(
+                    request.prompt.numel() + request.stops.max_new_tokens,
+                    request.prompt,
+                    request.owner,
+                    alone=texts == 1,
+                )
             )
             agree_on_call(bound.model, request, checked.policy)
             policy, self.at_work = self._held.enter_context(company.use(checked.policy))
-            self.captured = self._place.captured
+            self._captured = self._place.captured  # None where it cannot run from captures
+            self._is_away = False  # from its captures, in company
+            self._ran_eagerly = self._captured is None
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_company(texts)
                 self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept, bound.runners.kind)
             self._place.share(self.text.prompt_read)
             needs = self.text.needs
             if needs.context_layers or needs.features or needs.copies == "needed":
-                self.captured = None  # captures do none of this
+                self._captured, self._ran_eagerly = None, True  # captures do none of this
             self._captures = 0, 0.0
-            if self.captured is not None:
-                self._captures = self.captured.num_captures, self.captured.capture_seconds
-                self.captured.begin()
+            if self._captured is not None:
+                self._captures = self._captured.num_captures, self._captured.capture_seconds
+                self._captured.begin()
             self.leaves_text = True
         except BaseException:
             self.close()
@@ -339,11 +347,23 @@ class _Seat:
     def cache_bytes(self) -> int:
         return self._place.cache.num_bytes
 
-    def leave_captures(self) -> None:
-        """From now on this text runs eagerly."""
-        if self.captured is not None:
-            self.captured.leave()
-            self.captured = None
+    def leave_captures(self, for_good: bool = False) -> None:
+        """The coming rounds of this text run eagerly."""
+        if self._captured is not None and not self._is_away:
+            self._captured.leave()
+            self._is_away = self._ran_eagerly = True
+        if for_good:
+            self._captured = None
+
+    def captures(self) -> CapturedRunner | None:
+        """What the text can run from now that it is alone, None if that is nothing."""
+        if self._captured is not None and self._is_away:
+            if self.checked.bound.runners.kind == "eager":  # given up in the meantime
+                self._captured = None
+                return None
+            self._captured.come_back(self.text.length - 1)
+            self._is_away = False
+        return self._captured
 
     def count(self, record: RoundRecord | None) -> None:
         """A round, or the prompt's end, was committed."""
@@ -387,7 +407,7 @@ class _Seat:
         if self._place.captured is not None:
             made = self._place.captured
             captures = made.num_captures - self._captures[0], made.capture_seconds - self._captures[1]
-            kind = "eager" if self.captured is None else "captured"
+            kind = "eager" if self._ran_eagerly else "captured"
         stats = text.stats.finish(
             num_prompt_tokens=num_prompt,
             num_new_tokens=text.num_new,

@@ -454,6 +454,14 @@ class SelfSpecGenerator:
         """How many texts are kept for prompts that begin like them, and the memory that they take."""
         return self._models.current.runners.kept_texts
 
+    def free_idle_memory(self) -> None:
+        """Give back the KV cache that would be there for the next text, but for the rows of texts that are kept.
+
+        Nothing is done for a model that is divided over several processes, as these must agree on what is kept.
+        """
+        if self.model.num_ranks == 1:
+            self._models.current.runners.give_back()
+
     @property
     def runner(self) -> RunnerName:
         """How passes are run: "eager" or "captured"."""

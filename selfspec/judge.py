@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip_models.transfer import read_rows
 from selfspec.accept import accept_greedy, accept_sampled, acceptance_probabilities
 from selfspec.sampling import NonFiniteLogitsError, Sampler, non_finite
 
@@ -48,7 +49,7 @@ def judge_greedy(sampler: Sampler, logits: Tensor, tokens: Tensor, length: int, 
     failure: Exception | None = None
     if sampler.prefix_free:
         best = sampler.process(logits, tokens, length).max(dim=-1)
-        chosen, values = best.indices.tolist(), best.values.tolist()
+        chosen, (values,) = read_rows(best.indices, best.values.unsqueeze(0))
     else:
         chosen, values = [], []
         for index in range(len(drafts) + 1):
@@ -60,8 +61,9 @@ def judge_greedy(sampler: Sampler, logits: Tensor, tokens: Tensor, length: int, 
                 values.append(0.0)
                 break
             row_best = row.max(dim=-1)
-            chosen.append(int(row_best.indices))
-            values.append(float(row_best.values))
+            (token,), ((value,),) = read_rows(row_best.indices, row_best.values.unsqueeze(0))
+            chosen.append(token)
+            values.append(value)
             if index < len(drafts) and chosen[index] != drafts[index]:
                 break
     return judge_choices(chosen, values, length, drafts, failure)

@@ -10,6 +10,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Choices
 from policies import RoundRecord, Shadow
+from policies.records import read_matches
 
 
 class DeferredShadow:
@@ -49,8 +50,7 @@ class DeferredShadow:
         """See `Shadow`."""
         self.compute(layer, ())
         known = self._known[layer]
-        matches = (token == target for token, target in zip(known.tokens.tolist(), self.target_tokens.tolist()))
-        return list(zip(matches, known.confidences.tolist()))
+        return read_matches(known.tokens, self.target_tokens, known.confidences)
 
     def compute(self, layer: int, others: Sequence[Shadow]) -> None:
         """See `Shadow`."""

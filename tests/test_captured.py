@@ -24,6 +24,7 @@ import selfspec.graphs.captured_runner
 import selfspec.graphs.first_rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kv_cache import KVCache
+from layerskip_models.parallel.ranks import RankError
 from policies import DraftRow, NeverStop, Policy, RoundRecord, parse_policy
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.calibrate import calibrate, measured_cost
@@ -33,6 +34,7 @@ from selfspec.graphs.capture import MAX_CAPTURES, Captures, RecordedOperations
 from selfspec.graphs.captured_runner import captured_length
 from selfspec.graphs.forward import StaticForward
 from selfspec.graphs.streams import NoStreams
+from selfspec.passes import CaptureError
 
 PROMPT = [5, 1, 7]
 CPU = torch.device("cpu")
@@ -70,6 +72,23 @@ def test_a_replay_keeps_a_number_that_was_read() -> None:
     length.fill_(4)
     recorded.replay()
     assert y.tolist() == [2.0, 2.0, 0.0, 0.0]  # as a graph would: baked in
+
+
+def test_a_temporary_tensor_is_gone_when_its_work_is_done() -> None:
+    """On CUDA all graphs share the memory of theirs, so nothing may be handed on in one."""
+    x, y, kept = torch.tensor([2.0]), torch.zeros(1), {}
+
+    def first() -> None:
+        kept["x"], kept["index"] = x * 2, (x - 1).long()
+
+    work = RecordedOperations(first)
+    x.fill_(3.0)
+    for _ in range(2):
+        assert kept["x"].isnan().all()
+        assert kept["index"].tolist() == [0]
+        work.replay()
+    y.copy_(kept["x"])
+    assert y.isnan().all()
 
 
 @pytest.mark.parametrize("read", [lambda x: int(x), lambda x: x.nonzero(), lambda x: x.item()])
@@ -114,6 +133,36 @@ def test_what_is_captured_ahead_stays() -> None:
     for key in ("later kept", *range(5)):
         captures.run(key, lambda: x.add_(1))
     assert captures.num_captures == made
+
+
+def test_a_capture_that_fails_in_one_process_fails_in_all() -> None:
+    """Each says how it went, whether well or not: all have to ask."""
+    x, said = torch.zeros(1), []
+
+    def others_fail(ok: bool) -> bool:
+        said.append(ok)
+        return False
+
+    captures = Captures(CPU, (x,), NoStreams(), num_ranks=2, all_agree=others_fail)
+    with pytest.raises(CaptureError, match="failed in another process"):
+        captures.run("fine", lambda: x.add_(1))
+    with pytest.raises(CaptureError, match="wait for the device"):
+        captures.run("waits", lambda: x.add_(x.item()))
+    assert said == [True, False]
+    assert len(captures) == 0
+
+
+def test_a_replay_that_fails_in_one_of_several_processes_ends_them_all() -> None:
+    """Nobody asks the others after each replay, so this one cannot go on in another way."""
+    captures = Captures(CPU, (), NoStreams(), num_ranks=2)
+    captures._made_ahead["fails"] = Failing()
+    with pytest.raises(RankError, match=r"replaying fails failed: lost\. The other"):
+        captures.run("fails", lambda: None)
+
+
+class Failing:
+    def replay(self) -> None:
+        raise RuntimeError("lost")
 
 
 # Nothing is baked in

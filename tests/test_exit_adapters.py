@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,7 +156,7 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
-@pytest.mark.parametrize("damage", ["missing", "config", "weights", "nan"])
+@pytest.mark.parametrize("damage", ["missing", "config", "type", "weights", "nan", "scale"])
 def test_damaged_folders(folder: Path, damage: str) -> None:
     place = folder / FOLDER
     error: type[Exception] = ValueError
@@ -163,11 +164,15 @@ def test_damaged_folders(folder: Path, damage: str) -> None:
         place, error = folder / "nowhere", FileNotFoundError
     elif damage == "config":
         (place / "exits.json").write_text('{"rank": 3}')
+    elif damage == "type":
+        config = json.loads((place / "exits.json").read_text())
+        (place / "exits.json").write_text(json.dumps({**config, "eps": "1e-6"}))
     elif damage == "weights":
         (place / "exits.safetensors").write_bytes(b"nothing")
     else:
         adapters = load_adapters(place)
-        adapters.at(1).down.weight.data[0, 0] = float("nan")
+        value = adapters.at(1).scale if damage == "scale" else adapters.at(1).down.weight.data[0, 0]
+        value.fill_(float("nan"))
         save_adapters(adapters, place)
     with pytest.raises(error, match="train"):
         load_model(folder, exits=place)
@@ -180,6 +185,11 @@ def test_damaged_folders(folder: Path, damage: str) -> None:
         {"exit_layers": ()},
         {"exit_layers": (2, 1)},
         {"rank": 0},
+        {"rank": 2.5},
+        {"hidden_size": "16"},
+        {"eps": 0.0},
+        {"eps": float("nan")},
+        {"exit_layers": (1, None)},
         {"form": "steered"},
         {"steering_layers": (1,)},
         {"form": "layer", "num_heads": 3, "num_kv_heads": 2, "head_dim": 8},

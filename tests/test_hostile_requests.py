@@ -22,7 +22,7 @@ from layerskip_models import DEMO_PATH
 from selfspec import SelfSpecGenerator
 from selfspec.engine import Engine
 from selfspec.serve import app as app_module
-from selfspec.serve import guard, patience
+from selfspec.serve import guard, patience, scheduler
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.bodies import parse
@@ -137,6 +137,34 @@ def test_what_the_operator_bounds_is_refused(server: RunningServer) -> None:
         assert ask(server, temperature=temperature)[1]["choices"] == ask(server)[1]["choices"]
 
 
+def test_memory_is_as_the_operator_says_and_is_given_back(
+    generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are reserved for a prompt and its limit, which the operator bounds. An idle server keeps those of kept texts."""
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.3)
+    model = generator.model
+    row = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
+    reserved: list[float] = []
+    plain = Engine.step
+    with running_server(generator, most_context=600, default_chat_tokens=100_000) as server:
+
+        def watched(engine: Engine) -> list[Any]:
+            reserved.append(server.metric("kv_cache_bytes"))
+            return plain(engine)
+
+        monkeypatch.setattr(Engine, "step", watched)
+        chat = {"model": "demo", "messages": [{"role": "user", "content": CODE}], "temperature": 0, "stop": "e"}
+        assert post(server, "/v1/chat/completions", json.dumps(chat).encode())[0] == 200
+        assert 300 * row < max(reserved) <= 600 * row
+        wait_until(lambda: server.metric("kv_cache_bytes") == 0)
+        assert server.metric("kept_cache_bytes") == max(reserved)
+        wait_until(lambda: server.metric("kept_cache_bytes") == 0)
+        assert generator.kept_texts.num_bytes == 0
+        assert ask(server, max_tokens=300, stop="e", cache_salt="mine")[0] == 200
+        wait_until(lambda: 0 < server.metric("kept_cache_bytes") < 50 * row)  # the text itself
+        assert ask(server, cache_salt="mine")[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_policies_that_an_operator_allows_are_bounded(generator: SelfSpecGenerator) -> None:
     with running_server(generator) as free:
         for policy in (
@@ -170,6 +198,37 @@ def test_names_by_which_a_server_is_called() -> None:
     assert "example.org" in (allowed_hosts("0.0.0.0", None, ["Example.org"]) or ())
 
 
+def test_every_route_asks_by_which_name_it_is_called(server: RunningServer) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo", "/nowhere"):
+        connection = http.client.HTTPConnection(server.base[7:], timeout=30)
+        connection.request("GET", path, headers={"Host": "attacker.example"})
+        assert connection.getresponse().status == 403, path
+        connection.close()
+
+
+def test_what_is_too_much_is_told_by_its_name(generator: SelfSpecGenerator) -> None:
+    """The field that the client sent, its number and the bound."""
+    long = "some words " * 2000
+    with running_server(generator, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
+        for fields, param, words in (
+            ({"prompt": ["a"] * 17}, "prompt", "17 prompts: at most 16"),
+            ({"stop": ["a"] * 17}, "stop", "17 stop strings: at most 16"),
+            ({"prompt": long}, "prompt", "max_tokens is 3"),
+            ({"n": 6}, "n", "6 texts in one request, this server takes at most 5"),
+        ):
+            status, answer = ask(free, **fields)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert words in answer["error"]["message"]
+        chat = {"model": "demo", "max_completion_tokens": 5000, "messages": [{"role": "user", "content": "x"}]}
+        status, answer, _ = post(free, "/v1/chat/completions", json.dumps(chat).encode())
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "max_completion_tokens is 5000" in answer["error"]["message"]
+    for template in ("{{ 1 // 0 }}", "{{ 10.0 ** 9999 }}"):
+        with running_server(generator, chat_template=template) as broken:
+            chat = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+            assert post(broken, "/v1/chat/completions", json.dumps(chat).encode())[0] == 400
+
+
 def connected(server: RunningServer) -> socket.socket:
     address = urlsplit(server.base)
     return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
@@ -198,6 +257,55 @@ def test_half_a_request_is_not_waited_for(server: RunningServer, monkeypatch: py
     for one in (*opened, begun, endless):
         one.close()
     assert ask(server)[0] == 200
+
+
+def told(one: socket.socket, seconds: float) -> bytes | None:
+    """The first bytes that come within these seconds, none from a connection that is closed; None for nothing."""
+    one.settimeout(seconds)
+    try:
+        return one.recv(12)
+    except ConnectionError:
+        return b""
+    except TimeoutError:
+        return None
+
+
+POST_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+
+
+def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So those who hold connections open cannot keep others out. One that is being answered stays."""
+    monkeypatch.setattr(patience, "MOST_WAITED_FOR", 5)
+    halves = [b"", b"POST /v1/comp", POST_HEAD % 9 + b"{"]
+    with contextlib.ExitStack() as stack:
+        streaming = stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.base[7:], timeout=30)))
+        body = {**ASK, "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
+        streaming.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        opened = []
+        for number in range(20):
+            opened.append(stack.enter_context(connected(server)))
+            opened[-1].sendall(halves[number % 3])
+            time.sleep(0.01)
+        assert ask(server, max_tokens=1)[0] in (200, 429)
+        assert [told(one, 10) for one in opened[:14]] == [b""] * 14
+        assert [told(one, 0.01) for one in opened[-3:]] == [None] * 3
+        assert streaming.getresponse().read().endswith(b"data: [DONE]\n\n")
+
+
+def test_bodies_that_do_not_end_are_bounded_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be as large as a body may be, so there may not be many of them."""
+    monkeypatch.setattr(guard, "MOST_UNFINISHED", 2)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connected(server)) for _ in range(4)]
+        for one in opened:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(POST_HEAD % 4_000_000 + b" " * 3_999_000)
+        assert sorted(str(told(one, 0.3)) for one in opened) == ["None"] * 2 + ["b'HTTP/1.1 429'"] * 2
+    wait_until(lambda: ask(server)[0] == 200)
 
 
 def test_a_stream_that_fails_at_once_has_a_status(

@@ -22,8 +22,12 @@ from layerskip_models.kv_cache import KVCache
 from policies import RoundRecord
 from selfspec import SelfSpecGenerator
 from selfspec.graphs.buffers import StaticRound
-from selfspec.graphs.capture import CudaGraph
+from selfspec.graphs.capture import Captures
+from selfspec.graphs.cuda_graph import CudaGraph, GraphSpace
 from selfspec.graphs.forward import StaticForward
+from selfspec.graphs.stream_pool import MOST_STREAMS
+from selfspec.graphs.streams import CudaStreams
+from selfspec.passes import CaptureError
 from selfspec.runtime.torch_mode import engine_mode
 
 pytestmark = pytest.mark.gpu
@@ -210,12 +214,113 @@ def test_shared_weights_take_no_memory_and_keep_graphs(cuda: torch.device) -> No
     engine = SelfSpecGenerator(llama)
     for _ in range(2):
         expected = reference_greedy(deepcopy(llama).cpu(), PROMPT, max_new_tokens=20)
-        assert engine.generate(PROMPT, max_new_tokens=20).new_tokens == expected
-        shared, captures = engine.model, engine.generate(PROMPT, max_new_tokens=20).stats.num_captures
+        assert engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3").new_tokens == expected
+        result = engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3")
+        shared, captures = engine.model, result.stats.num_captures
         assert captures == 0
         llama(input_ids=torch.tensor([PROMPT], device=cuda), labels=torch.tensor([PROMPT], device=cuda)).loss.backward()
         torch.optim.AdamW(llama.parameters(), lr=0.01, fused=True).step()
-    result = engine.generate(PROMPT, max_new_tokens=20)
+    result = engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3")
     assert result.new_tokens == reference_greedy(deepcopy(llama).cpu(), PROMPT, max_new_tokens=20)
     assert engine.model is shared and result.stats.num_captures == 0
     del model
+
+
+def products(num_layers: int, graphs: int) -> tuple[list[Any], Tensor, Tensor, list[Tensor]]:
+    """Bodies of matrix products as large as a 7B model's, and what each leaves in the output."""
+    weights = torch.randn(num_layers, 11008, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    x, y = torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16), torch.zeros(8, 4096, device="cuda")
+
+    def body(index: int) -> Any:
+        def run() -> None:
+            rows = 1 + index % 8
+            for weight in weights:
+                y[:rows].copy_((x[:rows] @ weight.T) @ weight)
+
+        return run
+
+    bodies, expected = [body(index) for index in range(graphs)], []
+    for run_body in bodies:
+        y.zero_()
+        run_body()
+        expected.append(y.clone())
+    return bodies, x, y, expected
+
+
+def replays_agree(captures: Captures, bodies: list[Any], y: Tensor, expected: list[Tensor]) -> None:
+    for key, (body, wanted) in enumerate(zip(bodies, expected)):
+        y.zero_()
+        captures.run(key, body)
+        torch.testing.assert_close(y, wanted, rtol=0.05, atol=0.5)
+        torch.cuda.empty_cache()  # what is freed is gone
+
+
+@pytest.mark.usefixtures("cuda")
+def test_graphs_that_are_given_up_leave_the_others_whole() -> None:
+    """Four at a time of eight: with each that goes, PyTorch frees the workspace of the stream that all are captured on."""
+    with torch.inference_mode():
+        bodies, _, y, expected = products(2, 8)
+        captures = Captures(y.device, (), CudaStreams(y.device), max_captures=4)
+        for _ in range(3):
+            replays_agree(captures, bodies, y, expected)
+            replays_agree(captures, bodies[4:], y, expected[4:])
+    torch.cuda.synchronize()
+
+
+def test_four_captures_at_a_time_and_the_same_text(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 4096 x 11008 in bfloat16, whose products take a workspace."""
+    shape: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 11008, "heads": 32, "kv_heads": 32}
+    llama = tiny_llama(num_layers=4, head_dim=128, dtype=torch.bfloat16, seed=3, **shape).to(cuda)
+    eager = SelfSpecGenerator(from_transformers(llama), runner="eager")
+    monkeypatch.setattr(Captures.__init__, "__kwdefaults__", {"max_captures": 4})
+    captured = SelfSpecGenerator(from_transformers(llama, share=True))
+    for policy in ("ar", "ls:2-3", "dv:2"):
+        theirs = eager.generate(PROMPT, max_new_tokens=20, policy=policy).new_tokens
+        ours = captured.generate(PROMPT, max_new_tokens=20, policy=policy)
+        assert ours.stats.num_captures > 4
+        assert len(ours.new_tokens) == len(theirs)
+    assert captured.runner == "captured"
+
+
+def test_a_function_compiled_with_graphs_of_its_own_between_two_calls(cuda: torch.device) -> None:
+    """PyTorch's compiler frees the workspaces of all streams where it captures."""
+    llama = tiny_llama(
+        num_layers=4, hidden_size=1024, intermediate_size=4096, heads=8, kv_heads=8, head_dim=128, seed=3
+    )
+    engine = SelfSpecGenerator(from_transformers(llama.to(cuda)))
+    before = engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3").new_tokens
+    weight = torch.randn(4096, 4096, device=cuda)
+    compiled = torch.compile(lambda x: (x @ weight).relu() @ weight, mode="reduce-overhead")
+    for _ in range(4):
+        compiled(torch.randn(8, 4096, device=cuda))
+    torch.cuda.empty_cache()
+    result = engine.generate(PROMPT, max_new_tokens=20, policy="ls:2-3")
+    assert (result.new_tokens, result.stats.num_captures) == (before, 0)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_capture_that_fails_gives_its_memory_back() -> None:
+    def waits() -> None:
+        float(torch.ones(1 << 20, device="cuda").sum())
+
+    captures = Captures(torch.device("cuda"), (), CudaStreams(torch.device("cuda")))
+    with pytest.raises(CaptureError, match=r"stream is capturing|previous error"):
+        captures.run("waits", waits)
+    del captures
+    torch.cuda.empty_cache()  # raises where the allocator still believes that something is captured
+    before = torch.cuda.memory_reserved()
+    held = torch.ones(1 << 26, device="cuda")
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+    assert torch.rand(2, device="cuda").shape == (2,)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_streams_that_are_captured_on_are_nobody_else_s() -> None:
+    spaces = [GraphSpace(torch.device("cuda", 0)) for _ in range(MOST_STREAMS)]
+    captured_on = {space.stream.cuda_stream for space in spaces}
+    others = {torch.cuda.Stream("cuda:0").cuda_stream for _ in range(2 * MOST_STREAMS)}
+    assert len(captured_on) == MOST_STREAMS
+    assert not captured_on & others

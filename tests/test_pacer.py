@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,6 +281,39 @@ def test_one_for_another_model_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "preverifier.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no pre-verifier"):
         load_preverifier(tmp_path)
+
+
+BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "cut weights": ("preverifier.safetensors", lambda data: data[:-8], "SafetensorError"),
+    "no safetensors": ("preverifier.safetensors", lambda data: b"nothing", "SafetensorError"),
+    "no JSON": ("preverifier.json", lambda data: data[:9], "JSONDecodeError"),
+    "a list": ("preverifier.json", lambda data: b"[1]", "TypeError"),
+    "bytes that are no text": ("preverifier.json", lambda data: b"\xff" + data, "UnicodeDecodeError"),
+    "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "drafts"),
+    "a layer that is none": ("preverifier.json", lambda data: data.replace(b'"hidden_size"', b'"hidden"'), "Error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_one_line(name: str, tmp_path: Path) -> None:
+    save_preverifier(random_module(from_transformers(tiny_llama(seed=1), layout="plain")), tmp_path)
+    file, change, message = BROKEN[name]
+    (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
+    with pytest.raises(
+        ValueError, match=f"{tmp_path} holds no pre-verifier that can be read: train it again.*{message}"
+    ) as found:
+        load_preverifier(tmp_path)
+    assert "\n" not in str(found.value)
+
+
+def test_weights_of_none_are_named(tmp_path: Path) -> None:
+    """In the calibration, too, which is no parameter."""
+    for name, value in (("head.weight", torch.nan), ("calibration", torch.inf)):
+        module = random_module(from_transformers(tiny_llama(seed=1), layout="plain"))
+        module.state_dict()[name].view(-1)[0] = value
+        save_preverifier(module, tmp_path)
+        with pytest.raises(ValueError, match=f"preverifier.safetensors holds NaN or infinite weights, first in {name}"):
+            load_preverifier(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

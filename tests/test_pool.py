@@ -216,6 +216,30 @@ def test_which_number_of_threads_counts(four_threads: None, monkeypatch: pytest.
         threads.num_threads()
 
 
+@pytest.mark.parametrize("setting", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
+@pytest.mark.parametrize("own", [None, "2"])
+def test_a_setting_of_openmp_that_leaves_one_core_is_one_warning(
+    setting: str, own: str | None, four_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It binds the thread that loads PyTorch, before this package is loaded."""
+    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("SELFSPEC_NUM_THREADS", own)
+    monkeypatch.setattr(threads, "_cores", lambda: 1)
+    for name in threads._BINDING:
+        monkeypatch.delenv(name, raising=False)
+    threads._warn_of_binding.cache_clear()
+    assert threads.num_threads() == int(own or 1)
+    threads._warn_of_binding.cache_clear()
+    monkeypatch.setenv(setting, "close")
+    with pytest.warns(RuntimeWarning, match=f"{setting}=close binds this thread to one core") as caught:
+        assert threads.num_threads() == threads.num_threads() == int(own or 1)
+    assert len(caught) == 1
+    monkeypatch.setattr(threads, "_cores", lambda: 2)
+    threads._warn_of_binding.cache_clear()
+    assert threads.num_threads() == 2
+
+
 @needs_native
 def test_operators_start_no_team_within_a_round(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)

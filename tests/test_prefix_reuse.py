@@ -34,8 +34,9 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
+from selfspec.runtime.places import Place
 from selfspec.runtime.prefix_cache import num_alike, parse_bytes
-from selfspec.runtime.runner_pool import SMALL_LOSS, Place, RunnerPool
+from selfspec.runtime.runner_pool import SMALL_LOSS, RunnerPool
 
 EXAMPLES = {"native": 14, "plain": 7}
 POSITIONS = 320
@@ -152,7 +153,7 @@ class Pool:
 
     @property
     def idle(self) -> list[Place]:
-        return self.generator._models.current.runners._idle
+        return [*self.generator._models.current.runners._idle]
 
 
 A, B, C = ([token] * 50 for token in (3, 7, 11))

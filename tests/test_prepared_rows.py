@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -68,6 +69,7 @@ def test_vectors_cut_rows_as_one_number_after_another_would(variant: str, tiles:
         *setup["X86"][variant],
         *(EMULATED if tiles else []),
         f"-I{library.LIBRARY.parent}",
+        *os.environ.get("CFLAGS", "").split(),
     ]
     program = tmp_path / "rows"
     subprocess.run(["cc", *options, "-o", program, ROOT / "tests" / "prepared_rows.c", "-lm"], check=True)

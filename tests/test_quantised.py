@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import compressed_tensors_settings, quantise_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_llama import reference_greedy, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from bench.trials.quantised_files import compressed_tensors_settings, quantise_checkpoint
 from layerskip_models import from_transformers, load_model
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.checkpoints.packed_weights import dequantise, unpack
+from layerskip_models.checkpoints.schemes import Scheme
 from layerskip_models.compact_linear import int8_works
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
@@ -32,11 +33,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed, groups": {"method": "pack-quantized"},
     "packed, rows": {"method": "pack-quantized", "group_size": None},
     "packed, zero points": {"method": "pack-quantized", "symmetric": False},
+    "packed, zero points of bytes": {"method": "pack-quantized", "symmetric": False, "packed_zeros": False},
+    "packed, bytes of rows": {
+        "method": "pack-quantized",
+        "symmetric": False,
+        "packed_zeros": False,
+        "group_size": None,
+    },
+    "packed, last group not full": {"method": "pack-quantized", "group_size": 24, "symmetric": False},
     "packed, 8 bits": {"method": "pack-quantized", "bits": 8, "symmetric": False, "group_size": None},
     "packed, reordered": {"method": "pack-quantized", "shuffled": True},
     "integers": {"method": "int-quantized", "bits": 8, "group_size": None},
     "integers, zero points": {"method": "int-quantized", "bits": 8, "group_size": None, "symmetric": False},
+    "integers, groups": {"method": "int-quantized", "bits": 8, "symmetric": False},
+    "integers, reordered": {"method": "int-quantized", "bits": 8, "symmetric": False, "shuffled": True},
     "gptq": {"method": "gptq"},
+    "gptq, last group not full": {"method": "gptq", "group_size": 24},
     "gptq, zero points": {"method": "gptq", "symmetric": False},
     "gptq, reordered": {"method": "gptq", "symmetric": False, "shuffled": True},
     "gptq, second version": {"method": "gptq", "symmetric": False, "version": "gptq_v2"},
@@ -166,7 +178,16 @@ def test_gptq_by_hand() -> None:
         "g_idx": torch.tensor([1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.int32),
     }
     assert dequantise(parts)[0].tolist() == [-3.5, -12.0, -10.0, -8.0, -6.0, -4.0, -2.0, 0.0]
-    assert dequantise(parts, first_version=False)[3].tolist() == [-3.0, -10.0, -8.0, -6.0, -4.0, -2.0, 0.0, 2.0]
+    assert dequantise(parts, scheme=Scheme(first_version=False))[3].tolist() == [
+        -3.0,
+        -10.0,
+        -8.0,
+        -6.0,
+        -4.0,
+        -2.0,
+        0.0,
+        2.0,
+    ]
     parts["qzeros"].fill_(-1)  # 15 stands for 0 in the first version, where 1 was subtracted within 4 bits
     assert dequantise(parts)[0, 7].item() == 14.0
 
@@ -212,6 +233,12 @@ def test_symmetric_rows_of_8_bits_keep_their_numbers(tmp_path: Path) -> None:
     torch.testing.assert_close(out.t(), weight, rtol=1e-6, atol=0)
 
 
+def _weights_of(**more: Any) -> dict[str, Any]:
+    settings = compressed_tensors_settings("int-quantized", 8)
+    settings["config_groups"]["group_0"]["weights"] |= more
+    return settings
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "awq": ({"quant_method": "awq", "bits": 4}, "quantised by awq.*convert it to"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*model.dequantize()"),
@@ -225,6 +252,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "activations are quantised",
     ),
     "2 bits": (compressed_tensors_settings(bits=2), "of 2 bits"),
+    "scales of blocks": (
+        _weights_of(strategy="block", block_structure=[16, 16], group_size=None),
+        "have scales by block",
+    ),
+    "blocks without a strategy": (
+        _weights_of(strategy=None, group_size=None, block_structure="2x2"),
+        "scales by block",
+    ),
+    "gptq in words of 16 bits": ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "packed in int16"),
+    "gptq that is rotated": ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotated"),
+    "gptq by another field": ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "laid out for marlin"),
+    "FP4": (compressed_tensors_settings("nvfp4-pack-quantized"), "format is nvfp4-pack-quantized"),
     "cache": ({**compressed_tensors_settings(), "kv_cache_scheme": {"num_bits": 8}}, "quantised KV cache"),
     "sparse": ({**compressed_tensors_settings(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
     "rotated": ({**compressed_tensors_settings(), "transform_config": {"config_groups": {"a": {}}}}, "rotated"),
@@ -251,6 +290,35 @@ def test_damaged_quantised_weights(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks weights.*layers.2.input_layernorm"):
         load_model(tmp_path)
+
+
+def test_tensors_that_nothing_reads(tmp_path: Path) -> None:
+    """A second scale, or a bias that the configuration lacks, changes the model; zeros change nothing."""
+    quantise_checkpoint(small(num_layers=2), tmp_path, "gptq")
+    tensors: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
+    for name in ("weight_global_scale", "bias"):
+        more = {f"model.layers.0.mlp.up_proj.{name}": torch.ones(64)}
+        save_file(tensors | more, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"no part of the model reads, 1 in all, first model.*up_proj\.{name}"):
+            load_model(tmp_path, device="cpu")
+    zeros = {"model.layers.0.mlp.up_proj.bias": torch.zeros(64)}
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(tensors | zeros | old, tmp_path / "model.safetensors")
+    load_model(tmp_path, device="cpu")
+
+
+def test_quantised_files_without_their_configuration(tmp_path: Path) -> None:
+    """transformers would make random weights in place of those that it doesn't find, and take bytes for floats."""
+    for method in ("gptq", "int-quantized"):
+        config = quantise_checkpoint(small(num_layers=2), tmp_path, method, bits=8).config
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"quantised weights, first of model.*no quantization_config"):
+            load_model(tmp_path, device="cpu")
+    tensors: dict[str, Tensor] = load_file(tmp_path / "model.safetensors")
+    scales = [name for name in tensors if name.endswith(("_scale", "_zero_point"))]
+    save_file({name: tensors[name] for name in tensors.keys() - {*scales}}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj\.weight in .*model\.safetensors is of type I8"):
+        load_model(tmp_path, device="cpu")
 
 
 def test_a_quantised_model_in_memory_and_a_hub_folder_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from quantised_checkpoints import quantise_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
 from test_families import reference
 from test_native_halves import needs_native
@@ -19,6 +18,7 @@ from tiny_llama import tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from bench.trials.quantised_files import quantise_checkpoint
 from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.parallel.shard_loading import load_shard

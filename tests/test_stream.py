@@ -100,7 +100,7 @@ def test_leaving_early_ends_the_generation(way: str, engine: SelfSpecGenerator) 
     assert counting.seen == len(read) < 50
     (idle,) = engine._models.current.runners._idle
     assert engine.generate(PROMPT, max_new_tokens=50).new_tokens == full.new_tokens
-    assert engine._models.current.runners._idle == [idle]
+    assert [*engine._models.current.runners._idle] == [idle]
 
 
 def test_what_is_between_pieces_runs_in_the_callers_mode(engine: SelfSpecGenerator) -> None:

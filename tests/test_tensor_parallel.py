@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
 from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec import SelfSpecGenerator
+from selfspec.graphs.capture import RecordedOperations
 from selfspec.parallel.launch import divides
 
 PROMPTS = ([5, 1, 7], [9, 9, 3, 0, 23], [2])
@@ -164,6 +167,36 @@ def test_captured_rounds_hold_the_sums(folder: Path) -> None:
     assert found[0][0][0] == found[0][2][0] == greedy
     drawn = alone.generate(PROMPTS[0], max_new_tokens=NEW, policy="ls:2-3", do_sample=True, top_k=9, seed=3)
     assert found[0][1][0] == drawn.new_tokens
+
+
+def _captured_with_a_fault(path: Path) -> tuple[list[list[int]], str, list[str]]:
+    """On rank 1 alone the fifth capture fails, once it has run."""
+    model = load_shard(path, dtype="float64", device="cpu")
+    made = []
+    if model.ranks.rank == 1:
+        init = RecordedOperations.__init__
+
+        def capture(self: RecordedOperations, body: Callable[[], object]) -> None:
+            made.append(1)
+            init(self, body)
+            if len(made) == 5:
+                raise RuntimeError("no memory for a graph")
+
+        RecordedOperations.__init__ = capture  # type: ignore[method-assign]
+    generator = SelfSpecGenerator(model, runner="captured")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        texts = [generator.generate(PROMPTS[0], max_new_tokens=NEW, policy="ls:2-3").new_tokens for _ in "ab"]
+    return texts, generator.runner, [str(one.message) for one in warned if one.category is RuntimeWarning]
+
+
+@pytest.mark.usefixtures("small_captures")
+def test_a_capture_that_fails_on_one_rank_makes_all_of_them_eager(folder: Path) -> None:
+    whole = SelfSpecGenerator(load_model(folder, dtype="float64", device="cpu"))
+    expected = whole.generate(PROMPTS[0], max_new_tokens=NEW, policy="ls:2-3").new_tokens
+    found = results_of(2, _captured_with_a_fault, folder)
+    assert [(texts, runner) for texts, runner, _ in found] == [([expected] * 2, "eager")] * 2
+    assert ["another process" in warned and "no memory" not in warned for *_, (warned,) in found] == [True, False]
 
 
 def _of_families(paths: dict[str, Path], divided: bool) -> dict[str, list[int]]:

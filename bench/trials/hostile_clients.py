@@ -4,13 +4,14 @@
 
 It starts a server of the demo model on 127.0.0.1 and ends with status 1 if a text of the others is not the one that the same
 request gives alone, if one of them waits longer for its first token than allowed, if a hostile request is answered with an
-error of the server's own or with another's secret, if the server's memory grows, or if the server ends.
+error of the server's own or with another's secret, if the server's memory grows after a minute, or if the server ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import threading
 import time
 import traceback
@@ -26,6 +27,7 @@ from bench.trials.hostile_requests import (
     half_a_request,
     hang_up,
     malformed_body,
+    many_salts,
     other_page,
     policy_bomb,
     schema_bomb,
@@ -33,34 +35,62 @@ from bench.trials.hostile_requests import (
     too_many,
     wrong_types,
 )
-from bench.trials.serving_soak import MOST_RSS, PROMPTS, Asked, expected_answers
+from bench.trials.serving_soak import PROMPTS, Asked, expected_answers
 from layerskip_models import DEMO_PATH
 
 ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
     malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
-    guesser(PROMPTS),
+    many_salts, guesser(PROMPTS),
 )  # fmt: skip
-OPTIONS = ("--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64")
+OPTIONS = (
+    "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
+)  # fmt: skip
 _MOST_FAILURES = 20
+_WARM_SECONDS = 60.0  # of a long trial; a quarter of a short one
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
 _REQUEST_SECONDS = 120.0
 
 
 @dataclass(slots=True)
 class HostileReport:
-    """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. *_rss: of the server, bytes."""
+    """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. statuses: of all requests.
+
+    *_rss: resident memory of the server, in bytes: after the first minute, and at the end. cores: that it had, on average:
+    where other programs took them, waits are theirs as well.
+    """
 
     exact: int = 0
     waits: list[float] = field(default_factory=list)
     attacks: Counter[str] = field(default_factory=Counter)
+    statuses: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     warm_rss: int = 0
     end_rss: int = 0
+    cores: float = 0.0
 
     @property
     def slowest(self) -> float:
         """Seconds to the first token."""
         return max(self.waits, default=0.0)
+
+    @property
+    def growth(self) -> float:
+        """Of memory, as a share of what it was."""
+        return self.end_rss / self.warm_rss - 1 if self.warm_rss else 0.0
+
+    def lines(self) -> list[str]:
+        """What is printed at the end."""
+        waits = sorted(self.waits) or [0.0]
+        attacks = ", ".join(f"{name} {count}" for name, count in sorted(self.attacks.items()))
+        return [
+            f"texts of the others, all as alone: {self.exact}",
+            f"seconds to their first token: median {waits[len(waits) // 2]:.3f}, "
+            f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {self.slowest:.3f} (the server had {self.cores:.2f} cores)",
+            f"attacks: {attacks}",
+            "requests by status: " + ", ".join(f"{status} {count}" for status, count in sorted(self.statuses.items())),
+            f"resident memory: {self.warm_rss >> 20} MiB, {self.end_rss >> 20} MiB at the end ({self.growth:+.1%})",
+            *(f"FAILED: {failure}" for failure in self.failures),
+        ]
 
 
 class HostileTrial:
@@ -72,8 +102,44 @@ class HostileTrial:
         self._honest, self._seed, self._asked = max(1, clients - self._hostile), seed, asked
         self._lock = threading.Lock()
 
-    def run(self, server: Server, seconds: float, advance: Callable[[str], object] = lambda text: None) -> None:
-        """All clients at once, for so long; advance: about once a second."""
+    def run(
+        self,
+        server: Server,
+        seconds: float,
+        *,
+        most_wait: float,
+        most_growth: float,
+        advance: Callable[[str], object] = lambda text: None,
+    ) -> HostileReport:
+        """All clients at once, for so long. most_wait: seconds to a first token. most_growth: of memory, as a share.
+
+        advance: called about once a second.
+        """
+        report, warm = self.report, min(_WARM_SECONDS, seconds / 4)
+        started = time.monotonic()
+        self._phase(server, warm, advance)
+        report.warm_rss = server.process.memory_info().rss
+        self._phase(server, seconds - warm, advance)
+        if not server.process.is_running() or server.get("/health")[0] != 200:
+            report.failures.append("the server has ended")
+            return report
+        report.end_rss = server.process.memory_info().rss
+        report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
+        counts = re.findall(
+            r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
+        )
+        report.statuses = dict(sum((Counter({status: int(float(count))}) for status, count in counts), Counter()))
+        if any(status >= "500" for status in report.statuses):
+            report.failures.append("requests were answered with an error of the server's own")
+        if len(server.process.children(recursive=True)) > 1:
+            report.failures.append("the server has more processes than the one that tries schemas")
+        if report.growth > most_growth:
+            report.failures.append(f"memory grew by {report.growth:.1%}, at most {most_growth:.1%} are allowed")
+        if report.slowest > most_wait:
+            report.failures.append(f"a first token took {report.slowest:.2f} s, at most {most_wait:g} are allowed")
+        return report
+
+    def _phase(self, server: Server, seconds: float, advance: Callable[[str], object]) -> None:
         end = time.monotonic() + seconds
         works = [self._honest_client] * self._honest + [self._hostile_client] * self._hostile
         threads = [
@@ -85,8 +151,9 @@ class HostileTrial:
         for thread in threads:
             while thread.is_alive():
                 thread.join(1.0)
-                report = self.report
-                advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {report.attacks.total()} attacks")
+                report, rss = self.report, server.process.memory_info().rss if server.process.is_running() else 0
+                attacks = report.attacks.total()
+                advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {attacks} attacks, {rss >> 20} MiB")
 
     def _failed(self, text: str) -> None:
         with self._lock:
@@ -153,9 +220,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=12, help="how many at the same time (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--most-seconds", type=float, default=2.0, help="longest wait for a first token (default 2)")
+    parser.add_argument(
+        "--most-growth", type=float, default=5.0, help="of memory after the first minute, in percent (default 5)"
+    )
     options = parser.parse_args(arguments)
     trial = HostileTrial(clients=options.clients, seed=options.seed, asked=expected_answers())
-    report, shown = trial.report, [0.0]
+    shown = [0.0]
 
     def advance(text: str) -> None:
         if time.monotonic() - shown[0] > 30:
@@ -163,31 +233,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text, flush=True)
 
     with selfspec_server(DEMO_PATH, OPTIONS) as server:
-        trial.run(server, options.minutes * 15, advance)
-        report.warm_rss = server.process.memory_info().rss
-        trial.run(server, options.minutes * 45, advance)
-        if not server.process.is_running() or server.get("/health")[0] != 200:
-            report.failures.append("the server has ended")
-        else:
-            report.end_rss = server.process.memory_info().rss
-            if len(server.process.children(recursive=True)) > 1:
-                report.failures.append("the server has more processes than the one that tries schemas")
-    if report.end_rss - report.warm_rss > MOST_RSS:
-        report.failures.append(f"resident memory grew from {report.warm_rss} to {report.end_rss} bytes")
-    if report.slowest > options.most_seconds:
-        report.failures.append(
-            f"a first token took {report.slowest:.2f} s, at most {options.most_seconds:g} are allowed"
+        report = trial.run(
+            server,
+            60 * options.minutes,
+            most_wait=options.most_seconds,
+            most_growth=options.most_growth / 100,
+            advance=advance,
         )
-    waits = sorted(report.waits) or [0.0]
-    print(f"texts of the others, all as alone: {report.exact}")
-    print(
-        f"seconds to their first token: median {waits[len(waits) // 2]:.3f}, "
-        f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {report.slowest:.3f}"
-    )
-    print(f"attacks: {dict(sorted(report.attacks.items()))}")
-    print(f"resident memory: {report.warm_rss >> 20} MiB warm, {report.end_rss >> 20} MiB at the end")
-    for failure in report.failures:
-        print(f"FAILED: {failure}")
+    print("\n".join(report.lines()))
     return 1 if report.failures else 0
 
 

@@ -14,8 +14,9 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors import SafetensorError, safe_open
 
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.weight_files import FILE, INDEX
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_WEIGHTS = (FILE, INDEX)
 
 
 def is_path(name: str) -> bool:

@@ -125,6 +125,7 @@ def convert(
         return default_layout(weight) if layout is None else layout
 
     inv_freq = _inv_freq(decoder.rotary_emb)
+    _check_rotation(inv_freq, config)
     layers = []
     for index, layer in enumerate(decoder.layers):
         if only is not None and index not in only:
@@ -186,6 +187,18 @@ def convert(
 def _inv_freq(rotary: Any) -> Tensor:
     """Of transformers' rotary embedding, [numbers that rotate / 2]."""
     return rotary_angles(rotary).float().clone()
+
+
+def _check_rotation(inv_freq: Tensor, config: Any) -> None:
+    """ValueError for frequencies of none, and for part of a head where transformers rotates all of it."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = 2 * inv_freq.numel()
+    if not bool(inv_freq.isfinite().all()):
+        raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
+    if rotated > size or (rotated < size and not family_of(config).rotates_part):
+        raise ValueError(
+            f"rope_parameters rotate {rotated} of {size} numbers of a head, which a {config.model_type} model does not do"
+        )
 
 
 def interleaves(device: torch.device) -> bool:

@@ -1,18 +1,18 @@
 """GGUF files, read by transformers: where the file is, its configuration, its weights, its tokenizer.
 
 transformers undoes the quantisation of every tensor; what is to stay in 4 bits, `gguf_weights` reads. transformers ignores
-scaled rotary positions and tensors that it does not know. Here the first is put into the configuration, and a file with the
-second is refused, because it would become another model. A tokenizer or a generation_config.json beside the file goes before
+most of what a file says of its model (`gguf_metadata` reads it) and tensors that it does not know. A file with such tensors
+is refused, because it would become another model. A tokenizer or a generation_config.json beside the file goes before
 what the file says, since a GGUF file describes a tokenizer only roughly.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -25,6 +25,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from layerskip_models.checkpoints.gguf_metadata import (
+    CONVERT,
+    ROPE_FACTORS,
+    architecture_of,
+    check_config_is,
+    complete,
+    read_keys,
+)
 from layerskip_models.checkpoints.gguf_weights import (
     GgufTensors,
     is_read_here,
@@ -34,10 +42,7 @@ from layerskip_models.checkpoints.gguf_weights import (
 from layerskip_models.four_bits import FourBitWeight
 
 GGUF_METHOD = "gguf"
-_ROPE_FACTORS = "rope_freqs.weight"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_CONVERT = "load the checkpoint that the file was made from"
 
 
 def gguf_file(name: str) -> Path | None:
@@ -67,18 +72,17 @@ def gguf_file(name: str) -> Path | None:
 def gguf_config(path: Path) -> PretrainedConfig:
     """The configuration of a GGUF file, marked as such in `quantization_config`.
 
-    Raises ValueError for what transformers does not read, or where it would leave something out; OSError for a damaged file.
+    Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
     """
     reader = _reader(path)
+    keys = read_keys(reader, path)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    kind = _value(reader, "general.architecture")
-    if (head_dim := _value(reader, f"{kind}.attention.key_length")) and hasattr(config, "head_dim"):
-        config.head_dim = head_dim  # transformers' reader leaves the default of a Qwen3
+    with _told(path):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    _check_architecture(reader, config, path)
+    check_config_is(config, keys, path)
+    complete(config, keys, reader, path)
     _tensor_names(reader, config, path)
-    config.rope_parameters = {**config.rope_parameters, **_rope(reader, config, path)}
-    config.bos_token_id = _value(reader, "tokenizer.ggml.bos_token_id")
-    config.eos_token_id = _ends(reader)
     few_bits = not types <= _FLOATS.keys()
     config.dtype = torch.bfloat16 if few_bits else _FLOATS[min(types, key=lambda kind: _FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
@@ -89,11 +93,17 @@ def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device
     """The model of a GGUF file with float weights. name: the file or its folder. config: of `gguf_config`, unmarked."""
     path = gguf_file(name)
     assert path is not None
-    model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        path.parent, gguf_file=path.name, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
-    )
+    with _told(path):
+        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            output_loading_info=True,
+        )
     if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
-        raise ValueError(f"{path} lacks weights of the model, or they have another shape, first {wrong[0]}: {_CONVERT}")
+        raise ValueError(f"{path} lacks weights of the model, or they have another shape, first {wrong[0]}: {CONVERT}")
     # It is an ordinary model now: transformers' marks would keep it from being saved, and selfspec from running it.
     del model.config.quantization_config
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
@@ -125,7 +135,7 @@ def packed_gguf(
     path = gguf_file(name)
     assert path is not None
     reader = _reader(path)
-    architecture = _value(reader, "general.architecture")
+    architecture = architecture_of(reader, path)
     if not keeps_four_bits(reader, architecture):
         return None
     return read_gguf_weights(GgufTensors(reader, architecture, config, _tensor_names(reader, config, path)), dtype)
@@ -139,9 +149,9 @@ def open_gguf(name: str, config: PretrainedConfig) -> GgufTensors:
     path = gguf_file(name)
     assert path is not None
     reader = _reader(path)
-    architecture = _value(reader, "general.architecture")
+    architecture = architecture_of(reader, path)
     if not is_read_here(architecture):
-        raise ValueError(f"parts of a GGUF file of the architecture {architecture!r} are not read: {_CONVERT}")
+        raise ValueError(f"parts of a GGUF file of the architecture {architecture!r} are not read: {CONVERT}")
     return GgufTensors(reader, architecture, config, _tensor_names(reader, config, path))
 
 
@@ -173,16 +183,28 @@ def _reader(path: Path) -> Any:
         raise OSError(f"{path} is incomplete or damaged ({error}): copy or download it again") from error
 
 
-def _value(reader: Any, key: str) -> Any:
-    """A field's value; None if the file has no such field."""
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Within it errors are one line that names the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, from inside transformers and gguf
+        raise ValueError(
+            f"{path} cannot be read by transformers ({' '.join(str(error).split()) or type(error).__name__}): {CONVERT}"
+        ) from error
 
 
-def _ends(reader: Any) -> list[int] | None:
-    """The tokens that end a text or a turn."""
-    found = [_value(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(end for end in found if end is not None)) or None
+def _check_architecture(reader: Any, config: PretrainedConfig, path: Path) -> Any:
+    """gguf's own key of the architecture. ValueError for one that transformers does not read."""
+    from gguf import MODEL_ARCH_NAMES
+
+    kind = architecture_of(reader, path)
+    found = next((key for key, value in MODEL_ARCH_NAMES.items() if value == kind), None)
+    if found is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{path} is a {kind!r} model, which transformers cannot read from GGUF: {CONVERT}")
+    return found
 
 
 def _tensor_names(reader: Any, config: PretrainedConfig, path: Path) -> dict[str, str]:
@@ -190,50 +212,24 @@ def _tensor_names(reader: Any, config: PretrainedConfig, path: Path) -> dict[str
 
     Raises ValueError unless the file has these tensors and no others.
     """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from gguf import get_tensor_name_map
 
-    kind = _value(reader, "general.architecture")
-    architecture = next((key for key, value in MODEL_ARCH_NAMES.items() if value == kind), None)
-    if architecture is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{path} is a {kind!r} model, which transformers cannot read from GGUF: {_CONVERT}")
-    names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    with torch.device("meta"):
+    names = get_tensor_name_map(_check_architecture(reader, config, path), config.num_hidden_layers)
+    with torch.device("meta"), _told(path):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}
-    there = {tensor.name for tensor in reader.tensors} - {_ROPE_FACTORS}
+    there = {tensor.name for tensor in reader.tensors} - {ROPE_FACTORS}
     if unread := sorted(there - set(wanted.values())):
         raise ValueError(
-            f"{path} holds tensors that transformers would leave out, {len(unread)} in all, first {unread[0]}: {_CONVERT}"
+            f"{path} holds tensors that transformers would leave out, {len(unread)} in all, first {unread[0]}: {CONVERT}"
         )
     if missing := sorted(set(wanted.values()) - there):
-        raise ValueError(f"{path} lacks tensors of the model, first {missing[0]}: {_CONVERT}")
+        raise ValueError(f"{path} lacks tensors of the model, first {missing[0]}: {CONVERT}")
+    shapes = {tensor.name: [*map(int, tensor.shape)][::-1] for tensor in reader.tensors}
+    for name, parameter in model.named_parameters():
+        if shapes[wanted[name]] != [*parameter.shape]:
+            raise ValueError(
+                f"{path}: {wanted[name]} has shape {shapes[wanted[name]]}, and what the file says of its model needs "
+                f"{[*parameter.shape]}: {CONVERT}"
+            )
     return wanted
-
-
-def _rope(reader: Any, config: PretrainedConfig, path: Path) -> dict[str, Any]:
-    """Rotary scaling for `rope_parameters`, which transformers' reader leaves out.
-
-    A GGUF file has it as a kind and a factor (linear), or as what each frequency is divided by (Llama 3).
-    """
-    kind = _value(reader, "general.architecture")
-    scaling = _value(reader, f"{kind}.rope.scaling.type") or "none"
-    factor = _value(reader, f"{kind}.rope.scaling.factor") or 1.0
-    attention = _value(reader, f"{kind}.rope.scaling.attn_factor") or 1.0
-    factors = next((np.array(tensor.data) for tensor in reader.tensors if tensor.name == _ROPE_FACTORS), np.ones(1))
-    if scaling in ("none", "linear") and attention == 1.0:
-        if np.allclose(factors, factors[0], rtol=1e-4):
-            total = float(factors[0]) * (factor if scaling == "linear" else 1.0)
-            return {} if math.isclose(total, 1.0, rel_tol=1e-4) else {"rope_type": "linear", "factor": total}
-        llama_3 = {"rope_type": "llama3", "factor": float(round(factors.max())), **_LLAMA_3}
-        if scaling == "none" and np.allclose(factors, _llama_3_factors(config, llama_3), rtol=1e-3):
-            return llama_3
-    raise ValueError(f"{path} scales rotary positions in a way that is not read here ({scaling}): {_CONVERT}")
-
-
-def _llama_3_factors(config: PretrainedConfig, rope: dict[str, Any]) -> np.ndarray:
-    """What Llama 3 divides each rotary frequency by, [head_dim / 2], of those `rope_parameters`."""
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    waves = 2 * math.pi * config.rope_parameters["rope_theta"] ** (np.arange(0, dim, 2) / dim)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)
-    return 1 / ((1 - smooth) / rope["factor"] + smooth)

@@ -9,10 +9,12 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
+from layerskip_models.checkpoints.config_checks import check_buildable
 from layerskip_models.checkpoints.conversion import Packed, from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
-from layerskip_models.checkpoints.quantised import has_few_bits, load_quantised, quantisation_of
+from layerskip_models.checkpoints.quantised import check_loaded, has_few_bits, load_quantised, quantisation_of
 from layerskip_models.checkpoints.supported import DTYPES, check_config
+from layerskip_models.checkpoints.weight_files import tensors_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
@@ -161,17 +163,31 @@ def _load(
         if quantisation_of(config) is not None:
             model, packed = load_quantised(name, config, dtype=chosen, device=target, keep_packed=keep_packed, **origin)
         else:
-            model = family_of(config).model.from_pretrained(
-                name,
-                config=config,
-                dtype=chosen,
-                device_map={"": target},
-                use_safetensors=True,
-                trust_remote_code=False,
-                **origin,
-            )
+            model = _load_floats(name, config, chosen, target, origin)
     _check_finite(model, name)
     return model, packed
+
+
+def _load_floats(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, origin: dict[str, Any]
+) -> PreTrainedModel:
+    """ValueError for weights that are missing or of another shape: transformers would make random ones."""
+    with tensors_of(name, origin) as tensors:
+        tensors.check_floats()
+    found: dict[str, Any]
+    model, found = family_of(config).model.from_pretrained(
+        name,
+        config=config,
+        dtype=dtype,
+        device_map={"": device},
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # said below, in our words
+        **origin,
+    )
+    check_loaded(found, name)
+    return model
 
 
 def _check_finite(model: PreTrainedModel, name: str) -> None:
@@ -198,12 +214,20 @@ def load_config(
             config = AutoConfig.from_pretrained(
                 name, revision=revision, local_files_only=local_files_only, trust_remote_code=False
             )
-        except ValueError as error:  # transformers' answer to a config.json of something else
+        except OSError:
+            raise
+        except Exception as error:  # of any kind, from inside transformers
+            if not isinstance(error, ValueError):
+                raise ValueError(
+                    f"transformers cannot read the config.json of {name} ({' '.join(str(error).split())}): copy it again"
+                ) from error
             raise ValueError(
                 f"{name} holds no model that transformers knows: give a checkpoint of a supported family, "
-                f"a folder with config.json and *.safetensors ({error})"
+                f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
-    return check_config(config, name)
+    check_config(config, name)
+    check_buildable(config, family_of(config), name)
+    return config
 
 
 def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTokenizerBase:

@@ -1,13 +1,16 @@
 """Weights that others quantised, as the two published layouts store them, and what they stand for in float32.
 
 Every linear of such a checkpoint is several tensors instead of one `weight`. What is read is decided by the tensors that are
-there, module by module, not by the names of a family's modules: bits and groups follow from the shapes.
+there, module by module, not by the names of a family's modules: bits and groups follow from shapes and types. What
+config.json says (`schemes`) must agree with them; all else is refused.
 
 compressed-tensors, "pack-quantized": `weight_packed` int32 [out, ceil(in / values per int32)], the first value in the lowest
 bits and each stored with 2^(bits-1) added; `weight_scale` [out, groups]; `weight_shape` [2]; of asymmetric weights
-`weight_zero_point` int32 [ceil(out / values per int32), groups], packed the same way along the outputs; `weight_g_idx`
-int32 [in], the group of every input, where the groups were reordered.
-compressed-tensors, "int-quantized": `weight` int8 [out, in], `weight_scale` and `weight_zero_point` [out, groups].
+`weight_zero_point` int32 [ceil(out / values per int32), groups], packed the same way along the outputs, or, as versions
+before April 2025 wrote it, int8 [out, groups] without the 2^(bits-1); `weight_g_idx` int32 [in], the group of every input,
+where the groups were reordered.
+compressed-tensors, "int-quantized": `weight` int8 [out, in], `weight_scale` and `weight_zero_point` [out, groups], and
+`weight_g_idx` as above.
 GPTQ: `qweight` int32 [in / values per int32, out], packed along the inputs; `qzeros` int32 [groups, out / values per int32],
 in the first version of the format with 1 subtracted; `scales` [groups, out]; `g_idx` int32 [in].
 
@@ -27,12 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip_models.checkpoints.schemes import NOTHING_SAID, Scheme
 from layerskip_models.four_bits import FourBitWeight, Place, exact
 
 WORD_BITS = 32
 _LAYOUTS = {  # the tensor that a layout is known by, before the names of all its tensors; looked for in this order
     "weight_packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-    "weight_scale": ("weight", "weight_scale", "weight_zero_point"),
+    "weight_scale": ("weight", "weight_scale", "weight_zero_point", "weight_g_idx"),
     "qweight": ("qweight", "qzeros", "scales", "g_idx"),
 }
 NUMBERS = ("weight_packed", "weight", "qweight")
@@ -41,6 +45,8 @@ Stored = Mapping[str, Any]
 """A module's tensors by their names within it. That of `NUMBERS` may be a slice of an open safetensors file instead."""
 Cut = tuple[int, range] | None
 """Which part of a matrix is meant: a dimension and what is kept of it; None for all."""
+_SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INDICES = (torch.int32, torch.int64)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
@@ -55,8 +61,8 @@ class _Numbers:
     """What a module's tensors say: weight = (values - zeros) * scale.
 
     shape: (out, in) of the matrix. place: of the part of it that values are of. values: integers, unsigned if `bits` are
-    given. scale, zeros: of the whole matrix, [out, groups], [out] or of one number; without zeros these are 2^(bits - 1), or
-    0 for signed values. groups: int [in], the group of each input; None for groups of neighbours.
+    given. scale, zeros: of the whole matrix, [out, groups]; without zeros these are 2^(bits - 1), or 0 for signed values.
+    groups: int [in], the group of each input; None for equal groups of neighbours.
     """
 
     shape: tuple[int, int]
@@ -68,24 +74,19 @@ class _Numbers:
     bits: int | None = None
 
 
-def dequantise(parts: Stored, *, first_version: bool = True, cut: Cut = None) -> Tensor:
+def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> Tensor:
     """The weight that a module's tensors stand for, float32 [out, in], or the part of it that is asked for.
 
-    parts: of one of the three layouts. first_version: of GPTQ, whose zero points are then stored with 1 subtracted.
-    Raises ValueError for tensors that do not fit together, such as other numbers of bits than 4 and 8, and for a part that
-    is not there.
+    parts: of one of the three layouts. scheme: what is said of them.
+    Raises ValueError for tensors that do not fit together or are not what is said, such as other numbers of bits than 4 and
+    8, and for a part that is not there.
     """
-    found = _numbers(parts, first_version, cut)
-    values, (rows, columns), place = found.values, found.shape, found.place
+    found = _numbers(parts, scheme, cut)
+    values, columns, place = found.values, found.shape[1], found.place
     if found.zeros is None and found.bits is not None:
         values = values - 2 ** (found.bits - 1)
-    scale = _rows(found.scale.float(), rows)
-    zeros = None if found.zeros is None else _rows(found.zeros.float(), rows)
-    groups, count = found.groups, scale.shape[1]
-    if groups is None and columns % count:
-        raise ValueError(f"{columns} inputs are no multiple of {count} groups")
-    if groups is not None and int(groups.max()) >= count:
-        raise ValueError(f"an input is of group {int(groups.max())}, but there are {count}")
+    scale, groups = found.scale.float(), found.groups
+    zeros = None if found.zeros is None else found.zeros.float()
 
     def of_part(numbers: Tensor) -> Tensor:
         """For each group, or each input, of the part."""
@@ -97,67 +98,173 @@ def dequantise(parts: Stored, *, first_version: bool = True, cut: Cut = None) ->
     return _scaled(values, of_part(scale), None if zeros is None else of_part(zeros))
 
 
-def in_four_bits(parts: Stored, *, first_version: bool = True, cut: Cut = None) -> FourBitWeight | None:
+def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> FourBitWeight | None:
     """The same numbers in 4 bits; None where the matrix cannot be kept so, and then none of its parts.
 
     That is where they have 8 bits, groups of other inputs than neighbours or of a number that is no multiple of 32, scales of
     32 bits for groups, or rows of other than a multiple of 64.
     Raises as `dequantise`, and ValueError for a part that is not cut at multiples of 64 inputs.
     """
-    found = _numbers(parts, first_version, cut)
-    rows, columns = found.shape
-    scale = _rows(found.scale, rows)
-    count = scale.shape[1]
+    found = _numbers(parts, scheme, cut)
+    columns, count = found.shape[1], found.scale.shape[1]
     if found.bits != 4 or columns % count:
         return None
     if found.groups is not None:
         neighbours = torch.arange(columns, device=found.groups.device) // (columns // count)
         if not torch.equal(found.groups.long(), neighbours):
             return None
-    zeros = None if found.zeros is None else _rows(found.zeros, rows)
-    return exact(found.values, scale, zeros, whole=(columns, found.place))
+    return exact(found.values, found.scale, found.zeros, whole=(columns, found.place))
 
 
-def _numbers(parts: Stored, first_version: bool, cut: Cut) -> _Numbers:
-    if "weight_packed" in parts:
-        return _packed(parts, cut)
-    if "qweight" in parts:
-        return _gptq(parts, first_version, cut)
-    rows, columns = _shape(parts["weight"])
-    place = _place(cut, rows, columns)
-    values = parts["weight"][_slice(place.rows), _slice(place.columns)]
+def _numbers(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+    read = _packed if "weight_packed" in parts else _gptq if "qweight" in parts else _integers
+    return read(parts, scheme, cut)
+
+
+def _integers(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+    stored = _part(parts, "weight")
+    rows, columns = _matrix(stored, "weight")
+    place = _place(cut, rows, columns, scheme)
+    values = stored[_slice(place.rows), _slice(place.columns)]
     if values.dtype != torch.int8:
         raise ValueError(f"weight is of {values.dtype}; weights of 8-bit integers are read")
-    return _Numbers((rows, columns), place, values, parts["weight_scale"], parts.get("weight_zero_point"), None)
+    scale = _scale(parts, "weight_scale", rows, columns, scheme)
+    zeros = parts.get("weight_zero_point")
+    if zeros is not None:
+        zeros = _zeros(zeros, parts["weight_scale"], scale, 0, 128)
+    groups = _groups(parts, "weight_g_idx", columns, scale.shape[1], scheme)
+    return _Numbers((rows, columns), place, values, scale, zeros, groups)
 
 
-def _packed(parts: Stored, cut: Cut) -> _Numbers:
-    words = parts["weight_packed"]
-    rows, columns = (int(size) for size in parts["weight_shape"])
-    bits = _bits(_shape(words)[1], columns)
-    place = _place(cut, rows, columns)
+def _packed(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+    words, shape = _part(parts, "weight_packed"), _part(parts, "weight_shape")
+    if shape.dtype not in _INDICES or shape.numel() != 2:
+        raise ValueError(f"weight_shape is {list(shape.shape)} of {shape.dtype}; two integers are meant")
+    rows, columns = (int(size) for size in shape)
+    stored_rows, num_words = _matrix(words, "weight_packed")
+    if rows != stored_rows or columns < 1:
+        raise ValueError(f"weight_packed has {stored_rows} outputs, and weight_shape is {[rows, columns]}")
+    bits = _bits(num_words, columns, scheme)
+    place = _place(cut, rows, columns, scheme)
     within, there = _words(place.columns, bits)
-    values = unpack(words[_slice(place.rows), within], bits, columns)[:, there]
-    stored = parts.get("weight_zero_point")
-    zeros = None if stored is None else unpack(stored.t(), bits, rows).t()  # both have the same 2^(bits-1) added
-    groups = _in_order(parts.get("weight_g_idx"))
-    return _Numbers((rows, columns), place, values, parts["weight_scale"], zeros, groups, bits)
+    values = unpack(_of_words(words[_slice(place.rows), within], "weight_packed"), bits, columns)[:, there]
+    scale = _scale(parts, "weight_scale", rows, columns, scheme)
+    zeros, middle = parts.get("weight_zero_point"), 2 ** (bits - 1)
+    if zeros is not None and zeros.dtype == torch.int8:
+        zeros = _zeros(zeros, parts["weight_scale"], scale, middle, middle)
+    elif zeros is not None:
+        packed = [-(-rows * bits // WORD_BITS), scale.shape[1]]
+        if [*zeros.shape] != packed:
+            raise ValueError(f"weight_zero_point has shape {[*zeros.shape]} of {zeros.dtype}, {packed} is meant")
+        zeros = unpack(_of_words(zeros, "weight_zero_point").t(), bits, rows).t()  # both have the same 2^(bits-1) added
+    groups = _groups(parts, "weight_g_idx", columns, scale.shape[1], scheme)
+    return _Numbers((rows, columns), place, values, scale, zeros, groups, bits)
 
 
-def _gptq(parts: Stored, first_version: bool, cut: Cut) -> _Numbers:
-    words, groups = parts["qweight"], parts.get("g_idx")
-    num_words, rows = _shape(words)
-    per_word = -(-rows // parts["qzeros"].shape[1])
-    bits, columns = WORD_BITS // per_word, num_words * per_word
-    if bits not in (4, 8) or (groups is not None and len(groups) != columns):
-        raise ValueError(f"qweight has a shape of neither 4 nor 8 bits, {[num_words, rows]}")
-    place = _place(cut, rows, columns)
+def _gptq(parts: Stored, scheme: Scheme, cut: Cut) -> _Numbers:
+    words, stored = _part(parts, "qweight"), _of_words(_part(parts, "qzeros"), "qzeros")
+    num_words, rows = _matrix(words, "qweight")
+    fits = [bits for bits in (4, 8) if stored.dim() == 2 and stored.shape[1] == -(-rows * bits // WORD_BITS)]
+    bits = scheme.bits if scheme.bits in fits else fits[0] if fits and scheme.bits is None else 0
+    columns = num_words * WORD_BITS // bits if bits else 0
+    if not bits or ("g_idx" in parts and len(parts["g_idx"]) != columns):
+        said = "neither 4 nor 8" if scheme.bits is None else f"not {scheme.bits}"
+        raise ValueError(f"qweight has a shape of {said} bits, {[num_words, rows]}")
+    place = _place(cut, rows, columns, scheme)
     within, there = _words(place.columns, bits)
-    values = unpack(words[within, _slice(place.rows)].t(), bits, columns)[:, there]
-    zeros = unpack(parts["qzeros"], bits, rows)
-    if first_version:
+    values = unpack(_of_words(words[within, _slice(place.rows)], "qweight").t(), bits, columns)[:, there]
+    scale = _scale({**parts, "scales": _part(parts, "scales").t()}, "scales", rows, columns, scheme)
+    if len(stored) != scale.shape[1]:
+        raise ValueError(f"qzeros has {len(stored)} groups, and scales has {scale.shape[1]}")
+    zeros = unpack(stored, bits, rows)
+    if scheme.first_version:
         zeros = (zeros + 1) & (2**bits - 1)
-    return _Numbers((rows, columns), place, values, parts["scales"].t(), zeros.t(), _in_order(groups), bits)
+    groups = _groups(parts, "g_idx", columns, scale.shape[1], scheme)
+    return _Numbers((rows, columns), place, values, scale, zeros.t(), groups, bits)
+
+
+def _part(parts: Stored, name: str) -> Any:
+    """One of a module's tensors. ValueError if the file lacks it."""
+    if name not in parts:
+        raise ValueError(f"{name} is missing")
+    return parts[name]
+
+
+def _matrix(stored: Any, name: str) -> tuple[int, int]:
+    """The shape of what must be a matrix."""
+    shape = _shape(stored)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{name} has shape {shape}, which is no matrix")
+    return shape[0], shape[1]
+
+
+def _of_words(words: Tensor, name: str) -> Tensor:
+    if words.dtype != torch.int32:
+        raise ValueError(f"{name} is of {words.dtype}; words of int32 are read")
+    return words
+
+
+def _scale(parts: Stored, name: str, rows: int, columns: int, scheme: Scheme) -> Tensor:
+    """The scales as [out, groups].
+
+    Raises ValueError for other shapes, such as those of blocks of a matrix, other types, and another number of groups than is
+    said.
+    """
+    scale: Tensor = _part(parts, name)
+    if scale.dtype not in _SCALES:
+        raise ValueError(f"{name} is of {scale.dtype}; scales of {', '.join(map(str, _SCALES[:3]))} are read")
+    if scale.numel() == 1 and scheme.strategy in (None, "tensor"):
+        return scale.reshape(1, 1).expand(rows, 1)
+    found = scale.unsqueeze(1) if scale.dim() == 1 else scale
+    count, said = found.shape[-1], scheme.num_groups(columns)
+    if scheme.strategy == "tensor" or found.dim() != 2 or found.shape[0] != rows or not 1 <= count <= columns:
+        meant = "one number is" if scheme.strategy == "tensor" else f"{rows} outputs and their groups are"
+        raise ValueError(f"{name} has shape {[*scale.shape]}, where {meant} meant")
+    if count != (count if said is None else said):
+        raise ValueError(f"{name} has {count} groups of {columns} inputs, and config.json says {said}")
+    return found
+
+
+def _zeros(stored: Tensor, stored_scale: Tensor, scale: Tensor, middle: int, largest: int) -> Tensor:
+    """Zero points that are not packed, as [out, groups]. middle: what is added. largest: of their absolute numbers."""
+    if stored.dtype != torch.int8 or stored.shape != stored_scale.shape:
+        raise ValueError(
+            f"weight_zero_point has shape {[*stored.shape]} of {stored.dtype}, {[*stored_scale.shape]} of int8 is meant"
+        )
+    numbers = stored.int()
+    if bool((numbers < -largest).any()) or bool((numbers >= largest).any()):
+        raise ValueError(f"weight_zero_point holds numbers beyond {-largest} to {largest - 1}")
+    return (
+        (numbers + middle).reshape(-1, 1).expand_as(scale)
+        if numbers.numel() == 1
+        else ((numbers + middle).reshape(scale.shape))
+    )
+
+
+def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) -> Tensor | None:
+    """The group of each input, int [in]; None for equal groups of neighbours.
+
+    -1 everywhere means groups of neighbours, too. Raises ValueError for groups that there are not, and where nothing says
+    which inputs they have.
+    """
+    groups = parts.get(name)
+    if groups is not None:
+        if groups.dtype not in _INDICES or [*groups.shape] != [columns]:
+            raise ValueError(f"{name} has shape {[*groups.shape]} of {groups.dtype}, {[columns]} of int32 is meant")
+        if not bool((groups == -1).all()):
+            if int(groups.min()) < 0 or int(groups.max()) >= count:
+                raise ValueError(
+                    f"an input is of group {int(groups.max())} or {int(groups.min())}, but there are {count}"
+                )
+            return groups
+    if scheme.reordered and count > 1 and groups is None:
+        raise ValueError(f"config.json says that groups were reordered, but {name} is missing")
+    size = scheme.group_size
+    if size is not None and count > 1 and columns != count * size:
+        return torch.arange(columns) // size  # the last group is not full
+    if columns % count:
+        raise ValueError(f"{columns} inputs are no multiple of {count} groups")
+    return None
 
 
 def _shape(stored: Any) -> list[int]:
@@ -169,14 +276,14 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop)
 
 
-def _place(cut: Cut, rows: int, columns: int) -> Place:
-    """Raises ValueError for a part that reaches beyond the matrix."""
+def _place(cut: Cut, rows: int, columns: int, scheme: Scheme) -> Place:
+    """Raises ValueError for a part that reaches beyond the matrix, and for another shape than is said."""
     kept = [range(rows), range(columns)]
     if cut is not None:
         dim, part = cut
-        if part.stop > kept[dim].stop:
-            raise ValueError(f"its shape is {[rows, columns]}, which config.json does not fit")
         kept[dim] = part
+    if scheme.shape not in (None, (rows, columns)) or kept[0].stop > rows or kept[1].stop > columns:
+        raise ValueError(f"its shape is {[rows, columns]}, which config.json does not fit")
     return Place(*kept)
 
 
@@ -188,16 +295,15 @@ def _words(columns: range, bits: int) -> tuple[slice, slice]:
     return slice(first, -(-columns.stop // per_word)), slice(skipped, skipped + len(columns))
 
 
-def _in_order(groups: Tensor | None) -> Tensor | None:
-    """The group of each input; None if there is none, or -1 among them, for groups of neighbours."""
-    return None if groups is None or bool((groups < 0).any()) else groups
-
-
-def _bits(words: int, columns: int) -> int:
+def _bits(words: int, columns: int, scheme: Scheme) -> int:
     found = [bits for bits in (4, 8) if words == -(-columns * bits // WORD_BITS)]
     if not found:
         raise ValueError(f"{columns} inputs in {words} words are neither of 4 nor of 8 bits")
-    return found[0]
+    if scheme.bits is not None and scheme.bits not in found:
+        raise ValueError(
+            f"{columns} inputs in {words} words are of {found[0]} bits, and config.json says {scheme.bits}"
+        )
+    return scheme.bits or found[0]
 
 
 def _scaled(values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
@@ -206,11 +312,6 @@ def _scaled(values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
     if zeros is not None:
         result.sub_(zeros.unsqueeze(-1))
     return result.mul_(scale.unsqueeze(-1)).view(values.shape)
-
-
-def _rows(numbers: Tensor, rows: int) -> Tensor:
-    """Scales or zero points as [out, groups]."""
-    return numbers.reshape(-1, 1).expand(rows, 1) if numbers.numel() == 1 else numbers.reshape(rows, -1)
 
 
 def modules_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -12,18 +12,24 @@ cache, weights that are rotated at run time, and formats that are not read here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, load_gguf, named_gguf, packed_gguf
 from layerskip_models.checkpoints.packed_weights import dequantise, in_four_bits, modules_of
+from layerskip_models.checkpoints.schemes import (
+    NOTHING_SAID,
+    SchemeOf,
+    gptq_format,
+    is_known,
+    schemes_of,
+    strategy_of,
+)
+from layerskip_models.checkpoints.weight_files import Tensors, tensors_of
 from layerskip_models.four_bits import FourBitWeight
 
 READABLE = (
@@ -42,12 +48,9 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if found is None:
         return None
+    if not isinstance(found, Mapping) and not hasattr(found, "to_dict"):
+        raise ValueError(f"quantization_config is {found!r}, which is no description of quantised weights")
     return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
-
-
-def is_first_version(settings: Mapping[str, Any]) -> bool:
-    """Whether zero points are stored as GPTQ's first version does (`packed_weights.dequantise`)."""
-    return settings.get("checkpoint_format") != "gptq_v2"
 
 
 def unquantised(config: Any) -> Any:
@@ -79,15 +82,24 @@ def check_quantisation(config: PretrainedConfig, name: str) -> None:
 
 
 def _gptq_problem(settings: Mapping[str, Any]) -> str | None:
-    version = settings.get("checkpoint_format") or "gptq"
+    version = gptq_format(settings)
     if version not in ("gptq", "gptq_v2"):
         return f"its GPTQ weights are laid out for {version}"
+    if settings.get("rotation"):
+        return f"its weights are rotated ({settings['rotation']})"
+    if settings.get("pack_dtype", "int32") != "int32":
+        return f"its GPTQ weights are packed in {settings['pack_dtype']}"
+    if not isinstance(settings.get("group_size", -1), int):
+        return f"its group_size is {settings['group_size']!r}"
     bits = settings.get("bits")
     return None if bits in (4, 8) else f"its GPTQ weights are of {bits} bits"
 
 
 def _compressed_tensors_problem(settings: Mapping[str, Any]) -> str | None:
-    groups = list((settings.get("config_groups") or {}).values())
+    named = settings.get("config_groups") or {}
+    if not isinstance(named, Mapping) or not all(isinstance(group, Mapping) for group in named.values()):
+        return "its config_groups are not groups"
+    groups = list(named.values())
     formats = {settings.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if unread := sorted(formats - set(_FORMATS)):
@@ -104,6 +116,12 @@ def _compressed_tensors_problem(settings: Mapping[str, Any]) -> str | None:
             return "its activations are quantised as well (W8A8 and the like), and without that it is another model"
         if weights and (weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in (4, 8)):
             return f"its weights are of {weights.get('num_bits')} bits, type {weights.get('type')}"
+        if weights and not isinstance(weights.get("group_size") or 1, int):
+            return f"its group_size is {weights['group_size']!r}"
+        if weights and not is_known(strategy := strategy_of(weights)):
+            return f"its weights have scales by {strategy}"
+        if weights and weights.get("block_structure"):
+            return f"its weights have scales by block ({weights['block_structure']})"
     return None
 
 
@@ -140,8 +158,8 @@ def load_quantised(
             return load_gguf(name, plain, dtype=dtype, device=device), {}
         weights, packed = found
         return named_gguf(_filled(name, plain, weights, packed, dtype, device), name), packed
-    files = weight_files(name, revision, local_files_only)
-    weights, packed = read_weights(files, dtype, first_version=is_first_version(settings), keep_packed=keep_packed)
+    files = tensors_of(name, {"revision": revision, "local_files_only": local_files_only})
+    weights, packed = read_weights(files, dtype, scheme_of=schemes_of(settings), keep_packed=keep_packed)
     model = _filled(name, plain, weights, packed, dtype, device)
     model.config.name_or_path = model.name_or_path = name
     try:
@@ -170,59 +188,63 @@ def _filled(
         for module, weight in packed.items()
     }
     model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=weights | places, dtype=dtype, device_map={"": device}, output_loading_info=True
+        None,
+        config=config,
+        state_dict=weights | places,
+        dtype=dtype,
+        device_map={"": device},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # said below, in our words
     )
-    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
+    check_loaded(found, name)
+    unread = sorted(key for key in found["unexpected_keys"] if not key.endswith("rotary_emb.inv_freq"))
+    if unread := [key for key in unread if key not in weights or bool(weights[key].any())]:
         raise ValueError(
-            f"{name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it again"
+            f"{name} holds tensors that no part of the model reads, {len(unread)} in all, first {unread[0]}: {_ORIGINAL}"
         )
     return model
 
 
+def check_loaded(found: Mapping[str, Any], name: str) -> None:
+    """ValueError for what transformers' loading info says of weights that are missing or of another shape."""
+    wrong = sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"])
+    if wrong:
+        raise ValueError(
+            f"{name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it again"
+        )
+
+
 def read_weights(
-    files: Sequence[Path], dtype: torch.dtype, *, first_version: bool = True, keep_packed: bool = False
+    tensors: Tensors,
+    dtype: torch.dtype,
+    *,
+    scheme_of: SchemeOf = lambda module: NOTHING_SAID,
+    keep_packed: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]]:
     """All weights of safetensors files by their names in the unquantised checkpoint, floats in `dtype`.
 
     keep_packed: matrices of layers stay in 4 bits where they can, and are returned by their modules' names beside the rest.
-    first_version: see `packed_weights.dequantise`. Peak memory is the result and one module in float32.
+    Peak memory is the result and one module in float32.
     Raises ValueError that names the module whose tensors do not fit together.
     """
-    place: dict[str, Any] = {}
-    opened = [safe_open(file, framework="pt") for file in files]
-    for file in opened:
-        place.update(dict.fromkeys(file.keys(), file))
-    quantised = modules_of(place)
+    quantised = modules_of(tensors.names)
     taken = {f"{module}.{part}" for module, parts in quantised.items() for part in parts}
     found: dict[str, Tensor] = {}
     packed: dict[str, FourBitWeight] = {}
     for module, names in quantised.items():
-        parts = {part: place[f"{module}.{part}"].get_tensor(f"{module}.{part}") for part in names}
-        keeps = keep_packed and module.startswith("model.layers.")
+        parts = {part: tensors.whole(f"{module}.{part}") for part in names}
+        keeps, scheme = keep_packed and module.startswith("model.layers."), scheme_of(module)
         try:
-            weight = in_four_bits(parts, first_version=first_version) if keeps else None
+            weight = in_four_bits(parts, scheme=scheme) if keeps else None
             if weight is not None:
                 packed[module] = weight
             else:
-                found[f"{module}.weight"] = dequantise(parts, first_version=first_version).to(dtype)
-        except (ValueError, KeyError, RuntimeError) as error:
+                found[f"{module}.weight"] = dequantise(parts, scheme=scheme).to(dtype)
+        except (ValueError, RuntimeError) as error:
             raise ValueError(f"the quantised weight of {module} cannot be read: {error}") from error
-    for name in place.keys() - taken:
-        tensor = place[name].get_tensor(name)
-        found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    for name in tensors.names - taken:
+        tensor = tensors.whole(name)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is of {tensor.dtype}, and nothing says what it stands for: {_ORIGINAL}")
+        found[name] = tensor.to(dtype)
     return found, packed
-
-
-def weight_files(name: str, revision: str | None = None, local_files_only: bool = False) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises FileNotFoundError where there are none."""
-    folder = Path(name)
-    if not folder.is_dir():
-        patterns = ["*.safetensors", "*.json"]
-        folder = Path(
-            snapshot_download(name, revision=revision, local_files_only=local_files_only, allow_patterns=patterns)
-        )
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{name} has no *.safetensors: only safetensors files are loaded")
-    whole = folder / "model.safetensors"
-    return [whole] if whole in files else files

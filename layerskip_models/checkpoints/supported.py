@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.as_built import check_as_built
+from layerskip_models.checkpoints.config_checks import check_fields
 from layerskip_models.checkpoints.quantised import check_quantisation, quantisation_of
 from layerskip_models.families import FAMILIES, family_of, find_family
 from layerskip_models.families.unsupported import need_of
@@ -47,6 +48,7 @@ def check_config(config: Any, name: str) -> PreTrainedConfig:
         raise ValueError(f"{name} uses {rope!r} rope scaling; supported are {', '.join(family.ropes)}")
     if config.num_hidden_layers < 2:
         raise ValueError(f"{name} has {config.num_hidden_layers} layer; an early exit needs at least 2")
+    check_fields(config, family, name)
     check_quantisation(config, name)
     return config
 

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from layerskip_models.checkpoints.typed_fields import check_types
+
 Form = Literal["low_rank", "steered", "layer"]
 FORMS = get_args(Form)
 DRAFTED: Form = "low_rank"
@@ -58,12 +60,15 @@ class AdapterConfig:
     fingerprint: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if not self.exit_layers or list(self.exit_layers) != sorted({*self.exit_layers}) or self.exit_layers[0] < 1:
             raise ValueError(f"exit_layers must be ascending and at least 1, got {list(self.exit_layers)}")
         if self.rank < 1 or self.hidden_size < 1 or self.steering_size < 1:
             raise ValueError("rank, hidden_size and steering_size must be at least 1")
+        if self.eps <= 0:
+            raise ValueError(f"eps must be above 0, got {self.eps}")
         if (self.form == "steered") != bool(self.steering_layers):
             raise ValueError("steering_layers belong to form 'steered', which needs them")
         if self.form == "layer":

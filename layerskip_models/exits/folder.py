@@ -65,14 +65,16 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
         with torch.device("cpu"):  # whatever the caller's default is
             adapters = ExitAdapters(AdapterConfig(**values))
         adapters.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
-    except (TypeError, KeyError, ValueError, RuntimeError, OSError, SafetensorError) as error:
+    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, SafetensorError) as error:
         raise ValueError(
             f"{folder} holds no exit adapters that can be read: train them again with selfspec train-exit, or say exits=None "
             f"(--exits none); {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    wrong = [name for name, value in adapters.named_parameters() if not bool(value.isfinite().all())]
+    wrong = [name for name, value in adapters.state_dict().items() if not bool(value.isfinite().all())]
     if wrong:
-        raise ValueError(f"{folder} holds NaN or infinite weights, first in {wrong[0]}: its training diverged")
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE} holds NaN or infinite weights, first in {wrong[0]}: its training diverged"
+        )
     return adapters.to(map_location).eval()
 
 

@@ -37,6 +37,7 @@ class Family:
     query_norm, key_norm: norms in `self_attn`, of every head by itself or of all heads of a row together, as they are wide.
     sliding_window: of (config, layer index), how many positions a row attends to, its own among them; None for all.
     rotates: of (config, layer index), whether queries and keys get the rotary embedding.
+    rotates_part: whether a configuration may rotate only the first numbers of each head.
     max_positions: of a config, the longest text that can be run as transformers would.
     """
 
@@ -54,6 +55,7 @@ class Family:
     key_norm: str | None = None
     sliding_window: Callable[[Any, int], int | None] = _everything
     rotates: Callable[[Any, int], bool] = _always
+    rotates_part: bool = False
     max_positions: Callable[[Any], int] = _configured
 
 

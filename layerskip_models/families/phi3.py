@@ -29,5 +29,6 @@ PHI3 = Family(
     qkv=("qkv_proj",),
     gate_up=("gate_up_proj",),
     sliding_window=lambda config, layer: config.sliding_window,
+    rotates_part=True,
     max_positions=_max_positions,
 )

@@ -1,8 +1,9 @@
 """Whether the kernels keep their promise on this very machine: a compiler or a processor may be wrong.
 
 A few small layers with odd sizes, and matrices of every kind, go through them row by row and all rows together, on one thread
-and on several, behind a text that is long enough to be divided among threads. What comes out, and what is in the KV cache
-then, must be the same bit for bit, and within rounding what PyTorch computes in float64. Takes some ten milliseconds.
+and on several, behind a text that is long enough to be divided among threads. So do matrices that fill a matrix unit's tiles,
+with 1 to 33 rows. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what
+PyTorch computes in float64. Takes some ten milliseconds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ LAYERS, WINDOW = 3, 6
 GROUPED = 192  # inputs of a matrix of 4 bits, which are not odd
 MANY = 4  # times ROWS: as many rows as the kernels treat in another way
 EARLIER = library.SECTION - 4  # positions before the rows, which then are in two sections
+TILED = (64, 128)  # outputs and inputs of a matrix that fills tiles
+TILED_ROWS = 33  # of it: two tiles' and one more
+PARTS_OF = (
+    1 << 14,
+    1 << 16,
+)  # outputs of matrices in bfloat16 that go to tiles, with a row's parts side by side or not
 _BOUND = 1e-4  # of numbers around 1
 _CUT_BOUND = 1e-3  # of the same, where 4-bit weights meet rows that are cut to 16 bits
 _ROUNDED_BOUND = 3e-2  # of the same, where keys and values are rounded to bfloat16
@@ -115,6 +122,16 @@ class _Drawn:
         weight = round_to_four_bits(self(INTERMEDIATE, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
         return NativeInt4Linear(weight, self(INTERMEDIATE))
 
+    def tiled(self) -> list[NativeLinear]:
+        """Of those kinds that a matrix unit multiplies, each as large as it must be for that, or a part of such a one."""
+        weight, bias = self(*TILED) * TILED[1] ** -0.5, self(TILED[0])
+        linears: list[NativeLinear] = [NativeInt8Linear(weight, bias)]
+        for whole in PARTS_OF:
+            linear = NativeLinear(weight.bfloat16(), bias)
+            linear.matrix.whole = whole
+            linears.append(linear)
+        return linears
+
     def _norms(self, size: int) -> tuple[RMSNorm, RMSNorm]:
         return self.norm(size), self.norm(size)
 
@@ -133,7 +150,11 @@ def fault() -> str | None:
             keys, values = (drawn(*size).to(kv_dtype).float() for _ in range(2))
             found = found or _fault_of_layers(layers, x, angles, _Earlier(keys, values, kv_dtype))
         four_bits, norm, x = drawn.four_bits(), drawn.norm(GROUPED), drawn(ROWS, GROUPED)
-        return found or _fault_of_linears(four_bits, norm, x, _CUT_BOUND)
+        found = found or _fault_of_linears(four_bits, norm, x, _CUT_BOUND)
+        x = drawn(TILED_ROWS, TILED[1])
+        for tiled in drawn.tiled():
+            found = found or _fault_of_tiles(tiled, x)
+        return found
 
 
 def _teams() -> list[int]:
@@ -159,6 +180,19 @@ def _fault_of_linears(linear: NativeLinear, norm: RMSNorm, x: Tensor, bound: flo
     if not _near(alone, expected, bound) or not _near(alone_normed, expected_normed, bound):
         return "linear computes something else"
     return None
+
+
+def _fault_of_tiles(linear: NativeLinear, x: Tensor) -> str | None:
+    """Every number of rows, since each may reach the unit in its own way; some on several threads, where that is no other."""
+    with on_threads(1):
+        alone = torch.cat([linear(row) for row in x.split(1)])
+    for threads in _teams():
+        step = 1 if threads == 1 else 5
+        with on_threads(threads):
+            if not all(torch.equal(linear(x[:rows]), alone[:rows]) for rows in range(2, len(x) + 1, step)):
+                return f"linear computes a row otherwise in company, in {linear.stored.dtype} on {threads} threads"
+    expected = x.double() @ linear.weight.double().T + linear.tensors[-1].double()
+    return None if _near(alone, expected) else f"linear computes something else in {linear.stored.dtype}"
 
 
 def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor, earlier: _Earlier) -> str | None:

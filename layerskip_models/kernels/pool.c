@@ -209,7 +209,7 @@ int pool_left(const Member *m) {
 static _Atomic int exact = EXACT_ROOMS;
 static _Atomic int64_t overruns;
 
-PUBLIC void pool_exact_rooms(int on) { atomic_store(&exact, on); }
+PUBLIC int pool_exact_rooms(int on) { return atomic_exchange(&exact, on); }
 PUBLIC int64_t pool_overruns(void) { return atomic_load(&overruns); }
 
 static void look_at_guard(const Member *m) {

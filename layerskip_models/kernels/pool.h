@@ -78,7 +78,7 @@ void *pool_memory(Member *member, size_t bytes);
 void *pool_common(Member *member, size_t bytes);
 
 /* For tests: whether every request gets memory of exactly its size, with a guard behind it (AddressSanitizer's own, where the
- * library is built with it). And how often a guard was found overwritten. */
-void pool_exact_rooms(int on);
+ * library is built with it); returns whether they did before. And how often a guard was found overwritten. */
+int pool_exact_rooms(int on);
 int64_t pool_overruns(void);
 #endif

@@ -6,8 +6,10 @@ PUBLIC int runs_baseline(void) { return 1; }
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 PUBLIC int runs_avx2(void) {
   unsigned a, b, c = 0, d;
   __builtin_cpu_init();
@@ -19,6 +21,7 @@ PUBLIC int runs_avx512(void) {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 PUBLIC int runs_vnni(void) { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#ifdef __linux__
 /* Tiles are kept by the system only for a process that has asked for them (Linux 5.16); its threads inherit that. */
 #define REQUEST_STATE 0x1023 /* of arch_prctl */
 #define TILE_DATA 18
@@ -29,6 +32,9 @@ PUBLIC int runs_amx(void) {
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
 }
+#else
+PUBLIC int runs_amx(void) { return 0; }
+#endif
 #elif defined(__aarch64__)
 PUBLIC int runs_neon(void) { return 1; } /* every such processor has it */
 #endif

@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,11 +53,12 @@ def on_threads(count: int) -> Iterator[None]:
 
 def _wanted() -> int:
     setting = os.environ.get("SELFSPEC_NUM_THREADS")
-    if setting:
-        if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"SELFSPEC_NUM_THREADS must be a positive number, got {setting!r}")
-        return int(setting)
-    return max(1, min(torch.get_num_threads(), _cores()))
+    if setting and (not setting.isdecimal() or int(setting) < 1):
+        raise ValueError(f"SELFSPEC_NUM_THREADS must be a positive number, got {setting!r}")
+    wanted, cores = int(setting) if setting else torch.get_num_threads(), _cores()
+    if cores == 1 < wanted:
+        _warn_of_binding()
+    return wanted if setting else max(1, min(wanted, cores))
 
 
 def _cores() -> int:
@@ -66,6 +68,23 @@ def _cores() -> int:
     if now > _seen[0]:
         _seen = (now + 1.0, usable_cores())
     return _seen[1]
+
+
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+"""Settings with which OpenMP binds the thread that loads PyTorch to one core, and all that this thread then starts."""
+
+
+@cache
+def _warn_of_binding() -> None:
+    """Say once that a setting of OpenMP leaves the threads of our kernels one core, if one does."""
+    given = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
+    if given:
+        warnings.warn(
+            f"{' '.join(given)} binds this thread to one core, and with it the threads of our kernels: decoding will be "
+            "slower. Unset it, or set OMP_PROC_BIND=false, before the process starts",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def usable_cores() -> int:

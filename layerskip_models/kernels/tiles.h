@@ -4,7 +4,8 @@
  * for bfloat16 weights into three bfloat16 numbers that add up to the float32 number, whose products the unit adds up in float32.
  * An element of a tile is computed by itself, in an order that the processor fixes: so a row does not depend on its company.
  *
- * With EMULATED_TILES the unit is a few loops in C, as Intel's manual describes its instructions. The tests use that.
+ * With EMULATED_TILES the unit is a few loops in C, as Intel's manual describes its instructions, which count their calls. The tests
+ * use that.
  */
 #ifndef SELFSPEC_TILES_H
 #define SELFSPEC_TILES_H
@@ -31,6 +32,7 @@ typedef union {
 } Tile;
 static __thread TileConfig tile_config;
 static __thread Tile tiles[8];
+int64_t tile_products[2]; /* of bytes and of bfloat16 numbers, so far */
 
 INLINE void tiles_load_config(const TileConfig *config) { tile_config = *config; }
 INLINE void tiles_release(void) { memset(&tile_config, 0, sizeof tile_config); }
@@ -42,6 +44,7 @@ INLINE void tile_store(int t, void *to, int64_t stride) {
   for (int r = 0; r < tile_config.rows[t]; r++) memcpy((char *)to + r * stride, tiles[t].bytes[r], tile_config.bytes[t]);
 }
 static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSSD */
+  __atomic_fetch_add(tile_products, 1, __ATOMIC_RELAXED);
   for (int m = 0; m < tile_config.rows[sums]; m++)
     for (int k = 0; k < tile_config.bytes[a] / 4; k++)
       for (int n = 0; n < tile_config.bytes[sums] / 4; n++)
@@ -53,6 +56,7 @@ INLINE float half_product(const uint16_t *a, const uint16_t *b) {
   return flushed(flushed(one_bfloat16(a)) * flushed(one_bfloat16(b)));
 }
 static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
+  __atomic_fetch_add(tile_products + 1, 1, __ATOMIC_RELAXED);
   for (int m = 0; m < tile_config.rows[sums]; m++)
     for (int n = 0; n < tile_config.bytes[sums] / 4; n++) {
       float even = 0, odd = 0, *sum = &tiles[sums].floats[m][n];

@@ -14,6 +14,7 @@ from pathlib import Path
 from layerskip_models.parallel.ranks import Ranks, local_rank
 
 _TASKS, _GLOO = Path("/proc/self/task"), "gloo"
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def share_cores(ranks: Ranks) -> None:
@@ -28,7 +29,7 @@ def share_cores(ranks: Ranks) -> None:
     first = ranks.rank - local_rank()  # of this machine
     told = ranks.collect((first, cores))
     alike = [rank for rank, place in enumerate(told) if place == (first, cores)]
-    own = share_of(cores, alike.index(ranks.rank), len(alike))
+    own = share_of(physical_cores(cores), alike.index(ranks.rank), len(alike))
     for task in _TASKS.iterdir():
         thread = int(task.name)
         try:
@@ -39,7 +40,33 @@ def share_cores(ranks: Ranks) -> None:
             continue  # it has ended, or may not be told
 
 
-def share_of(cores: Sequence[int], place: int, count: int) -> Sequence[int]:
-    """The cores of one of `count` processes that may use the same ones; all of them if there is none for each."""
-    each = len(cores) // count
-    return cores[place * each : (place + 1) * each] if each else cores
+def physical_cores(numbers: Sequence[int], folder: Path = _TOPOLOGY) -> list[list[int]]:
+    """The system's numbers of processors, together where they are threads of one core; cores of a socket are neighbours.
+
+    A processor of which the system tells nothing is a core of its own.
+    """
+    cores: dict[tuple[str, str], list[int]] = {}
+    for number in sorted(numbers):
+        try:
+            topology = folder / f"cpu{number}" / "topology"
+            socket, threads = (
+                (topology / name).read_text(encoding="utf-8").strip()
+                for name in ("physical_package_id", "thread_siblings_list")
+            )
+        except OSError:
+            socket, threads = "", str(number)
+        cores.setdefault((socket, threads), []).append(number)
+    # Sorting keeps the order of a socket's cores, and sockets in the order of their first.
+    sockets = list(dict.fromkeys(socket for socket, _ in cores))
+    return [cores[key] for key in sorted(cores, key=lambda key: sockets.index(key[0]))]
+
+
+def share_of(cores: Sequence[Sequence[int]], place: int, count: int) -> list[int]:
+    """What one of `count` processes takes of cores that all may use: neighbours, and all threads of each.
+
+    Where there are fewer cores than processes these share out the cores' threads; all of these, if there is none for each.
+    """
+    every = [number for core in cores for number in core]
+    units = cores if len(cores) >= count else [[number] for number in every]
+    each = len(units) // count
+    return [number for core in units[place * each : (place + 1) * each] for number in core] if each else every

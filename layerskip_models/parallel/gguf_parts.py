@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from layerskip_models.checkpoints.gguf_checkpoint import open_gguf
+from layerskip_models.checkpoints.weight_files import Tensors
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.parallel.part_files import Parts, cuts_of, one_behind_the_other
 from layerskip_models.parallel.shard_plan import ShardPlan
@@ -15,8 +16,11 @@ class GgufParts(Parts):
     """See `Parts`. name: the file or its folder. config: unmarked. keep_packed: matrices of layers in 4 bits stay so."""
 
     def __init__(self, name: str, config: PreTrainedConfig, *, keep_packed: bool) -> None:
-        super().__init__(name, {})
+        super().__init__(Tensors(name, {}), {})
         self._tensors, self._keep_packed = open_gguf(name, config), keep_packed
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors.names
 
     def read_packed(self, module: str, plan: ShardPlan) -> FourBitWeight | None:
         if not self._keep_packed:

@@ -5,40 +5,43 @@ Of weights that others quantised the numbers are read in parts, too, and their s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers.utils import cached_file
 
 from layerskip_models.checkpoints.packed_weights import NUMBERS, Cut, dequantise, in_four_bits, modules_of
-from layerskip_models.checkpoints.quantised import weight_files
+from layerskip_models.checkpoints.schemes import Scheme, SchemeOf
+from layerskip_models.checkpoints.weight_files import Tensors
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.parallel.shard_plan import ShardPlan
 
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the parameters of the whole model, by their names."""
 
 
 class Parts:
     """The tensors of a checkpoint's safetensors files, of which parts are read. Used in a `with` statement.
 
-    name: of the checkpoint. where: the file of every tensor.
+    Raises ValueError for a tensor of another shape than in `shapes`.
     """
 
-    def __init__(self, name: str, where: Mapping[str, Path]) -> None:
-        self._name, self._where = name, where
-        self._open: dict[Path, Any] = {}
+    def __init__(self, tensors: Tensors, shapes: Shapes) -> None:
+        self._name, self._files = tensors.name, tensors
+        tensors.check_shapes(shapes)
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.clear()
+        self._files.__exit__(*error)
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is in the files."""
+        return name in self._files.where
 
     def read(self, name: str, plan: ShardPlan, dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's part of one parameter. Raises ValueError for one that is missing, of another shape, or not finite."""
@@ -59,13 +62,11 @@ class Parts:
         return None
 
     def _part(self, name: str, plan: ShardPlan) -> Tensor:
-        stored, pieces = self._stored(name), plan.pieces(name)
+        stored, pieces = self._files.part(name), plan.pieces(name)
         if pieces is None:
             whole: Tensor = stored[:]
             return whole
         dim, parts = pieces
-        if parts[-1].stop > stored.get_shape()[dim]:
-            raise ValueError(f"{self._name}: {name} has shape {stored.get_shape()}, which its config.json does not fit")
         return one_behind_the_other(
             [stored[p.start : p.stop] if dim == 0 else stored[:, p.start : p.stop] for p in parts]
         )
@@ -80,32 +81,21 @@ class Parts:
             raise ValueError(f"{self._name} holds NaN or infinite scales, in {module}: copy or download it again")
         return weight
 
-    def _stored(self, name: str) -> Any:
-        """A slice of an open file."""
-        path = self._where.get(name)
-        if path is None:
-            raise ValueError(
-                f"{self._name} holds no {name}: the checkpoint is not complete, or of another architecture"
-            )
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path].get_slice(name)
-
 
 class QuantisedParts(Parts):
     """The same of a checkpoint that GPTQ or compressed-tensors quantised: floats are what it stands for.
 
-    keep_packed: matrices of layers stay in 4 bits where they can. first_version: see `packed_weights.dequantise`.
+    keep_packed: matrices of layers stay in 4 bits where they can. scheme_of: what is said of each module.
     """
 
-    def __init__(self, name: str, origin: Mapping[str, Any], *, first_version: bool, keep_packed: bool) -> None:
-        where: dict[str, Path] = {}
-        for path in weight_files(name, **origin):
-            with safe_open(path, framework="pt") as file:
-                where.update(dict.fromkeys(file.keys(), path))
-        super().__init__(name, where)
-        self._quantised = modules_of(where)
-        self._first_version, self._keep_packed = first_version, keep_packed
+    def __init__(self, tensors: Tensors, shapes: Shapes, *, scheme_of: SchemeOf, keep_packed: bool) -> None:
+        self._quantised = modules_of(tensors.names)
+        names = {f"{module}.weight" for module in self._quantised}
+        super().__init__(tensors, {name: shape for name, shape in shapes.items() if name not in names})
+        self._scheme_of, self._keep_packed, self._shapes = scheme_of, keep_packed, shapes
+
+    def has(self, name: str) -> bool:
+        return super().has(name) or name.removesuffix(".weight") in self._quantised
 
     def read_packed(self, module: str, plan: ShardPlan) -> FourBitWeight | None:
         if not self._keep_packed or module not in self._quantised or not module.startswith("model.layers."):
@@ -113,8 +103,7 @@ class QuantisedParts(Parts):
         with self._told(module):
             stored = self._tensors(module)
             found = [
-                in_four_bits(stored, first_version=self._first_version, cut=cut)
-                for cut in cuts_of(f"{module}.weight", plan)
+                in_four_bits(stored, scheme=self._scheme(module), cut=cut) for cut in cuts_of(f"{module}.weight", plan)
             ]
         return self._joined(module, found)
 
@@ -125,16 +114,19 @@ class QuantisedParts(Parts):
         with self._told(module):
             stored = self._tensors(module)
             found = [
-                dequantise(stored, first_version=self._first_version, cut=cut)
-                for cut in cuts_of(f"{module}.weight", plan)
+                dequantise(stored, scheme=self._scheme(module), cut=cut) for cut in cuts_of(f"{module}.weight", plan)
             ]
         return one_behind_the_other(found)
+
+    def _scheme(self, module: str) -> Scheme:
+        rows, columns = self._shapes[f"{module}.weight"]
+        return replace(self._scheme_of(module), shape=(rows, columns))
 
     def _tensors(self, module: str) -> dict[str, Any]:
         """Those of a module by their names within it: of the numbers a slice of an open file, of all else everything."""
         found: dict[str, Any] = {}
         for part in self._quantised[module]:
-            stored = self._stored(f"{module}.{part}")
+            stored = self._files.part(f"{module}.{part}")
             found[part] = stored if part in NUMBERS else stored[...]
         return found
 
@@ -143,7 +135,7 @@ class QuantisedParts(Parts):
         """Within it errors name the module."""
         try:
             yield
-        except (ValueError, KeyError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             raise ValueError(f"{self._name}: the quantised weight of {module} cannot be read: {error}") from error
 
 
@@ -159,15 +151,3 @@ def cuts_of(name: str, plan: ShardPlan) -> list[Cut]:
         return [None]
     dim, parts = pieces
     return [(dim, range(part.start, part.stop)) for part in parts]
-
-
-def float_files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
-    """The file of every tensor of a checkpoint that is not quantised. origin: revision and local_files_only."""
-    index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False, **origin)
-    if index is None:
-        path = Path(str(cached_file(name, _FILE, **origin)))
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-    listed = json.loads(Path(str(index)).read_text(encoding="utf-8"))["weight_map"]
-    paths = {file: Path(str(cached_file(name, file, **origin))) for file in sorted(set(listed.values()))}
-    return {tensor: paths[file] for tensor, file in listed.items()}

@@ -129,6 +129,10 @@ class Ranks:
             )
         return told[0, 1:].tolist()
 
+    def all_agree(self, ok: bool) -> bool:
+        """Whether every rank says so."""
+        return bool(self.gather(torch.tensor([float(ok)], dtype=torch.float64, device="cpu")).min())
+
     def collect(self, value: _Value) -> list[_Value]:
         """What every rank gave, in their order, on every rank; however long they take."""
         found: list[Any] = [None] * self.size

@@ -17,7 +17,9 @@ from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_
 from layerskip_models.checkpoints.conversion import WholeOf, convert
 from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, gguf_file, gguf_generation_config
 from layerskip_models.checkpoints.loading import load_config, resolve_device, resolve_dtype, resolve_layout
-from layerskip_models.checkpoints.quantised import is_first_version, quantisation_of, unquantised
+from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
+from layerskip_models.checkpoints.schemes import schemes_of
+from layerskip_models.checkpoints.weight_files import tensors_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight
@@ -25,7 +27,7 @@ from layerskip_models.linear import Layout, Whole
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.cores import share_cores
 from layerskip_models.parallel.gguf_parts import GgufParts
-from layerskip_models.parallel.part_files import Parts, QuantisedParts, float_files
+from layerskip_models.parallel.part_files import Parts, QuantisedParts, Shapes
 from layerskip_models.parallel.ranks import Ranks, local_rank
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.parallel.sharded_model import ShardedModel
@@ -62,12 +64,13 @@ class Source:
 
     def _parts(self, keep_packed: bool) -> Parts:
         settings = quantisation_of(self.config)
-        if settings is None:
-            return Parts(self.name, float_files(self.name, self.origin))
-        if settings["quant_method"] == GGUF_METHOD:
+        if settings is not None and settings["quant_method"] == GGUF_METHOD:
             return GgufParts(self.name, unquantised(self.config), keep_packed=keep_packed)
-        first_version = is_first_version(settings)
-        return QuantisedParts(self.name, self.origin, first_version=first_version, keep_packed=keep_packed)
+        tensors, shapes = tensors_of(self.name, self.origin), _shapes(unquantised(self.config))
+        if settings is None:
+            tensors.check_floats()
+            return Parts(tensors, shapes)
+        return QuantisedParts(tensors, shapes, scheme_of=schemes_of(settings), keep_packed=keep_packed)
 
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's, or what follows from its configuration."""
@@ -171,6 +174,10 @@ def make_shell(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return family_of(config).model(config).to(dtype)
 
 
+def _shapes(config: PreTrainedConfig) -> Shapes:
+    return {name: tuple(value.shape) for name, value in make_shell(config, torch.float32).state_dict().items()}
+
+
 def load_part(
     files: Parts,
     plan: ShardPlan,
@@ -209,9 +216,14 @@ def load_part(
     decoder.rotary_emb = type(decoder.rotary_emb)(local).to(device_of("model.embed_tokens"))
     fill("model.embed_tokens", decoder.embed_tokens)
     fill("model.norm", decoder.norm)
-    if tied:
+    if tied and not files.has("lm_head.weight"):
         shell.lm_head.weight = decoder.embed_tokens.weight
     else:
+        if tied:
+            shell.lm_head.weight = nn.Parameter(shell.lm_head.weight.detach(), requires_grad=False)
         fill("lm_head", shell.lm_head)
+        # As transformers does it: a head in the file is tied only if it says the same.
+        if tied and torch.equal(shell.lm_head.weight, decoder.embed_tokens.weight):
+            shell.lm_head.weight = decoder.embed_tokens.weight
     shell.generation_config = generation_config
     return convert(shell, local, layout, release=True, packed=packed, fill=fill, only=only, whole_of=whole_of)

@@ -91,6 +91,9 @@ class ShardedModel(LayerSkipModel):
     def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
         return self.ranks.agree(numbers, same)
 
+    def all_agree(self, ok: bool) -> bool:
+        return self.ranks.all_agree(ok)
+
     def on_one_team(self) -> AbstractContextManager[None]:
         return OneTeam() if isinstance(self._head, NativeLinear) else super().on_one_team()
 

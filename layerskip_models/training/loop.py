@@ -54,6 +54,7 @@ from layerskip_models.training.start import (
 )
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
 from layerskip_models.training.whole_copies import HeldModel, WholeCopies
+from layerskip_models.transfer import sent
 
 
 def train(config: TrainingConfig) -> Path:
@@ -170,7 +171,7 @@ class _Run:
         totals = {layer: torch.zeros((), device=accelerator.device) for layer in shares}
         for part in self._parts_of(batch_size, max(config.micro_batch_tokens // length, 1)):
             ids = training_data.block(self.streams.train, [order[row] for row in part.rows], length)
-            ids = ids.to(accelerator.device)
+            ids = sent(ids, accelerator.device)
             share = part.real / batch_size
             with accelerator.autocast():
                 losses = early_exit_backward(

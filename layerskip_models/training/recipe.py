@@ -17,6 +17,8 @@ from einops import rearrange
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from layerskip_models.transfer import sent
+
 DROPOUT_TIMES = ("continual", "scratch")
 CURRICULA = ("rotational", "gradual", "all", "none")
 EXIT_WEIGHTS = ("published", "uniform")
@@ -167,7 +169,7 @@ def exit_hidden_states(
         if kept is None:
             hidden = run(layer, hidden, position_ids, position_embeddings)
         elif len(kept) or (wanted_elsewhere is not None and bool(wanted_elsewhere[index])):
-            rows = (kept if len(kept) else torch.zeros(1, dtype=torch.int64)).to(hidden.device)
+            rows = sent(kept if len(kept) else torch.zeros(1, dtype=torch.int64), hidden.device)
             output = run(layer, hidden[rows], position_ids, position_embeddings)
             rows, output = rows[: len(kept)], output[: len(kept)]  # without rows, the gradient of the layer is zero
             hidden = hidden.index_copy(0, rows, output.to(hidden.dtype))

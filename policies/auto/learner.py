@@ -82,26 +82,26 @@ class AutoLearner:
 
     def observe_prompt(self, shadow: Shadow) -> None:
         """Learn from the prompt's last rows."""
-        self.table.observe_shadow(shadow)
-        self._count(shadow)
+        self._count(shadow.layers, self.table.observe_shadow(shadow))
         self.learn()
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round: what it drafted or dropped always, all layers when it has shadow tokens."""
-        self.table.observe(record)
-        if record.shadow is not None:
-            self._count(record.shadow)
+        confidences = self.table.observe(record)
+        if record.shadow is not None and confidences is not None:
+            self._count(record.shadow.layers, confidences)
         elif record.exit_layer is not None:
             self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
         if self._rows > TUNING.news * self._solved_at:
             self.learn()
 
-    def _count(self, shadow: Shadow) -> None:
+    def _count(self, layers: tuple[int, ...], read: list[list[float]]) -> None:
+        """Confidences of shadow tokens, [layers][rows]."""
         # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
-        self._rows += shadow.confidences.shape[1]
+        self._rows += len(read[0]) if read else 0
         if self._decay < 1:
             self.frequency *= self._decay
-        for layer, confidences in zip(shadow.layers, shadow.confidences.tolist()):
+        for layer, confidences in zip(layers, read):
             index = self._index.get(layer)
             if index is not None:
                 for confidence in confidences:

@@ -104,7 +104,9 @@ class StaticRound:
         self.verdict = torch.zeros(1 + 2 * max_rows, dtype=torch.float64, device=device)
         self._index = torch.arange(max_rows, dtype=torch.long, device=device)
         self._nothing = torch.zeros(1, 1, dtype=torch.float64, device=device)
-        self.captures = Captures(device, (self._state, self.hidden), streams)
+        self.captures = Captures(
+            device, (self._state, self.hidden), streams, num_ranks=model.num_ranks, all_agree=model.all_agree
+        )
 
     def start(self, token: int, position: int) -> None:
         """Begin a round with its pending token."""

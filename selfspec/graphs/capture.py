@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
+from layerskip_models.parallel.ranks import RankError
+from selfspec.graphs.cuda_graph import CudaGraph, GraphSpace
 from selfspec.graphs.streams import Streams
 from selfspec.passes import CaptureError
 
@@ -36,8 +38,6 @@ _FROM_HOST = (
 MAX_CAPTURES = 1024
 """How many captures are held of those that nobody asked for ahead."""
 
-_WARM_UPS = 2  # before a capture: libraries allocate and choose at their first calls, which a graph must not see
-
 
 class Captured(Protocol):
     """Work that can be done again."""
@@ -47,34 +47,18 @@ class Captured(Protocol):
         ...
 
 
-class CudaGraph:
-    """A CUDA graph. pool: memory for temporary tensors, shared by graphs that never run at the same time."""
-
-    def __init__(self, body: Body, pool: Any, stream: torch.cuda.Stream) -> None:
-        current = torch.cuda.current_stream(stream.device)
-        stream.wait_stream(current)
-        # This context also leaves the stream when a capture fails, which `torch.cuda.graph` itself does not.
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                body()
-            self._graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using CUDA meanwhile: only this one must not synchronise.
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                body()
-        current.wait_stream(stream)
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
 class RecordedOperations(TorchDispatchMode):
-    """The stand-in: operations in their order, each with its arguments and the tensors that its results went to."""
+    """The stand-in: operations in their order, each with its arguments and the tensors that its results went to.
+
+    Temporary tensors are spoiled when the work is done: other graphs write over those of a CUDA graph.
+    """
 
     def __init__(self, body: Body) -> None:
         super().__init__()
         self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         with self, operators_only():
             body()
+        self._spoil()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation, and note it unless it only made a view."""
@@ -99,6 +83,13 @@ class RecordedOperations(TorchDispatchMode):
             out = func(*args, **kwargs)
             for place, result in zip(places, (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))):
                 place.copy_(result)
+        self._spoil()
+
+    def _spoil(self) -> None:
+        """Nobody wants these numbers any more. Integers become 0, which is an index into anything."""
+        for _, _, _, places in self._steps:
+            for place in places:
+                place.fill_(torch.nan if place.is_floating_point() else 0)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -108,10 +99,17 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _reason(error: RuntimeError) -> str:
+    """The error that ended a capture, with what went wrong in it. In a function whose frame the error does not keep."""
+    return str(error) if error.__context__ is None else f"{error} ({error.__context__})"
+
+
 class Captures:
     """Captured work by key: captured when first asked for, or ahead of that.
 
-    protect: what capturing disturbs and must be put back, since a body runs for warming up. max_captures: how many of those
+    protect: what capturing disturbs and must be put back, since a body runs for warming up. num_ranks, all_agree: of the
+    processes that hold the model together, see `LayerSkipModel`; work that one cannot capture is captured by none.
+    max_captures: how many of those
     captured when first asked for are held; beyond that the least recently used is given up. Those made ahead are all kept,
     and do not count. Memory is not counted: temporary tensors are in one pool that all captures share, as large as the
     largest of them needs, and what a graph itself takes of the device no allocator knows.
@@ -119,17 +117,25 @@ class Captures:
     """
 
     def __init__(
-        self, device: torch.device, protect: Sequence[Tensor], streams: Streams, *, max_captures: int = MAX_CAPTURES
+        self,
+        device: torch.device,
+        protect: Sequence[Tensor],
+        streams: Streams,
+        *,
+        num_ranks: int = 1,
+        all_agree: Callable[[bool], bool] = bool,
+        max_captures: int = MAX_CAPTURES,
     ) -> None:
         self.num_captures = 0
         self.seconds = 0.0
         self._protect = protect
         self._streams = streams
+        self._num_ranks, self._all_agree = num_ranks, all_agree
         self._max_captures = max_captures
         self._made_ahead: dict[Hashable, Captured] = {}
         self._on_demand: OrderedDict[Hashable, Captured] = OrderedDict()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._device = device
+        self._space: GraphSpace | None = None  # from the first capture on, on CUDA
 
     def __len__(self) -> int:
         return len(self._made_ahead) + len(self._on_demand)
@@ -137,7 +143,8 @@ class Captures:
     def run(self, key: Hashable, body: Body) -> None:
         """Do the work of a key: replay it, after capturing `body` if it is not held. Equal keys must mean equal work.
 
-        Raises CaptureError with the reason if the work can be neither captured nor replayed.
+        Raises CaptureError with the reason if the work can be neither captured nor replayed; RankError if a replay fails that
+        other processes take part in.
         """
         captured = self._made_ahead.get(key)
         if captured is None:
@@ -150,8 +157,13 @@ class Captures:
                 self._on_demand.move_to_end(key)
         try:
             captured.replay()
+        except RankError:
+            raise
         except RuntimeError as error:
-            raise CaptureError(f"replaying {key} failed: {error}") from error
+            failed = f"replaying {key} failed: {error}"
+            if self._num_ranks > 1:  # nobody asks the others after each replay, and they wait for this one's part of it
+                raise RankError(f"{failed}. The other processes of the model cannot go on without this one") from error
+            raise CaptureError(failed) from error
 
     def ensure(self, key: Hashable, body: Body) -> None:
         """Capture a key's work if it is not held, without doing it, and keep it from now on. Raises CaptureError as `run`."""
@@ -165,8 +177,13 @@ class Captures:
             saved = [tensor.clone() for tensor in self._protect]
             try:
                 captured = self._make(body)
+            except RankError:
+                raise  # the others are gone
             except RuntimeError as error:
-                raise CaptureError(f"capturing {key} failed: {error}") from error
+                self._all_agree(False)
+                raise CaptureError(f"capturing {key} failed: {_reason(error)}") from error
+            if not self._all_agree(True):
+                raise CaptureError(f"capturing {key} failed in another process")
             for tensor, value in zip(self._protect, saved):
                 tensor.copy_(value)
             self.num_captures += 1
@@ -174,6 +191,8 @@ class Captures:
             return captured
 
     def _make(self, body: Body) -> Captured:
-        if self._stream is None:
+        if self._device.type != "cuda":
             return RecordedOperations(body)
-        return CudaGraph(body, self._pool, self._stream)
+        if self._space is None:
+            self._space = GraphSpace(self._device)
+        return CudaGraph(body, self._space)

@@ -13,7 +13,7 @@ nothing is counted. What was drawn for such a token is never used again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isnan
 
@@ -90,6 +90,16 @@ class CapturedRunner:
         self._ahead = None
         self._streams.resume()
 
+    def come_back(self, rows: int) -> None:
+        """The text goes on from captures again; its first `rows` rows are right.
+
+        What eager rounds left behind them may be NaN, which no mask hides.
+        """
+        self.begin()
+        with torch.inference_mode():
+            self.cache.keys[..., rows:].zero_()
+            self.cache.values[:, :, rows:].zero_()
+
     def clear(self) -> None:
         """What is masked is still multiplied by 0, which only makes 0 of numbers."""
         self._ahead = None
@@ -154,7 +164,13 @@ class CapturedRunner:
         return [outcome]
 
     def learning(self) -> AbstractContextManager[None]:
-        """On a stream of its own, which waits for the round but not for the pass launched after it."""
+        """On a stream of its own, which waits for the round but not for the pass launched after it.
+
+        Not so where several processes hold the model. Learning needs sums as well, and sums on two streams at once may come
+        in another order in each process, which then wait for one another.
+        """
+        if self._model.num_ranks > 1:
+            return nullcontext()
         return self._streams.beside(self._verdict_read.event)
 
     def warm_up(

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 
-from layerskip_models.attention import attend_grouped, unseen
+from layerskip_models.attention import attend_grouped, repeat_rows, unseen
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 
@@ -85,4 +85,4 @@ class StaticForward:
         hidden_places = unseen(positions, self._places[:span], window)  # [rows, span]
         mask = torch.zeros(hidden_places.shape, dtype=model.dtype, device=model.device)
         mask = mask.masked_fill_(hidden_places, -torch.inf)
-        return repeat(mask, "rows span -> (rows group) span", group=model.num_heads // model.num_kv_heads)
+        return repeat_rows(mask, model.num_heads // model.num_kv_heads)

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from selfspec.graphs.stream_pool import HeldStream
+
 _capturing = threading.RLock()
 """Held while this process captures: PyTorch allows one capture at a time, whatever the thread and the device."""
 
@@ -106,7 +108,11 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)
+        try:
+            self._held: HeldStream | None = HeldStream(device)
+            self._side = self._held.stream
+        except RuntimeError:  # more runners than streams: two share one, which costs time only
+            self._held, self._side = None, torch.cuda.Stream(device)
         self._last = torch.cuda.current_stream(device)
 
     def event(self) -> Event:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.checkpoints.quantised import quantisation_of
+from layerskip_models.checkpoints.weight_files import FILE, INDEX, listed_files
 from layerskip_models.exits import folder as exits
 from policies import MeasuredCost, parse_policy
 from selfspec import __version__
 from selfspec.defaults import DEFAULT_POLICY, SETTINGS_FILE
 from selfspec.pacer import network as pacer
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "chat_template*", "LICENSE*", "NOTICE*", SETTINGS_FILE,
@@ -117,13 +116,13 @@ def _downloaded(name: str) -> Path:
     """The folder in the local cache with what belongs to a checkpoint of the hub, and nothing else of its repository."""
     snapshot_download(name, allow_patterns=[*FILES, INDEX, "README.md"], ignore_patterns=["*/*"])
     folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
-    weights = [WEIGHTS] if not (folder / INDEX).is_file() else [WEIGHTS, *_shards(folder)]
+    weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *_shards(folder)]
     return Path(snapshot_download(name, allow_patterns=weights, ignore_patterns=["*/*"]))
 
 
 def _weight_files(folder: Path) -> list[str]:
     """Names of the files that hold the weights, the index among them. Raises FileNotFoundError if one is missing."""
-    names = [WEIGHTS] if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file() else [INDEX, *_shards(folder)]
+    names = [FILE] if (folder / FILE).is_file() or not (folder / INDEX).is_file() else [INDEX, *_shards(folder)]
     for name in names:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: copy or download the checkpoint again")
@@ -132,13 +131,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 def _shards(folder: Path) -> list[str]:
     """Raises OSError for an index that cannot be read."""
-    try:
-        shards = {str(name) for name in json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OSError(f"{folder / INDEX} is damaged ({error}): copy or download it again") from error
-    if wrong := sorted(name for name in shards if Path(name).name != name):
-        raise OSError(f"{folder / INDEX} names {wrong[0]}, which is not a file beside it")
-    return sorted(shards)
+    return sorted({*listed_files(folder / INDEX).values()})
 
 
 def _check_policy(policy: str, num_layers: int) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from einops import repeat
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
@@ -25,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
+from layerskip_models.checkpoints.typed_fields import check_types
 from layerskip_models.families.llama import LLAMA
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
@@ -38,6 +41,10 @@ SCOPES = ("full", "draft", "block")
 ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+_UNREADABLE = (
+    TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""What reading somebody else's files may raise."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -69,6 +76,7 @@ class PreVerifierConfig:
     policy: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {self.scope!r}")
         if self.estimates not in ESTIMATES:
@@ -295,6 +303,15 @@ def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "
         config = PreVerifierConfig(**values)
         module = PreVerifierModule(config)
         module.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
-    except (TypeError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} holds no pre-verifier that can be read: {' '.join(str(error).split())}") from error
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{folder} holds no pre-verifier that can be read: train it again with selfspec train-pacer; "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    wrong = [name for name, value in module.state_dict().items() if not bool(value.isfinite().all())]
+    if wrong:
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; train it "
+            "again with selfspec train-pacer"
+        )
     return module.to(map_location).eval()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MOST_KEPT = 256
-"""Texts that are kept, however much memory there is: every prompt is compared with each of them."""
+MOST_KEPT = 4096
+"""Texts that are kept, however much memory there is: what a text brings with it beside its rows is bounded, too."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 

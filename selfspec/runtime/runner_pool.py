@@ -9,83 +9,21 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner, captured_length
-from selfspec.hidden_states import KeptStates
 from selfspec.passes import RunnerName
+from selfspec.runtime.places import IdlePlaces, Place, no_tokens
 from selfspec.runtime.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_alike
 
 SMALL_LOSS = 32
 """Rows of a kept text that a text which goes on from it may write over. Policies have about as many read again anyway. If
 more would be lost, the rows that both begin with are copied, and the kept text stays."""
-
-
-def _no_tokens() -> Tensor:
-    return torch.empty(0, dtype=torch.long, device="cpu")
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """Where a text lives: its KV cache, and the passes that were captured on that cache, if there are any.
-
-    tokens: of the text that it holds while it is idle, int64 [rows] on the CPU. kept: that text's hidden states.
-    read: while a text lives here, returns those of its tokens whose rows are final and will stay. owner: of the text.
-    """
-
-    cache: KVCache
-    captured: CapturedRunner | None = None
-    tokens: Tensor = field(default_factory=_no_tokens)
-    kept: KeptStates | None = None
-    read: Callable[[], Tensor] | None = None
-    owner: Owner = ANYONE
-
-    @property
-    def capacity(self) -> tuple[int, int]:
-        """Longer texts first, then more captures: what a later text would otherwise have to make anew."""
-        return self.cache.max_length, 0 if self.captured is None else self.captured.num_captures
-
-    @property
-    def num_bytes(self) -> int:
-        """Of memory."""
-        states = 0 if self.kept is None else self.kept.rows.numel() * self.kept.rows.element_size()
-        return self.cache.num_bytes + states
-
-    def copy(self, model: LayerSkipModel, rows: int) -> Place:
-        """The first rows of its text in as little memory as they need, without captures."""
-        cache = KVCache(model, rows)
-        cache.take(self.cache, rows)
-        kept = None if self.kept is None else KeptStates(self.kept.layers, self.kept.rows[:, :rows].clone())
-        return Place(cache, tokens=self.tokens[:rows], kept=kept, owner=self.owner)
-
-    def share(self, read: Callable[[], Tensor]) -> None:
-        """A text lives here now, and others may go on from what it has read. Hidden states are its own until it ends."""
-        self.read, self.kept = read, None
-
-    def shared(self) -> Tensor:
-        """The tokens that a prompt may begin with in order to go on from here."""
-        return self.tokens if self.read is None else self.read()
-
-    def leave(self, tokens: Tensor, kept: KeptStates | None) -> None:
-        """The text ends here. tokens: int64 [rows], those that the cache's first rows belong to."""
-        self.tokens, self.kept = tokens.to("cpu", copy=True), kept
-
-    def is_beginning_of(self, other: Place) -> bool:
-        """Whether the same owner's other text begins with all of this one."""
-        rows = len(self.tokens)
-        return not rows or (
-            self.owner == other.owner and rows <= len(other.tokens) and bool(self.tokens.equal(other.tokens[:rows]))
-        )
-
-    def forget(self) -> None:
-        """Whatever text it held."""
-        self.tokens, self.kept = _no_tokens(), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +55,7 @@ class RunnerPool:
         self._on_giving_up = on_giving_up
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
-        self._idle: list[Place] = []  # the one that was used last is last
+        self._idle = IdlePlaces()
         self._lent: list[Place] = []
         self._returned: list[Place] = []  # not among the idle ones yet
         self._times_forgotten = 0
@@ -136,19 +74,22 @@ class RunnerPool:
     @property
     def kept_texts(self) -> KeptTexts:
         with self._lock:
-            return KeptTexts(sum(place.tokens.numel() > 0 for place in self._idle), self._num_bytes())
+            return KeptTexts(self._idle.num_texts, self._idle.num_bytes)
 
     @contextmanager
-    def lend(self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE) -> Iterator[Place]:
+    def lend(
+        self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE, *, alone: bool = True
+    ) -> Iterator[Place]:
         """A place for one text of at most `num_tokens` tokens.
 
         prompt: int64 [n] on the CPU. Its KV cache holds the rows that a kept text begins with as the prompt does, and is
-        empty if there is none. owner: of the text; kept ones of others are not looked at.
+        empty if there is none. owner: of the text; kept ones of others are not looked at. alone: whether the text begins
+        without company. In company it runs eagerly, so it gets no captures, whose cache is longer than most texts.
         """
         with self._changing():
             before = self._times_forgotten
-            place = self._find(num_tokens, prompt, owner)
-            place.tokens, place.owner = _no_tokens(), owner
+            place = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
+            place.tokens, place.owner = no_tokens(), owner
             self._lent.append(place)
         try:
             yield place
@@ -176,9 +117,22 @@ class RunnerPool:
         """Use no text that has been read so far: the weights are others now."""
         with self._changing():
             self._times_forgotten += 1
-            for place in (*self._idle, *self._returned, *self._lent):
+            self._idle.forget_texts()
+            for place in (*self._returned, *self._lent):
                 place.forget()
                 place.read = None
+
+    def give_back(self) -> None:
+        """Memory that no text needs: idle caches that hold none, and the room behind texts that are kept.
+
+        Captures stay with their caches, since they take long to make.
+        """
+        with self._changing():
+            for place in self._idle:
+                if place.captured is None and not len(place.tokens):
+                    self._idle.remove(place)
+                elif place.has_spare_room:
+                    self._idle.replace(place, place.copy(self._model, len(place.tokens)))
 
     def give_up_graphs(self, error: RuntimeError) -> None:
         """Lend no captures from now on, and warn of it once: graphs do not work here, for this reason."""
@@ -209,11 +163,13 @@ class RunnerPool:
             finally:
                 self._is_changing = False
 
-    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner) -> Place:
-        """A place out of the idle ones or a new one, whose cache holds what can be reused."""
+    def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> Place:
+        """A place out of the idle ones or a new one, whose cache holds what can be reused. captured: with captures."""
         source, rows = self._most_alike(prompt, owner)
-        choose = self._with_captures if self.kind == "captured" else self._with_room
-        place = choose(num_tokens, source, rows) or self._make(num_tokens)
+        if source is not None:
+            source.settle()
+        choose = self._with_captures if captured else self._with_room
+        place = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
         if source is None or place is source:
             place.cache.declare(rows)
         else:
@@ -227,47 +183,49 @@ class RunnerPool:
         Captured passes may write over a whole cache, for padding or after a failure: of texts that still live, only those
         without captures are looked at.
         """
-        best: Place | None = None
-        rows = 0
-        if prompt is not None and self.reuses:
-            living = [place for place in self._lent if place.captured is None]
-            for place in (*self._idle[::-1], *living):
-                if place.owner != owner:
-                    continue
+        if prompt is None or not self.reuses:
+            return None, 0
+        best, rows = self._idle.most_alike(prompt, owner)
+        for place in self._lent:
+            if place.captured is None and place.owner == owner:
                 alike = num_alike(place.shared(), prompt)
                 if alike > rows:
                     best, rows = place, alike
         return best, rows
 
     def _with_room(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
-        """An idle place to write over: the text's own beginning, or what would be given up for the new text's memory."""
-        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._num_bytes()
+        """An idle place without captures to write over: the text's own beginning, or what would be given up for the new
+        text's memory."""
+        room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle.num_bytes
         found: Place | None = None
-        if source in self._idle and len(source.tokens) - rows <= SMALL_LOSS:
+        own = source is not None and source.captured is None and source in self._idle
+        if source is not None and own and len(source.tokens) - rows <= SMALL_LOSS:
             self._idle.remove(source)
             found = source
             room += source.num_bytes
-        while self._idle and room < 0:
-            if found is not None and found.cache.max_length >= num_tokens:
+        while room < 0 and (found is None or found.cache.max_length < num_tokens):
+            other = self._idle.oldest(but=source, captured=False)
+            if other is None:
                 break
-            found = next((place for place in self._idle if place is not source), self._idle[0])
-            self._idle.remove(found)
+            self._idle.remove(other)
+            found = other
             room += found.num_bytes
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: Place | None, rows: int) -> Place | None:
         """An idle place with captures, which take long to make. Its text moves elsewhere if there is memory for that."""
-        able = [one for one in self._idle if one.captured is not None and one.cache.max_length >= num_tokens]
+        able = self._idle.captured(num_tokens)
         if not able:
             return None
-        found = source if source in able else able[-1]
-        at = self._idle.index(found)
-        self._idle.remove(found)
+        found = source if source is not None and source in able else able[-1]
+        found.settle()
         held = found.tokens.numel()
         both = found.num_bytes + self._row_bytes * held
         lost = held - (rows if found is source else 0)
-        if lost > SMALL_LOSS and self._num_bytes() + both <= self._prefixes.num_bytes:
-            self._idle.insert(at, found.copy(self._model, held))
+        if lost > SMALL_LOSS and self._idle.num_bytes - found.num_bytes + both <= self._prefixes.num_bytes:
+            self._idle.replace(found, found.copy(self._model, held))
+        else:
+            self._idle.remove(found)
         return found
 
     def _take_back(self, place: Place) -> None:
@@ -276,30 +234,33 @@ class RunnerPool:
             return
         limit = self._prefixes.num_bytes
         if not limit:
-            self._idle = [max([place, *self._idle], key=lambda one: one.capacity)]
+            largest = max([place, *self._idle], key=lambda one: one.capacity)
+            self._idle.clear()
+            self._idle.add(largest)
             return
         # A text that is no more than this one's beginning is not needed any more.
-        self._idle = [one for one in self._idle if one.captured or not one.is_beginning_of(place)]
-        self._idle.append(place)
-        too_much = self._num_bytes() - limit
-        for index, one in enumerate(self._idle):
-            if too_much <= 0:
-                break
-            rows = len(one.tokens)
-            if one.captured is None and one.cache.max_length > 2 * rows > 0:
-                self._idle[index] = one.copy(self._model, rows)
-                too_much += self._idle[index].num_bytes - one.num_bytes
-        while len(self._idle) > 1 and (too_much > 0 or len(self._idle) > MOST_KEPT):
-            too_much -= self._idle.pop(0).num_bytes
+        for one in self._idle.beginnings_of(place.tokens, place.owner):
+            if not one.captured:
+                self._idle.remove(one)
+        self._idle.add(place)
+        while self._idle.num_bytes > limit and (spacious := self._idle.with_spare_room()) is not None:
+            self._idle.replace(spacious, spacious.copy(self._model, len(spacious.tokens)))
+        with_captures = next(reversed(self._idle.captured(0)), None)
+        while len(self._idle) > 1 and (self._idle.num_bytes > limit or len(self._idle) > MOST_KEPT):
+            oldest = self._idle.oldest(but=with_captures)
+            assert oldest is not None
+            self._idle.remove(oldest)
 
-    def _num_bytes(self) -> int:
-        return sum(place.num_bytes for place in self._idle)
-
-    def _make(self, num_tokens: int) -> Place:
-        if self.kind == "captured":
-            cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions))
+    def _make(self, num_tokens: int, captured: bool) -> Place:
+        if captured:
+            place: Place | None = None
+            failure = RuntimeError("another process of the model has no room for them")
             try:
-                return Place(cache, CapturedRunner(self._model, cache))
+                cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions))
+                place = Place(cache, CapturedRunner(self._model, cache))
             except RuntimeError as error:  # no memory for its buffers, say
-                self.give_up_graphs(error)
+                failure = error
+            if self._model.all_agree(place is not None) and place is not None:
+                return place
+            self.give_up_graphs(failure)
         return Place(KVCache(self._model, num_tokens))

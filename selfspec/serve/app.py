@@ -69,6 +69,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
             make_engine=make_engine,
             explain=None if watch is None else watch.explain,
             kept_bytes=lambda: generator.kept_texts.num_bytes,
+            on_idle=generator.free_idle_memory,
         )
         app.state.lanes = Lanes()
         if watch is not None:

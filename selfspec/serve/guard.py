@@ -20,6 +20,8 @@ OPEN_PATHS = ("/health", "/")
 """Served without a key: whether the server is up, and a page that asks for the key."""
 BODY_SECONDS = 60.0
 """Within which a body must be there."""
+MOST_UNFINISHED = 16
+"""Bodies of the largest size whose bytes are held together while they are not complete."""
 
 
 class Guard:
@@ -29,6 +31,7 @@ class Guard:
         self._app, self._metrics, self._routes = app, metrics, routes
         self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
         self._most, self._hosts = settings.max_body_bytes, settings.allowed_hosts
+        self._unfinished = 0  # bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,8 +52,9 @@ class Guard:
         if refused is not None:
             await refused.response()(scope, receive, counted)
             return
+        body = _Body(receive, self)
         try:
-            await self._app(scope, self._limited(receive), counted)
+            await self._app(scope, body.receive, counted)
         except asyncio.CancelledError:  # the time to finish is over
             if begun:
                 raise
@@ -62,6 +66,8 @@ class Guard:
             log.exception("a request failed")
             failed = ApiError("the server failed on this request; its log says why", status=500)
             await failed.response()(scope, receive, counted)
+        finally:
+            body.end()
 
     def _refused(self, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
@@ -85,33 +91,55 @@ class Guard:
             return ApiError(self._too_large, status=413, code="body_too_large")
         return None
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Counts what comes, as a body need not say how long it is, and the seconds until all of it is there."""
-        received, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+    def hold(self, received: int, more: int) -> None:
+        """Room for more bytes of a body of which so many are here. Raises HTTPException (status 413 or 429)."""
+        if received + more > self._most:
+            raise HTTPException(413, self._too_large)
+        if self._unfinished + more > MOST_UNFINISHED * self._most:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise HTTPException(429, "too many bodies are on their way: try again in a second", headers)
+        self._unfinished += more
 
-        async def limited() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            left = deadline - asyncio.get_running_loop().time()
-            try:
-                message = await asyncio.wait_for(receive(), max(0.0, left))
-            except asyncio.TimeoutError:
-                raise HTTPException(
-                    408, f"the body did not come within {BODY_SECONDS:g} s", {"Connection": "close"}
-                ) from None
-            received += len(message.get("body", b""))
-            complete = message["type"] != "http.request" or not message.get("more_body", False)
-            if received > self._most:
-                raise HTTPException(413, self._too_large)
-            return message
-
-        return limited
+    def let_go(self, received: int) -> None:
+        """Of a body that is complete, or given up."""
+        self._unfinished -= received
 
     @property
     def _too_large(self) -> str:
         return f"the body is larger than {self._most} bytes"
+
+
+class _Body:
+    """Counts what comes of a body, as it need not say how long it is, and the seconds until all of it is there."""
+
+    def __init__(self, receive: Receive, guard: Guard) -> None:
+        self._receive, self._guard = receive, guard
+        self._held, self._complete = 0, False
+        self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+
+    async def receive(self) -> Message:
+        """The next part. Raises HTTPException for a body that is too large, too slow, or one too many."""
+        if self._complete:
+            return await self._receive()
+        left = self._deadline - asyncio.get_running_loop().time()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(0.0, left))
+        except asyncio.TimeoutError:
+            raise HTTPException(
+                408, f"the body did not come within {BODY_SECONDS:g} s", {"Connection": "close"}
+            ) from None
+        more = len(message.get("body", b""))
+        self._guard.hold(self._held, more)
+        self._held += more
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self.end()
+        return message
+
+    def end(self) -> None:
+        """All of it is there, or no more is wanted."""
+        self._complete = True
+        self._guard.let_go(self._held)
+        self._held = 0
 
 
 def _name(host: str) -> str:

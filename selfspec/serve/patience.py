@@ -18,6 +18,8 @@ MOST_HEAD_BYTES = 1 << 16
 """Of a request's line and headers."""
 MOST_REST_BYTES = 64 << 20
 """Of a body that was refused before all of it was there."""
+MOST_WAITED_FOR = 512
+"""Connections from which a request, or the rest of one, may yet come. Beyond that the one that is waited for longest ends."""
 _LOOK_SECONDS = 2.0
 
 
@@ -26,9 +28,13 @@ class PatientProtocol(Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle_since = self._taken_at = self.loop.time()
+        self._idle_since = self._taken_at = self._waited_since = self.loop.time()
         self._unread = self._unsent = 0
         self._next_look = self.loop.call_later(_LOOK_SECONDS, self._look)
+        if len(self.connections) > MOST_WAITED_FOR:
+            waited_for = [one for one in self.connections if isinstance(one, PatientProtocol) and one._is_waited_for]
+            if len(waited_for) > MOST_WAITED_FOR:
+                min(waited_for, key=lambda one: one._waited_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._next_look.cancel()
@@ -48,10 +54,18 @@ class PatientProtocol(Protocol):
         cycle: Any = self.cycle
         return cycle is not None and not cycle.response_complete
 
+    @property
+    def _is_waited_for(self) -> bool:
+        """Whether it is the client's turn to send: a request, or the rest of its body."""
+        cycle: Any = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body
+
     def _look(self) -> None:
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if self._is_answering:
             self._idle_since = now
+        if not self._is_waited_for:
+            self._waited_since = now
         if not unsent or unsent != self._unsent:
             self._taken_at = now
         self._unsent = unsent

@@ -15,6 +15,8 @@ from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.token_logprobs import LogprobRecorder, TokenLogprob
 
 log = logging.getLogger("selfspec.serve")
+IDLE_SECONDS = 10.0
+"""Without any text, until memory is given back that the next text would use."""
 _SEND_SECONDS = 0.003
 """The longest wait between two rounds for tokens to be sent, which takes less than a millisecond."""
 
@@ -78,6 +80,7 @@ class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
 
     explain: says more about the loss of another process, if it can. kept_bytes: says how much memory idle caches take.
+    on_idle: called once in the scheduler's thread when there has been no text for `IDLE_SECONDS`.
     """
 
     def __init__(
@@ -89,9 +92,10 @@ class Scheduler:
         make_engine: Callable[[], Engine] = Engine,
         explain: Callable[[RankError], RankError] | None = None,
         kept_bytes: Callable[[], int] = lambda: 0,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._metrics, self._make_engine, self._explain = metrics, make_engine, explain
-        self._kept_bytes = kept_bytes
+        self._kept_bytes, self._on_idle = kept_bytes, on_idle
         self._batch_size, self._max_waiting = batch_size, max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
@@ -167,10 +171,16 @@ class Scheduler:
         return ClosedError() if self._failure is None else ClosedError(str(self._failure), code="rank_lost")
 
     def _run(self) -> None:
+        patience: float | None = IDLE_SECONDS
         while True:
             with self._changed:
-                while not (self._waiting or self._left or self._closing):
-                    self._changed.wait()
+                has_work = self._changed.wait_for(lambda: self._waiting or self._left or self._closing, patience)
+            if not has_work:
+                self._rest()
+                patience = None
+                continue
+            patience = IDLE_SECONDS
+            with self._changed:
                 if self._closing:
                     self._refuse([*self._waiting], self._closed())
                     self._waiting.clear()
@@ -187,6 +197,13 @@ class Scheduler:
             self._metrics.decoding.set(0)
             self._metrics.cache_bytes.set(0)
             self._metrics.kept_bytes.set(self._kept_bytes())
+
+    def _rest(self) -> None:
+        try:
+            self._on_idle()
+        except Exception:  # it may need memory to give back more of it
+            log.exception("idle memory could not be given back")
+        self._metrics.kept_bytes.set(self._kept_bytes())
 
     def _run_until_idle(self) -> None:
         """One engine, until nobody is left: all that it holds is then given back."""

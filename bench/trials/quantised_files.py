@@ -55,11 +55,13 @@ def quantise_checkpoint(
     shuffled: bool = False,
     version: str = "gptq",
     scale_dtype: torch.dtype = torch.float16,
+    packed_zeros: bool = True,
 ) -> LlamaForCausalLM:
     """Write the model with its layers' matrices quantised; returns it with the float weights that the file stands for.
 
     method: "pack-quantized", "int-quantized" or "gptq". group_size: inputs that share a scale; None for all of a row.
-    shuffled: the groups are of inputs that are not neighbours (GPTQ's desc_act). version: of GPTQ.
+    shuffled: the groups are of inputs that are not neighbours (GPTQ's desc_act). version: of GPTQ. packed_zeros: of
+    "pack-quantized"; else zero points are bytes, as compressed-tensors wrote them before April 2025.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(5)
@@ -93,13 +95,14 @@ def quantise_checkpoint(
                 "weight_shape": torch.tensor(weight.shape),
             }
             if not symmetric:
-                parts["weight_zero_point"] = pack_rows(zero.t(), bits).t()
-            if shuffled:
-                parts["weight_g_idx"] = groups.int()
+                bytes_of = (zero - offset).to(torch.int8)
+                parts["weight_zero_point"] = pack_rows(zero.t(), bits).t() if packed_zeros else bytes_of
         else:
             parts = {"weight": (values - offset).to(torch.int8), "weight_scale": scale}
             if not symmetric:
                 parts["weight_zero_point"] = (zero - offset).to(torch.int8)
+        if shuffled and method != "gptq":
+            parts["weight_g_idx"] = groups.int()
         tensors.update({f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()})
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     settings: dict[str, Any] = {

@@ -1,0 +1,197 @@
+"""What a GGUF file says of its model, beside the tensors: read into a configuration, or refused by name.
+
+transformers reads about ten keys and passes over the others. Those that change what a model computes (a sliding window,
+scaled rotary positions, heads of another size, experts, factors on logits) are read here. A key that nobody here knows is
+refused, unless its value says that what it is about is switched off.
+
+Source: gguf's `constants.py`; llama.cpp's loaders of the families, for what is assumed where a key is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+
+ROPE_FACTORS = "rope_freqs.weight"
+CONVERT = "load the checkpoint that the file was made from"
+_SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+_EPS, _BASE, _WINDOW = "attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.sliding_window"
+_MORE_SIZES = (
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "vocab_size",
+)
+_ROPE = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor")
+_UNUSED = frozenset(
+    {
+        "pooling_type", "tensor_data_layout", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+        "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    }
+)  # fmt: skip
+"""Of embeddings, of how the file was made, and of "yarn", which is refused."""
+_READ = frozenset({*_SIZES, *_MORE_SIZES, *_ROPE, _EPS, _BASE, _WINDOW})
+_TOKENS = ("bos", "eos", "eot", "eom", "padding")
+_DEFAULT_BASE = 10000.0
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def value_of(reader: Any, key: str) -> Any:
+    """A field's value; None if the file has no such field."""
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def architecture_of(reader: Any, path: Path) -> str:
+    """By the name that llama.cpp gives it. ValueError for a file without one."""
+    kind = value_of(reader, "general.architecture")
+    if not isinstance(kind, str):
+        raise ValueError(f"{path} names no architecture (general.architecture is {kind!r}): {CONVERT}")
+    return kind
+
+
+def read_keys(reader: Any, path: Path) -> dict[str, Any]:
+    """The keys of the file's own architecture, without its name. ValueError for those that are not read, or are wrong."""
+    prefix = f"{architecture_of(reader, path)}."
+    keys = {name.removeprefix(prefix): value_of(reader, name) for name in [*reader.fields] if name.startswith(prefix)}
+    for name in _SIZES:
+        if name not in keys:
+            raise ValueError(f"{path} lacks {prefix}{name}: {CONVERT}")
+    if _EPS not in keys:
+        raise ValueError(f"{path} lacks {prefix}{_EPS}: {CONVERT}")
+    for name in keys.keys() & {*_SIZES, *_MORE_SIZES}:
+        if isinstance(keys[name], list):
+            raise ValueError(f"{path} has another {prefix}{name} in each layer, which is not read: {CONVERT}")
+        if not _is_whole(keys[name]) or keys[name] < 1:
+            raise ValueError(f"{path} says {prefix}{name} = {keys[name]!r}, and a number from 1 is meant: {CONVERT}")
+    for name in keys.keys() & {_EPS, _BASE, "rope.scaling.factor", "rope.scaling.attn_factor"}:
+        if not isinstance(keys[name], (int, float)) or not 0 < keys[name] < math.inf:
+            raise ValueError(f"{path} says {prefix}{name} = {keys[name]!r}, and a number above 0 is meant: {CONVERT}")
+    for name in sorted(keys.keys() - _READ - _UNUSED):
+        if not _is_off(name, keys[name]):
+            raise ValueError(f"{path} says {prefix}{name} = {keys[name]!r}, which is not read: {CONVERT}")
+    for kind in _TOKENS:
+        _token(reader, kind, path)
+    return keys
+
+
+def complete(config: Any, keys: dict[str, Any], reader: Any, path: Path) -> None:
+    """Put into transformers' configuration what its own reader leaves out. keys: of `read_keys`.
+
+    Raises ValueError for what the family does not do.
+    """
+    heads, width = keys["attention.head_count"], keys["embedding_length"]
+    config.num_key_value_heads = keys.get("attention.head_count_kv", heads)
+    head_dim = keys.get("attention.key_length", width // heads)
+    if keys.get("attention.value_length", head_dim) != head_dim:
+        raise ValueError(f"{path} has values of another size than keys, which is not read: {CONVERT}")
+    if hasattr(config, "head_dim") or head_dim != width // heads:
+        config.head_dim = head_dim
+    rope = {**(config.rope_parameters or {}), "rope_theta": float(keys.get(_BASE, _DEFAULT_BASE))}
+    rotated = keys.get("rope.dimension_count", head_dim)
+    if config.model_type == "phi3":
+        rope["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim:
+        raise ValueError(
+            f"{path} rotates {rotated} of {head_dim} numbers of a head (rope.dimension_count), which is not read: {CONVERT}"
+        )
+    config.rope_parameters = {**rope, **_rope(keys, rope["rope_theta"], head_dim, reader, path)}
+    _set_window(config, keys, path)
+    config.bos_token_id = _token(reader, "bos", path)
+    config.eos_token_id = _ends(reader, path)
+    config.pad_token_id = _token(reader, "padding", path)
+
+
+def _set_window(config: Any, keys: dict[str, Any], path: Path) -> None:
+    """The sliding window, which the file has without saying of which layers. transformers' Phi-3 has it in all of them."""
+    window = keys.get(_WINDOW) or 0
+    if not _is_whole(window) or window < 0:
+        raise ValueError(f"{path} says {_WINDOW} = {window!r}, and a number is meant: {CONVERT}")
+    if config.model_type == "phi3":
+        config.sliding_window = window or None
+    elif 0 < window < keys["context_length"]:
+        raise ValueError(
+            f"{path} has a sliding window of {window} positions and does not say in which layers, which is read for Phi-3 "
+            f"only: {CONVERT}"
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether a value says that what the key is about is not there."""
+    if name == "attention.causal":
+        return value is True
+    if name.endswith("scale") and value == 1:
+        return True
+    values = value if isinstance(value, list) else [value]
+    return not any(values)
+
+
+def _token(reader: Any, kind: str, path: Path) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    found = value_of(reader, key)
+    if found is not None and not _is_whole(found):
+        raise ValueError(f"{path} says {key} = {found!r}, and a token's number is meant: {CONVERT}")
+    return found
+
+
+def _ends(reader: Any, path: Path) -> list[int] | None:
+    """The tokens that end a text or a turn."""
+    found = [_token(reader, kind, path) for kind in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(end for end in found if end is not None)) or None
+
+
+def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: Any, path: Path) -> dict[str, Any]:
+    """Rotary scaling for `rope_parameters`.
+
+    A GGUF file has it as a kind and a factor (linear), or as what each frequency is divided by (Llama 3).
+    """
+    kind, factor, attention = (keys.get(name) for name in _ROPE)
+    scaling = kind or "none"
+    factors = next((np.array(tensor.data) for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
+    if factors is None:
+        factors = np.ones(1)
+    elif (
+        factors.dtype != np.float32
+        or factors.shape != (head_dim // 2,)
+        or not (np.isfinite(factors) & (factors > 0)).all()
+    ):
+        raise ValueError(f"{path} has a {ROPE_FACTORS} that does not fit heads of {head_dim} numbers: {CONVERT}")
+    if scaling in ("none", "linear") and attention in (None, 1.0):
+        if np.allclose(factors, factors[0], rtol=1e-4):
+            total = float(factors[0]) * ((factor or 1.0) if scaling == "linear" else 1.0)
+            return {} if math.isclose(total, 1.0, rel_tol=1e-4) else {"rope_type": "linear", "factor": total}
+        llama_3 = {"rope_type": "llama3", "factor": float(round(factors.max())), **_LLAMA_3}
+        if scaling == "none" and np.allclose(factors, _llama_3_factors(theta, head_dim, llama_3), rtol=1e-3):
+            return llama_3
+    raise ValueError(f"{path} scales rotary positions in a way that is not read here ({scaling}): {CONVERT}")
+
+
+def _llama_3_factors(theta: float, head_dim: int, rope: dict[str, Any]) -> np.ndarray:
+    """What Llama 3 divides each rotary frequency by, [head_dim / 2], of those `rope_parameters`."""
+    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
+
+
+def check_config_is(config: PretrainedConfig, keys: dict[str, Any], path: Path) -> None:
+    """ValueError where transformers read another number than the file has."""
+    names = {
+        "num_hidden_layers": "block_count", "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count", "rms_norm_eps": _EPS,
+    }  # fmt: skip
+    for field, key in names.items():
+        if getattr(config, field) != keys[key]:
+            raise ValueError(
+                f"{path} says {key} = {keys[key]}, and transformers read {getattr(config, field)}: {CONVERT}"
+            )

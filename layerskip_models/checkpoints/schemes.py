@@ -1,0 +1,110 @@
+"""What a checkpoint's `quantization_config` says of the numbers in its files, module by module.
+
+Shapes alone do not say everything: 96 inputs with two scales may be groups of 48, or of 64 of which the last is half full.
+So what is said is compared with the tensors (`packed_weights`), and where the two disagree a checkpoint is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_STRATEGIES = ("tensor", "channel", "group")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How the weight of one module is said to be stored; None for what is not said.
+
+    first_version: of GPTQ, whose zero points are then stored with 1 subtracted. bits: of each. strategy: what has a scale
+    of its own, the "tensor", each "channel" (an output), or each "group" of an output's inputs. group_size: inputs of a
+    group. reordered: whether groups have inputs in an order that only the file can tell. shape: (out, in) of the matrix.
+    """
+
+    first_version: bool = True
+    bits: int | None = None
+    strategy: str | None = None
+    group_size: int | None = None
+    reordered: bool = False
+    shape: tuple[int, int] | None = None
+
+    def num_groups(self, columns: int) -> int | None:
+        """Scales of each output; None if that is not said."""
+        if self.strategy in ("tensor", "channel"):
+            return 1
+        return None if self.group_size is None else -(-columns // self.group_size)
+
+
+SchemeOf = Callable[[str], Scheme]
+"""scheme_of(module), by the module's name in the checkpoint."""
+NOTHING_SAID = Scheme()
+
+
+def schemes_of(settings: Mapping[str, Any]) -> SchemeOf:
+    """Of a `quantization_config` that `quantised.check_quantisation` has let pass."""
+    if settings["quant_method"] == "gptq":
+        found = _gptq_scheme(settings)
+        return lambda module: found
+    groups = [
+        (tuple(map(str, group.get("targets") or ())), _compressed_tensors_scheme(group.get("weights") or {}))
+        for group in (settings.get("config_groups") or {}).values()
+    ]
+    if len({scheme for _, scheme in groups}) == 1:
+        return lambda module: groups[0][1]
+    return lambda module: next(
+        (scheme for matches in _MATCHES for targets, scheme in groups if any(matches(t, module) for t in targets)),
+        NOTHING_SAID,
+    )
+
+
+_MATCHES: tuple[Callable[[str, str], bool], ...] = (  # the most exact first, as compressed-tensors looks for them
+    lambda target, module: target == module,
+    lambda target, module: target.startswith("re:") and re.match(target.removeprefix("re:"), module) is not None,
+    lambda target, module: target == "Linear",
+)
+
+
+def gptq_format(settings: Mapping[str, Any]) -> str:
+    """The layout of GPTQ's tensors: "gptq" is the first version."""
+    named = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    return "marlin" if settings.get("is_marlin_format") else str(named)
+
+
+def strategy_of(weights: Mapping[str, Any]) -> str | None:
+    """What has a scale of its own, of a group of compressed-tensors; None if that is not said."""
+    said = weights.get("strategy")
+    if said is not None:
+        return str(said)
+    size = weights.get("group_size")
+    return None if size is None else "group" if size > 0 else "channel"
+
+
+def is_known(strategy: str | None) -> bool:
+    """Whether such scales are read."""
+    return strategy is None or strategy in _STRATEGIES
+
+
+def _gptq_scheme(settings: Mapping[str, Any]) -> Scheme:
+    first_version = gptq_format(settings) != "gptq_v2"
+    if settings.get("dynamic"):  # modules may have bits and groups of their own
+        return Scheme(first_version=first_version)
+    size = settings.get("group_size")
+    return Scheme(
+        first_version=first_version,
+        bits=settings.get("bits"),
+        strategy=None if size is None else "group" if size > 0 else "channel",
+        group_size=size if size is not None and size > 0 else None,
+        reordered=bool(settings.get("desc_act")),
+    )
+
+
+def _compressed_tensors_scheme(weights: Mapping[str, Any]) -> Scheme:
+    strategy = strategy_of(weights)
+    return Scheme(
+        bits=weights.get("num_bits"),
+        strategy=strategy,
+        group_size=weights.get("group_size") if strategy == "group" else None,
+        reordered=weights.get("actorder") in (True, "group"),
+    )

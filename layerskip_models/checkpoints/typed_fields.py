@@ -1,0 +1,43 @@
+"""Values that were read from a JSON file, compared with the types of the dataclass that they are for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", _is_int),
+    "float": ("a number", _is_number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "tuple[int, ...]": ("whole numbers", lambda value: isinstance(value, tuple) and all(map(_is_int, value))),
+    "tuple[float, ...]": ("numbers", lambda value: isinstance(value, tuple) and all(map(_is_number, value))),
+    "dict[str, Any]": ("fields", lambda value: isinstance(value, dict)),
+    "dict[str, float]": (
+        "numbers by name",
+        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    ),
+}
+
+
+def check_types(config: Any) -> None:
+    """ValueError that names the first field of a dataclass with a value of another type than it declares.
+
+    Numbers must be finite. Types other than those above are left to the class.
+    """
+    for field in fields(config):
+        meant, fits = _TYPES.get(str(field.type), ("", lambda value: True))
+        value = getattr(config, field.name)
+        if not fits(value):
+            raise ValueError(f"{field.name} must be {meant}, got {value!r}")
