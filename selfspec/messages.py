@@ -110,11 +110,11 @@ def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatT
 
     try:
         found = render(_heard(messages, lambda conversation: render(conversation, False)), True)
-    except (MemoryError, UnheardError):
+    except UnheardError:
         raise
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    except Exception as error:  # a template is a program: it may divide by zero
+    except Exception as error:  # a template is a program: it may divide by zero, call itself, or want all memory
         raise ValueError(
             f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
         ) from error
@@ -161,8 +161,6 @@ def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messag
         return []
     try:
         text = render([probed.get(place) or message for place, message in enumerate(messages)])
-    except MemoryError:
-        raise
     except Exception:
         return [place for place in places if messages[place]["role"] == "developer"]
     return [place for place in places if probed[place] is not None and probes[place] not in text]

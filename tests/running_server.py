@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
@@ -58,3 +61,27 @@ def running_server(
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def ask(
+    server: RunningServer, method: str, path: str, body: object = None, **headers: str
+) -> tuple[int, bytes, http.client.HTTPMessage]:
+    """Status, body and headers of an answer."""
+    address = urlsplit(server.base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    try:
+        sent = None if body is None else json.dumps(body)
+        connection.request(method, path, sent, {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        return response.status, response.read(), response.headers
+    finally:
+        connection.close()
+
+
+def refusal(server: RunningServer, path: str, body: object, status: int = 400) -> dict[str, Any]:
+    """The error of a request that must be refused, in one line."""
+    found, answer, _ = ask(server, "POST", path, body)
+    assert found == status, answer
+    error: dict[str, Any] = json.loads(answer)["error"]
+    assert error["message"] and "\n" not in error["message"]
+    return error

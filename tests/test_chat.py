@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -21,11 +22,13 @@ from typer.testing import CliRunner
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import notes_console, one_line_errors
 from selfspec.cli.chat_command import COMMANDS, Chat
 from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
+from selfspec.cli.notes import NotesConsole
 from selfspec.messages import ChatTemplate
 from selfspec.stop_text import before_stop
 from selfspec.streaming import Fate
@@ -114,6 +117,40 @@ def test_commands(tmp_path: Path) -> None:
     assert talk.conversation.messages == [{"role": "system", "content": "fig"}]
     talk.type("/exit", "a bed")
     assert not talk.answers
+
+
+def test_what_is_shown_steers_no_terminal(tmp_path: Path) -> None:
+    """A saved conversation may be a stranger's, and a model may write anything."""
+    hostile = "a\x1b]0;title\x07 \x9b2J \x85\x7f\r\x08 [bold]b[/]"
+    talk = Talk()
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps([{"role": role, "content": hostile} for role in ("system", hostile)]))
+    talk.conversation.load(file)
+    raw = io.StringIO()
+    talk.notes = NotesConsole(file=raw, record=True, width=200, force_terminal=True)
+    talk.type("/history", "/system", "/nonsense\x1b[2J")
+    shown = raw.getvalue()
+    assert shown.count("␛]0;title␇ \\x9b2J \\x85␡␍␈ [bold]b[/]") == 4
+    assert "no command /nonsense␛[2J" in shown
+    steering = [*map(chr, range(32)), "\x7f", *map(chr, range(0x80, 0xA0))]
+    assert not [one for one in steering if one in shown and one not in "\t\n"]
+    raw = io.StringIO()
+    writer = TextWriter(Console(file=raw, force_terminal=True, color_system=None))
+    writer.write_token(hostile, "target")
+    assert not [one for one in steering if one in raw.getvalue()]
+
+
+def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ValueError("no model \x9b2J\x1b[31m called so")
+    assert capsys.readouterr().err == "error: no model \\x9b2J␛[31m called so\n"
+    assert isinstance(notes_console(quiet=False), NotesConsole)
+
+
+def test_a_template_that_fails_ends_no_chat() -> None:
+    talk = Talk()
+    talk.conversation._template = ChatTemplate("{{ 1 / 0 }}")
+    assert talk.type("a", "/system").count("the chat template fails on these messages (ZeroDivisionError") == 1
 
 
 def test_a_message_of_several_lines() -> None:

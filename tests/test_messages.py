@@ -96,6 +96,25 @@ def test_what_is_wrong_with_them(generator: SelfSpecGenerator) -> None:
         generator.generate_batch(["a"], messages=[TALK])
 
 
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 2.0 ** 99999 }}", "OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ 'x' * 2 ** 62 }}", "MemoryError"),
+        ("{{ messages[5].content.strip() }}", "messages"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_is_one_error(source: str, kind: str) -> None:
+    tokenizer = tiny_tokenizer()
+    for role in ("user", "developer"):
+        with pytest.raises(ValueError, match=kind) as raised:
+            encode_messages([{"role": role, "content": "a"}], tokenizer, ChatTemplate(source))
+        assert str(raised.value).startswith(("the chat template fails on", "the chat template refuses"))
+
+
 def test_a_role_that_the_template_does_not_know_is_read_as_the_systems_or_refused() -> None:
     """A template skips a role for which it has no branch, and the model would never see the message."""
     tokenizer = tiny_tokenizer()

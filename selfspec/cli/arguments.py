@@ -20,9 +20,11 @@ from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
 from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.cli.notes import NotesConsole
 from selfspec.parallel.launch import TensorParallel, be_silent_unless_first, divides, speaks
 from selfspec.parallel.stage_messages import DrafterError
 from selfspec.request import check_ids
+from selfspec.visible_text import visible
 
 MODEL_PANEL = "Model"
 ModelOption = Annotated[
@@ -60,7 +62,7 @@ POLICY_HELP = (
 
 def notes_console(quiet: bool) -> Console:
     """Where everything but the generated text goes: standard error."""
-    return Console(stderr=True, quiet=quiet or not speaks(), highlight=False, markup=False, soft_wrap=True)
+    return NotesConsole(quiet=quiet or not speaks())
 
 
 def load_generator(
@@ -199,5 +201,5 @@ def one_line_errors() -> Iterator[None]:
 
 def _fail(error: Exception, status: int) -> NoReturn:
     if speaks():
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
     raise typer.Exit(status) from None

@@ -20,6 +20,7 @@ from selfspec.analysis.comparison import Comparison
 from selfspec.generator import GenerationResult
 from selfspec.stats import GenerationStats, sources_text
 from selfspec.streaming import Fate
+from selfspec.visible_text import visible, visible_line
 
 FATE_STYLES: dict[Fate, Style] = {
     "target": Style.null(),
@@ -40,9 +41,6 @@ _LEGEND: tuple[tuple[str, Fate], ...] = (
     ("bonus after a whole draft", "bonus"),
     ("no draft", "target"),
 )
-# ESC and its like in a model's output must not steer the terminal; tab and newline are text.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_VISIBLE_DRAFT = _VISIBLE | {ord("\n"): "⏎", ord("\t"): "⇥"}  # a dropped newline must not break the line
 
 
 class TextWriter:
@@ -65,7 +63,7 @@ class TextWriter:
 
     def write(self, text: str, style: Style | None = None) -> None:
         if text:
-            text = text.translate(_VISIBLE) if self.is_terminal else text
+            text = visible(text) if self.is_terminal else text
             encoding = (
                 getattr(self._file, "encoding", None) or "utf-8"
             )  # one that lacks a character shows its number instead
@@ -78,7 +76,7 @@ class TextWriter:
         if fate == "rejected":
             if not self.shows_styles:
                 return
-            text = text.translate(_VISIBLE_DRAFT)
+            text = visible_line(text)  # a dropped newline must not break the line
         self.write(text, FATE_STYLES[fate])
 
     def _styled(self, text: str, style: Style) -> str:
@@ -89,9 +87,9 @@ class TextWriter:
 def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, Fate]]) -> None:
     """Write what `write_token` was given as an SVG picture of a terminal, with the legend below. It refers to no fonts."""
     console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
-    text = Text().append(prompt, PROMPT_STYLE)
+    text = Text().append(visible(prompt), PROMPT_STYLE)
     for token, fate in tokens:
-        text.append(token.translate(_VISIBLE_DRAFT if fate == "rejected" else _VISIBLE), FATE_STYLES[fate])
+        text.append(visible_line(token) if fate == "rejected" else visible(token), FATE_STYLES[fate])
     console.print(text, "", legend(styles_shown=True), sep="\n")
     picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
     path.write_text(picture, encoding="utf-8")

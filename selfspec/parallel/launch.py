@@ -14,6 +14,7 @@ import torch
 from layerskip_models import LayerSkipModel
 from layerskip_models.parallel.ranks import launched_rank, launched_ranks, local_rank
 from layerskip_models.parallel.sharded_model import ShardedModel
+from selfspec.visible_text import visible
 
 TensorParallel = Literal["auto"] | int | None
 """Over how many processes a model is divided: "auto" for those that were launched together, None for none."""
@@ -61,7 +62,7 @@ def be_silent_unless_first() -> None:
 
 def end_at_once(error: Exception) -> NoReturn:
     """Say the error in one line and end with status 1, whatever other threads wait for: the other processes then end, too."""
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    print(f"error: {visible(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 

@@ -39,6 +39,7 @@ class ApiError(Exception):
 
 
 _TRIED = ("str", "bool", "dict")
+_FORMATS = (["text"], ["json_object"], ["json_schema"])
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -95,6 +96,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(f"the body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
     # Behind the name pydantic says which of several types it tried.
     path = [str(part) for part in error["loc"] if part != "body"]
+    if path[:1] == ["response_format"] and path[1:2] in _FORMATS:
+        del path[1]
     param = ".".join(part for part in path if re.fullmatch(r"\w+", part) and part not in _TRIED) or None
     if error["type"] in (UNSUPPORTED, WRONG):  # the field's name is not in the path
         param = ".".join(part for part in (param, error["ctx"]["name"]) if part)

@@ -26,13 +26,14 @@ class Strict(BaseModel):
     """Refuses fields it does not know, and values of another type.
 
     _harmless: fields that do not change the answer. _neutral: fields that are not supported, with the values that ask for
-    what happens anyway. _reasons: what to say of a field that is refused.
+    what happens anyway. _reasons: what to say of a field that is refused. _kept_empty: fields of which "" is a value.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _harmless: ClassVar[frozenset[str]] = frozenset()
     _neutral: ClassVar[dict[str, tuple[object, ...]]] = {}
     _reasons: ClassVar[dict[str, str]] = {}
+    _kept_empty: ClassVar[frozenset[str]] = frozenset()
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")
@@ -44,7 +45,8 @@ class Strict(BaseModel):
         ignored: list[str] = []
         for name, value in fields.items():
             field = cls._field(name)
-            if value is None or ((field is None or not field.is_required()) and _is_empty(value)):
+            may_be_empty = name in cls._kept_empty or (field is not None and field.is_required())
+            if value is None or (not may_be_empty and _is_empty(value)):
                 continue
             if field is not None:
                 kept[name] = value

@@ -16,6 +16,8 @@ _MOST_STOPS = 16
 _MOST_STOP_IDS = 64
 _NO_TOOLS = "tool calls are not supported: leave out {}"
 _TEXT_ONLY = "only text is supported: leave out {}"
+OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
+_CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
 
 
 def _one_or_several_stops(value: Any) -> Any:
@@ -106,7 +108,7 @@ class GenerationRequest(Strict):
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention",
-        "request_id", "safety_identifier", "service_tier", "store",
+        "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store", "verbosity",
     })  # fmt: skip
     _neutral: ClassVar[dict[str, tuple[object, ...]]] = {
         "add_special_tokens": (True,),
@@ -116,28 +118,34 @@ class GenerationRequest(Strict):
         "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
         "modalities": (["text"],),
-        "reasoning_effort": ("none",),
         "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
         "tool_choice": ("none", "auto"),
         "use_beam_search": (False,),
-        "verbosity": ("medium",),
     }
     _reasons: ClassVar[dict[str, str]] = {
+        "add_generation_prompt": _CONTINUED.format("add_generation_prompt"),
         "audio": _TEXT_ONLY.format("audio"),
         "best_of": "best_of is not supported: ask for n texts and choose among them",
+        "chat_template": OWN_TEMPLATE.format("chat_template"),
+        "chat_template_kwargs": OWN_TEMPLATE.format("chat_template_kwargs"),
+        "continue_final_message": _CONTINUED.format("continue_final_message"),
         "function_call": _NO_TOOLS.format("function_call"),
         "functions": _NO_TOOLS.format("functions"),
         "guided_grammar": "guided_grammar is not supported: response_format takes a JSON schema",
         "guided_json": "guided_json is not supported: use response_format",
         "guided_regex": "guided_regex is not supported: response_format takes a JSON schema",
         "max_new_tokens": "max_new_tokens is called max_tokens here",
+        "messages": "messages are not supported here: send them to /v1/chat/completions",
         "modalities": _TEXT_ONLY.format("modalities"),
+        "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
         "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
+        "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
         "tool_choice": _NO_TOOLS.format("tool_choice"),
         "tools": _NO_TOOLS.format("tools"),
         "use_beam_search": "beam search is not supported: leave out use_beam_search",
+        "web_search_options": "this server searches nothing: leave out web_search_options",
     }
 
     model: str
@@ -219,6 +227,7 @@ class Message(Strict):
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "annotations", "cache_control", "id", "provider_specific_fields", "reasoning", "reasoning_details",
+        "thinking_blocks",
     })  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
         "audio": _TEXT_ONLY.format("audio"),

@@ -28,10 +28,12 @@ from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Generati
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
 from selfspec.serve.bodies import LARGE_BODY, SMALL_BODY, read_body
 from selfspec.serve.guard import Guard
+from selfspec.serve.head_requests import HeadAsGet
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.scheduler import Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
+from selfspec.serve.token_routes import add_token_routes
 from selfspec.serve.translation import Choice, Translator, check_model
 from selfspec.serve.web_page import add_page
 
@@ -140,8 +142,10 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     async def show_metrics() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
+    add_token_routes(app, translator)
     add_page(app)
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
     return app
 

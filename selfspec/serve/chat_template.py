@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.messages import ChatTemplate, encode_messages, has_template
+from selfspec.messages import ChatTemplate, conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import Message
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, messages: Sequence[Message], ask: bool | None = None
+) -> list[int]:
     """The ids of a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
+    ask: whether the beginning of the next answer follows the messages, which are then complete, the last one, too.
     Raises ApiError (status 400) without a template, and ValueError for messages that the template refuses.
     """
     if not has_template(tokenizer, template):
@@ -32,4 +35,6 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, mess
                 **{key: text for key, text in more.items() if text is not None},
             }
         )
+    if ask is not None:
+        return conversation_ids(conversation, tokenizer, template, ask=ask)
     return encode_messages(conversation, tokenizer, template)

@@ -126,11 +126,44 @@ class Translator:
             choices = [self._choice(body, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
         return self._owned(body, choices)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt that asks for the next answer."""
+    def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
+        """The prompt that asks for the next answer. ask: as of `chat_prompt`."""
         with _bad_request("messages"):
             self._bounds.check([message.text for message in messages])
-            return chat_prompt(self.tokenizer, self._template, messages)
+            return chat_prompt(self.tokenizer, self._template, messages, ask)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its new tokens."""
+        return self._bounds.most_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its Jinja source; None without one."""
+        own = getattr(self.tokenizer, "chat_template", None)
+        return self._template.source or (own if isinstance(own, str) else None)
+
+    def tokens_of(self, text: str, *, special: bool) -> list[int]:
+        """The ids of a text. special: with the special tokens that the tokenizer adds. Raises ApiError for too long a one."""
+        with _bad_request("prompt"):
+            self._bounds.check([text])
+            return [*self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included. Raises ApiError for too many, and for what is no token."""
+        with _bad_request("tokens"):
+            if len(ids) > 2 * self.most_tokens:
+                raise ContextLengthError(len(ids), 1, self.most_tokens)
+            if any(not 0 <= token < self._vocab_size for token in ids):
+                raise ValueError(f"tokens must be in [0, {self._vocab_size - 1}], the model's vocabulary")
+        text = self.tokenizer.decode([*ids])
+        assert isinstance(text, str)
+        return text
+
+    def check_name(self, model: str | None) -> None:
+        """Raise an ApiError (status 404) if another model is asked for."""
+        if model is not None:
+            check_model(model, self._settings.model_name)
 
     def completions(self, body: CompletionRequest) -> list[Choice]:
         """The n continuations of every prompt, those of the first prompt first."""
@@ -312,9 +345,11 @@ def _bad_request(param: str, limit: tuple[str, int | None] = ("max_tokens", None
         yield
     except ContextLengthError as error:
         name, most = limit
-        asked = f", and the prompt has {error.num_prompt}: shorten it"
+        twice = 2 * error.context  # from there on nobody counted
+        count = f"more than {twice}" if error.num_prompt > twice else str(error.num_prompt)
+        asked = f", and the prompt has {count}: shorten it"
         if most is not None:
-            asked = f", the prompt has {error.num_prompt}, and {name} is {most}: shorten the prompt or lower {name}"
+            asked = f", the prompt has {count}, and {name} is {most}: shorten the prompt or lower {name}"
         message = f"this model's maximum context length is {error.context} tokens{asked}"
         raise ApiError(message, param=param, code="context_length_exceeded") from None
     except (ValueError, TypeError) as error:

@@ -1,0 +1,118 @@
+"""Texts and messages to tokens and back, without generating: /tokenize, /detokenize and /tokenizer_info, as in vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import FailFast, Field, model_validator
+
+from selfspec.serve.api_fields import Strict, wrong_field
+from selfspec.serve.api_requests import OWN_TEMPLATE, Message
+from selfspec.serve.bodies import LARGE_BODY, SMALL_BODY, read_body
+from selfspec.serve.lanes import Lanes
+from selfspec.serve.translation import Translator
+
+T = TypeVar("T")
+
+
+class TokenizeRequest(Strict):
+    """Body of /tokenize: a prompt, or messages.
+
+    add_special_tokens: of a prompt; messages have those of the chat template. add_generation_prompt, continue_final_message:
+    of messages; without them they become what /v1/chat/completions reads. return_token_strs: each token as the tokenizer
+    calls it, too.
+    """
+
+    _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
+    _reasons: ClassVar[dict[str, str]] = {
+        name: OWN_TEMPLATE.format(name) for name in ("chat_template", "chat_template_kwargs")
+    } | {"tools": "tool calls are not supported: leave out tools"}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise wrong_field("prompt", "give a prompt or messages")
+        if self.messages and self.add_special_tokens:
+            raise wrong_field("add_special_tokens", "the chat template adds the special tokens of messages")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if not self.messages and getattr(self, name):
+                raise wrong_field(name, f"{name} goes with messages")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise wrong_field("add_generation_prompt", "the last message is continued, or answered, but not both")
+            if self.messages[-1].role != "assistant":
+                raise wrong_field("continue_final_message", "the last message is not the assistant's")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+
+
+def add_token_routes(app: FastAPI, translator: Translator) -> None:
+    """Serve them. The app's state has `lanes`."""
+    tokenizer = translator.tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> JSONResponse:
+        lanes = request.app.state.lanes
+        body, size = await read_body(request, TokenizeRequest, lanes)
+        ids = await _run(lanes, size, lambda: _tokens(translator, body))
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": translator.most_tokens, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+        return _answer(body, found)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> JSONResponse:
+        lanes = request.app.state.lanes
+        body, size = await read_body(request, DetokenizeRequest, lanes)
+        translator.check_name(body.model)
+        return _answer(body, {"prompt": await _run(lanes, size, lambda: translator.text_of(body.tokens))})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> JSONResponse:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return JSONResponse(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "model_max_length": translator.most_tokens,
+                **{name: getattr(tokenizer, name, None) for name in names},
+                "chat_template": translator.chat_template,
+            }
+        )
+
+
+def _tokens(translator: Translator, body: TokenizeRequest) -> list[int]:
+    translator.check_name(body.model)
+    if body.prompt is not None:
+        return translator.tokens_of(body.prompt, special=body.add_special_tokens is not False)
+    ask = body.add_generation_prompt if not body.continue_final_message else None
+    return translator.chat_ids(body.messages, ask=ask)
+
+
+async def _run(lanes: Lanes, size: int, work: Callable[[], T]) -> T:
+    """Where the work on a body of so many bytes belongs."""
+    if size <= SMALL_BODY:
+        return work()
+    return await (asyncio.to_thread(work) if size <= LARGE_BODY else lanes.prompts.run(work))
+
+
+def _answer(body: Strict, found: dict[str, Any]) -> JSONResponse:
+    headers = {"x-selfspec-ignored": ", ".join(body.ignored)} if body.ignored else None
+    return JSONResponse(found, headers=headers)
