@@ -211,7 +211,7 @@ def test_what_is_too_much_is_told_by_its_name(generator: SelfSpecGenerator) -> N
     long = "some words " * 2000
     with running_server(generator, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
         for fields, param, words in (
-            ({"prompt": ["a"] * 17}, "prompt", "17 prompts: at most 16"),
+            ({"prompt": ["a"] * 33}, "prompt", "33 prompts: at most 32"),
             ({"stop": ["a"] * 17}, "stop", "17 stop strings: at most 16"),
             ({"prompt": long}, "prompt", "max_tokens is 3"),
             ({"n": 6}, "n", "6 texts in one request, this server takes at most 5"),

@@ -25,9 +25,9 @@ def server() -> Iterator[RunningServer]:
 @pytest.mark.parametrize(
     ("path", "fields", "param", "message"),
     [
-        (TEXT, {"prompt": ["a"] * 17}, "prompt", "prompt: 17 prompts: at most 16 are supported in one request"),
-        (TEXT, {"prompt": [[5]] * 17}, "prompt", "prompt: 17 prompts: at most 16 are supported in one request"),
-        (TEXT, {"prompt": ["a", "b"], "n": 9}, "n", "2 prompts with n=9: at most 16 texts"),
+        (TEXT, {"prompt": ["a"] * 33}, "prompt", "prompt: 33 prompts: at most 32 are supported in one request"),
+        (TEXT, {"prompt": [[5]] * 33}, "prompt", "prompt: 33 prompts: at most 32 are supported in one request"),
+        (TEXT, {"prompt": ["a", "b"], "n": 17}, "n", "2 prompts with n=17: at most 32 texts"),
         (TEXT, {"prompt": ["a", 5]}, "prompt", "the list mixes types"),
         (TEXT, {"prompt": []}, "prompt", "the prompt is empty"),
         (TEXT, {"stop": ["a"] * 17}, "stop", "stop: 17 stop strings: at most 16 are supported"),

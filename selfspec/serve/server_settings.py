@@ -10,7 +10,7 @@ from pathlib import Path
 ANY_POLICY = "any"
 SAFE_POLICIES = ("ar", "auto", "auto:cost=layers", "copy", "del", "pacer")
 """Those whose costs nobody chooses: each decides for itself how much it drafts."""
-MOST_CHOICES = 16
+MOST_CHOICES = 32
 """Largest `n`, and the most prompts of one completion request."""
 
 
