@@ -152,7 +152,7 @@ expected = linear(x)
 def run(program: str) -> None:
     environment = {**os.environ, "SELFSPEC_NUM_THREADS": "3"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program]
-    subprocess.run(command, check=True, env=environment, timeout=60, cwd=Path(__file__).parent.parent)
+    subprocess.run(command, check=True, env=environment, timeout=300, cwd=Path(__file__).parent.parent)
 
 
 @needs_native

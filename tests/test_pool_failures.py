@@ -41,6 +41,8 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_the_team_survives(what: str, program: Path) -> None:
     """Helpers that are late for a job; a caller without memory, whose helpers then write nothing more; an end while they fall
     asleep; and a fork beside jobs."""
+    if what == "fork" and "address" in os.environ.get("CFLAGS", ""):
+        pytest.skip("AddressSanitizer's own memory may be locked in a child that is forked beside threads")
     assert subprocess.run([program, what], check=False).returncode == 0
 
 
