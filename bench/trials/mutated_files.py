@@ -135,7 +135,8 @@ def _change_gguf(built: Built, own_kind: str, random: Random) -> tuple[str, bool
             changed = data.copy()
             changed.view("uint8").reshape(-1)[:4] = 255
             tensors[name] = (changed, own)
-        about, changes = f"{name} {how}", how == "NaN"
+        tied = name == "output.weight" and how == "left out"  # then the embedding is the head
+        about, changes = f"{name} {how}", how == "NaN" or tied
     try:
         gguf_models.write(path, config.model_type, keys, tensors)
     except Exception:  # of any kind: the writer refuses it
