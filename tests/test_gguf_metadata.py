@@ -120,6 +120,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "sections of positions": ("qwen2", {"rope__dimension_sections": [4, 4, 0, 0]}, "dimension_sections"),
     "no epsilon": ("qwen2", {"attention__layer_norm_rms_epsilon": None}, "lacks qwen2.attention.layer_norm_rms_epsilon"),
     "no heads": ("llama", {"attention__head_count": None}, r"lacks llama\.attention\.head_count"),
+    "no key-value heads": ("llama", {"attention__head_count_kv": None}, r"lacks llama\.attention\.head_count_kv"),
     "heads by layer": ("llama", {"attention__head_count_kv": [1, 2]}, "another llama.attention.head_count_kv in each layer"),
     "heads of text": ("llama", {"attention__head_count": "2"}, "head_count = '2'"),
     "fewer layers than tensors": ("llama", {"block_count": 1}, "tensors that transformers would leave out"),

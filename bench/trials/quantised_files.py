@@ -113,6 +113,7 @@ def quantise_checkpoint(
     }
     if method != "gptq":
         settings = compressed_tensors_settings(method, bits, group_size, symmetric)
+        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group" if shuffled else None
     elif version != "gptq":
         settings["checkpoint_format"] = version
     described = {**model.config.to_dict(), "quantization_config": settings}

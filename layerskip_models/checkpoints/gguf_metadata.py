@@ -87,6 +87,10 @@ def complete(config: Any, keys: dict[str, Any], reader: Any, path: Path) -> None
     Raises ValueError for what the family does not do.
     """
     heads, width = keys["attention.head_count"], keys["embedding_length"]
+    if config.model_type == "llama" and "attention.head_count_kv" not in keys:
+        raise ValueError(
+            f"{path} lacks llama.attention.head_count_kv, without which transformers leaves keys in another order: {CONVERT}"
+        )
     config.num_key_value_heads = keys.get("attention.head_count_kv", heads)
     head_dim = keys.get("attention.key_length", width // heads)
     if keys.get("attention.value_length", head_dim) != head_dim:
