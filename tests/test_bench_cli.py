@@ -16,7 +16,7 @@ RUN = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--w
 @pytest.fixture(autouse=True)
 def forked_peers(monkeypatch):
     """They have imported everything already."""
-    monkeypatch.setattr("bench.commands.peers_command.START_METHOD", "fork")
+    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
 
 
 def invoke(*arguments):

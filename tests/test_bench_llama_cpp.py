@@ -179,7 +179,7 @@ def test_peers_with_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     llama().save_pretrained(checkpoint)
     tiny_tokenizer().save_pretrained(checkpoint)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr("bench.commands.peers_command.START_METHOD", "fork")
+    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
     run = ["--prompt-tokens", "12", "--max-new-tokens", "10", "--repeats", "2", "--warmups", "1", "--num-samples", "2"]
     options = ["--model", str(checkpoint), "--llama-cpp", "all", "--output", str(record)]
     result = CliRunner().invoke(app, ["peers", *options, *run])

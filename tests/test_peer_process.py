@@ -22,6 +22,7 @@ from bench.commands.peers_command import transformers_peer
 from bench.datasets import EncodedPrompt
 from bench.engines.own import EngineLostError, Generation
 from bench.engines.peer_process import Peer, PeerProcess
+from bench.machine.throughput import TransformersBatch
 from bench.measure import measure
 from bench.provenance import cpu_fields, microarchitecture, processor
 from bench.record import read_record
@@ -195,7 +196,7 @@ def _dying_transformers(*arguments: Any) -> Peer:
 
 @pytest.mark.parametrize("dies", ["at once", "later"])
 def test_a_lost_peer_is_listed(dies: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.commands.peers_command.START_METHOD", "fork")
+    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
     dying = _dying_transformers if dies == "later" else lambda *arguments: crash()
     monkeypatch.setattr("bench.commands.peers_command.transformers_peer", dying)
     record = tmp_path / "peers.jsonl"
@@ -224,6 +225,42 @@ def test_a_lost_peer_is_listed(dies: str, checkpoint: Path, tmp_path: Path, monk
     assert {line["engine"] for line in others} == {*lines[0]["engines"]}
     assert len(others) == 3 * 2 * 3  # engines, prompts, two samples and an output
     assert "| left out |" in CliRunner().invoke(app, ["report", str(record)]).output
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_batches_of_a_peer(dies: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`selfspec-bench batch` goes on without one that is lost, and shows the others' texts."""
+    monkeypatch.setattr("bench.commands.started_peers.START_METHOD", "fork")
+    if dies:
+        monkeypatch.setattr(TransformersBatch, "run", lambda *arguments: crash())
+    record = tmp_path / "batch.jsonl"
+    options = [
+        "--dtype",
+        "float64",
+        "--prompt-tokens",
+        "8",
+        "--max-new-tokens",
+        "6",
+        "--texts",
+        "1,3",
+        "--repeats",
+        "2",
+        "--joining-tokens",
+        "0",
+    ]
+    command = ["batch", "--model", str(checkpoint), "--policy", "ls:2-3", "--output", str(record), *options]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    lines = read_record(record)
+    names = ["selfspec:ls:2-3"] if dies else ["selfspec:ls:2-3", "transformers:generate"]
+    assert [*lines[0]["engines"]] == names
+    batches = [line for line in lines if line["kind"] == "batch"]
+    assert sorted((line["engine"], line["texts"]) for line in batches) == [(n, k) for n in names for k in (1, 1, 3, 3)]
+    assert all(line["outputs_equal"] and line["tokens"] == 6 * line["texts"] for line in batches)
+    lost = [line["label"] for line in lines if line["kind"] == "lost"]
+    assert lost == (["transformers generate"] if dies else [])
+    assert ("left out: transformers is lost: it was ended by SIGILL" in result.stderr) == dies
+    assert ("left out" in CliRunner().invoke(app, ["report", str(record)]).output) == dies
 
 
 @pytest.mark.slow

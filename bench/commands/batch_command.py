@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
 from bench.commands.bench_options import (
     DeviceOption,
@@ -28,9 +32,18 @@ from bench.commands.preparation import (
     recording,
     show,
 )
+from bench.commands.started_peers import (
+    PeerTimeoutOption,
+    llama_cpp_version_of,
+    start_all,
+    tell_lost,
+    without_lost,
+)
+from bench.engines.own import EngineLostError
+from bench.engines.peer_process import Peer
 from bench.machine.throughput import BatchEngine, SelfSpecBatch, TransformersBatch, measure_batch, measure_joining
-from bench.provenance import provenance
-from bench.record import RecordWriter
+from bench.provenance import llama_cpp_version, provenance
+from bench.record import Line, RecordWriter
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
@@ -53,16 +66,23 @@ def batch(
     ] = True,
     int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
     llama_cpp: LlamaCppOption = None,
+    peer_timeout: PeerTimeoutOption = 600,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     output: OutputOption = None,
 ) -> None:
-    """Throughput over the number of texts that share the passes, greedy; engines in turn."""
-    with one_line_errors():
+    """Throughput over the number of texts that share the passes, greedy; engines in turn.
+
+    transformers and llama.cpp run in processes of their own and hold the weights themselves. One that crashes or hangs is
+    left out with a message, and the others go on.
+    """
+    with one_line_errors(), ExitStack() as running:
         checkpoint = str(model or DEMO_PATH)
         sizes = parse_range(texts, "--texts")
         samples = encoded(prompts, max(*sizes, 4), open_tokenizer(checkpoint), prompt_tokens)
+        kinds = llama_cpp_kinds(llama_cpp or [], device)
         network = load_network(checkpoint, dtype, device)
+        found = provenance(network.device, network.dtype)
         generator = SelfSpecGenerator(from_transformers(network), prefix_cache=0)
         policies = policy or ["ar", "auto"]
         engines: list[BatchEngine] = [SelfSpecBatch(generator, name, name) for name in policies]
@@ -71,37 +91,79 @@ def batch(
         if int8:
             rounded = SelfSpecGenerator(from_transformers(network, layout="int8"), prefix_cache=0)
             engines += [SelfSpecBatch(rounded, name, f"int8, {name}", weights="int8") for name in policies]
-        kinds = llama_cpp_kinds(llama_cpp or [], device)
-        engines += llama_cpp_batches(network, kinds, max(len(sample.ids) for sample in samples) + max_new_tokens)
-    if peers:
-        engines.append(TransformersBatch(network))
-    ids = [sample.ids for sample in samples]
-    while len(ids) < max(sizes):  # the same prompts once more, a little shorter
-        ids.append(ids[len(ids) - len(samples)][1:])
-    description: dict[str, Any] = {
-        "kind": "run",
-        "command": "batch",
-        "configuration": {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "texts": sizes},
-        "engines": {engine.name: engine.label for engine in engines},
-        "provenance": provenance(network.device, network.dtype),
-    }
-    joins = joining_tokens > 0
-    with recording(RecordWriter(output)) as record:
-        record.write(description)
-        with progress(len(engines) * len(sizes) * repeats + joins) as advance:
-            for engine in engines:  # calibrates and warms up
-                engine.run(ids[:2], min(max_new_tokens, 16))
-            expected: dict[tuple[str | None, int], list[list[int]]] = {}
-            for repeat in range(repeats):
-                for size in sizes:
-                    for offset in range(len(engines)):
-                        engine = engines[(repeat + offset) % len(engines)]
-                        line, run = measure_batch(engine, ids[:size], max_new_tokens)
-                        equal = run.tokens == expected.setdefault((engine.weights, size), run.tokens)
-                        record.write({**line, "repeat": repeat, "outputs_equal": equal})
-                        advance(f"{engine.label}, {size} texts")
-            if joins:
-                read = torch.cat(ids).repeat(-(-joining_tokens // int(torch.cat(ids).numel())))[:joining_tokens]
-                record.write(measure_joining(generator, ids[:4], read, "ar", max_new_tokens=joining_tokens))
-                advance("a prompt that joins")
+        del network
+        weights = (checkpoint, dtype, device)
+        longest = max(len(sample.ids) for sample in samples) + max_new_tokens
+        others = {f"llama.cpp {kind}": partial(llama_cpp_batch_peer, *weights, kind, longest) for kind in kinds}
+        if peers:
+            others["transformers"] = partial(transformers_batch_peer, *weights)
+        started, missing = start_all(others, peer_timeout, running)
+        engines += [engine for peer in started for engine in peer.batches]
+        ids = [sample.ids for sample in samples]
+        while len(ids) < max(sizes):  # the same prompts once more, a little shorter
+            ids.append(ids[len(ids) - len(samples)][1:])
+        description: dict[str, Any] = {
+            "kind": "run",
+            "command": "batch",
+            "configuration": {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "texts": sizes},
+            "engines": {engine.name: engine.label for engine in engines},
+            "provenance": {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])},
+        }
+        joins = joining_tokens > 0
+        with recording(RecordWriter(output)) as record:
+            record.write(description)
+            with progress(len(engines) * len(sizes) * repeats + joins) as advance:
+                lost = _measure(engines, ids, sizes, max_new_tokens, repeats, record.write, advance)
+                if joins:
+                    read = torch.cat(ids).repeat(-(-joining_tokens // int(torch.cat(ids).numel())))[:joining_tokens]
+                    record.write(measure_joining(generator, ids[:4], read, "ar", max_new_tokens=joining_tokens))
+                    advance("a prompt that joins")
+            if missing or lost:
+                record.complete(without_lost(record.lines, missing, lost))
     show(record.lines)
+    tell_lost(missing, lost)
+
+
+def _measure(
+    engines: Sequence[BatchEngine],
+    ids: Sequence[Tensor],
+    sizes: Sequence[int],
+    max_new_tokens: int,
+    repeats: int,
+    write: Callable[[Line], object],
+    advance: Callable[[str], object],
+) -> dict[str, str]:
+    """All engines in turn at each number of texts. Returns why some were lost on the way, by name."""
+    lost: dict[str, str] = {}
+    for engine in engines:  # calibrates and warms up
+        try:
+            engine.run(ids[:2], min(max_new_tokens, 16))
+        except EngineLostError as error:
+            lost[engine.name] = str(error)
+    expected: dict[tuple[str | None, int], list[list[int]]] = {}
+    for repeat in range(repeats):
+        for size in sizes:
+            for offset in range(len(engines)):
+                engine = engines[(repeat + offset) % len(engines)]
+                advance(f"{engine.label}, {size} texts")
+                if engine.name in lost:
+                    continue
+                try:
+                    line, run = measure_batch(engine, ids[:size], max_new_tokens)
+                except EngineLostError as error:
+                    lost[engine.name] = str(error)
+                    continue
+                equal = run.tokens == expected.setdefault((engine.weights, size), run.tokens)
+                write({**line, "repeat": repeat, "outputs_equal": equal})
+    return lost
+
+
+def llama_cpp_batch_peer(checkpoint: str, dtype: str, device: str, kind: str, max_tokens: int) -> Peer:
+    """llama.cpp with many texts in one pass, on the weights as this kind. max_tokens: of a prompt and its continuation."""
+    batches = llama_cpp_batches(load_network(checkpoint, dtype, device), [kind], max_tokens)
+    return Peer(batches=batches, about={"llama_cpp": llama_cpp_version()})
+
+
+def transformers_batch_peer(checkpoint: str, dtype: str, device: str) -> Peer:
+    """transformers' batched `generate`."""
+    return Peer(batches=[TransformersBatch(load_network(checkpoint, dtype, device))])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Annotated, Any
@@ -36,19 +36,25 @@ from bench.commands.preparation import (
     show,
     transformers_engines,
 )
+from bench.commands.started_peers import (
+    PeerTimeoutOption,
+    llama_cpp_version_of,
+    start,
+    start_all,
+    tell_lost,
+    without_lost,
+)
 from bench.engines.own import Engine, EngineLostError, SelfSpecEngine
-from bench.engines.peer_process import Peer, PeerProcess, StartMethod
+from bench.engines.peer_process import Peer
 from bench.measure import measure, num_runs
 from bench.provenance import llama_cpp_version, provenance
-from bench.record import Line, RecordWriter
+from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.linear import Layout
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY, fixed_policy
-
-START_METHOD: StartMethod = "spawn"
 
 
 def peers(
@@ -66,9 +72,7 @@ def peers(
     int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
     int4: Annotated[bool, typer.Option("--int4", help="Run selfspec with weights in 4 bits, too.")] = False,
     llama_cpp: LlamaCppOption = None,
-    peer_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
-    ] = 600,
+    peer_timeout: PeerTimeoutOption = 600,
     device: DeviceOption = "auto",
     output: OutputOption = None,
 ) -> None:
@@ -89,13 +93,8 @@ def peers(
         kinds = llama_cpp_kinds(llama_cpp or [], device)
         weights = (checkpoint, dtype, device)
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
-        ours = PeerProcess(
-            "selfspec",
-            partial(own_peer, *weights, ("ar", policy_name, DEFAULT_POLICY)),
-            timeout=peer_timeout,
-            start_method=START_METHOD,
-        )
-        started = [running.enter_context(ours)]
+        own = partial(own_peer, *weights, ("ar", policy_name, DEFAULT_POLICY))
+        ours = start("selfspec", own, peer_timeout, running)
         others: dict[str, Callable[[], Peer]] = {}
         asked: dict[Layout, bool] = {"int8": int8, "int4": int4}
         for layout in (name for name, wanted in asked.items() if wanted):
@@ -103,17 +102,9 @@ def peers(
         for kind in kinds:
             others[f"llama.cpp {kind}"] = partial(llama_cpp_peer, *weights, kind, longest)
         others["transformers"] = partial(transformers_peer, *weights, exit_layer, num_speculations)
-        missing: dict[str, str] = {}
-        for name, make in others.items():
-            try:
-                peer = PeerProcess(name, make, timeout=peer_timeout, start_method=START_METHOD)
-            except EngineLostError as error:
-                missing[name] = str(error)
-                continue
-            started.append(running.enter_context(peer))
-        engines = [engine for peer in started for engine in peer.engines]
+        started, missing = start_all(others, peer_timeout, running)
+        engines = [engine for peer in (ours, *started) for engine in peer.engines]
         found = ours.about["provenance"]
-        versions = [peer.about["llama_cpp"] for peer in started if "llama_cpp" in peer.about]
         description = {
             "kind": "run",
             "command": "peers",
@@ -124,7 +115,7 @@ def peers(
                 **ours.about["configuration"],
             },
             "engines": {engine.name: engine.label for engine in engines},
-            "provenance": {**found, "llama_cpp": next(iter(versions), found["llama_cpp"])},
+            "provenance": {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])},
         }
         total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
         with recording(RecordWriter(output)) as record:
@@ -143,8 +134,7 @@ def peers(
             if missing or lost:
                 record.complete(without_lost(record.lines, missing, lost))
     show(record.lines)
-    for message in dict.fromkeys([*missing.values(), *lost.values()]):
-        typer.echo(f"left out: {message}", err=True)
+    tell_lost(missing, lost)
     exit_if_outputs_differ(record.lines)
 
 
@@ -158,19 +148,6 @@ def _loss_in_one_line() -> Iterator[None]:
             raise ValueError(error.mistake) from None
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-
-
-def without_lost(lines: Sequence[Line], missing: Mapping[str, str], lost: Mapping[str, str]) -> list[Line]:
-    """The record without engines that were lost, of which not all runs are there; each has a line that says why.
-
-    missing: peers that never began, by name.
-    """
-    first, *rest = lines
-    run = {**first, "engines": {name: label for name, label in first["engines"].items() if name not in lost}}
-    labels = {**{name: name for name in missing}, **{name: first["engines"][name] for name in lost}}
-    reasons = {**missing, **lost}
-    told = [{"kind": "lost", "engine": name, "label": labels[name], "reason": why} for name, why in reasons.items()]
-    return [run, *told, *(line for line in rest if line.get("engine") not in lost)]
 
 
 def own_peer(checkpoint: str, dtype: str, device: str, policies: Sequence[str], layout: Layout | None = None) -> Peer:

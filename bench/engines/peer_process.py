@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from bench.engines.own import Engine, EngineLostError, Generation
+from bench.machine.throughput import BatchEngine, BatchRun
 
 StartMethod = Literal["spawn", "fork"]
 _ENDING_SECONDS = 5.0
@@ -32,9 +33,13 @@ _SHOWN = 300  # characters of a last line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a child makes: engines that share one copy of the weights. about: what the parent is to know of them."""
+    """What a child makes: engines that share one copy of the weights. about: what the parent is to know of them.
 
-    engines: list[Engine]
+    batches: those that continue many texts together.
+    """
+
+    engines: Sequence[Engine] = ()
+    batches: Sequence[BatchEngine] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -43,7 +48,7 @@ class _Described:
     name: str
     label: str
     weights: str | None
-    arithmetic: torch.dtype | None
+    arithmetic: torch.dtype | None = None
 
 
 class PeerProcess:
@@ -69,11 +74,14 @@ class PeerProcess:
         self._process.start()
         theirs.close()
         try:
-            described, self.about = self._answer()
+            engines, batches, self.about = self._answer()
         except EngineLostError:
             self.close()
             raise
-        self.engines: list[Engine] = [_Engine(self, number, one) for number, one in enumerate(described)]
+        self.engines: list[Engine] = [_Engine(self, number, one) for number, one in enumerate(engines)]
+        self.batches: list[BatchEngine] = [
+            _BatchEngine(self, len(engines) + number, one) for number, one in enumerate(batches)
+        ]
 
     def __enter__(self) -> PeerProcess:
         return self
@@ -156,6 +164,20 @@ class _Engine:
         return self._process.call(self._number, method, *arguments)
 
 
+class _BatchEngine:
+    """One that continues many texts, as the parent sees it."""
+
+    def __init__(self, process: PeerProcess, number: int, described: _Described) -> None:
+        self._process, self._number = process, number
+        self.name, self.label, self.weights = described.name, described.label, described.weights
+
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `BatchEngine`."""
+        texts = [prompt.tolist() for prompt in prompts]
+        run: BatchRun = self._process.call(self._number, "run", texts, max_new_tokens)
+        return run
+
+
 def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], Peer]) -> None:
     """The child's life: until the parent closes the pipe."""
     parents.close()
@@ -170,11 +192,13 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
     logging.disable_progress_bar()
     try:
         peer = make()
-        described = [_Described(one.name, one.label, one.weights, one.arithmetic) for one in peer.engines]
-        pipe.send((True, (described, dict(peer.about))))
+        engines = [_Described(one.name, one.label, one.weights, one.arithmetic) for one in peer.engines]
+        batches = [_Described(one.name, one.label, one.weights) for one in peer.batches]
+        pipe.send((True, (engines, batches, dict(peer.about))))
+        all_engines = [*peer.engines, *peer.batches]
         while True:
             number, method, (first, *others) = pipe.recv()
-            value = getattr(peer.engines[number], method)(torch.tensor(first, dtype=torch.long), *others)
+            value = getattr(all_engines[number], method)(_ids(first), *others)
             pipe.send((True, value.tolist() if isinstance(value, Tensor) else value))
     except (EOFError, BrokenPipeError):
         return
@@ -182,6 +206,13 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
         mistaken = isinstance(error, (ValueError, TypeError, OSError))  # as the command line tells them apart
         pipe.send((False, (type(error).__name__, " ".join(str(error).split()), mistaken)))
         raise
+
+
+def _ids(sent: list[int] | list[list[int]]) -> Tensor | list[Tensor]:
+    """A text's ids, or those of several, as an engine takes them."""
+    if sent and isinstance(sent[0], list):
+        return [torch.tensor(text, dtype=torch.long) for text in sent]
+    return torch.tensor(sent, dtype=torch.long)
 
 
 def _ending(code: int | None) -> str:

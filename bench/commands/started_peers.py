@@ -1,0 +1,63 @@
+"""Peers of a command, each in a process of its own, and the record without those that were lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import typer
+
+from bench.engines.own import EngineLostError
+from bench.engines.peer_process import Peer, PeerProcess, StartMethod
+from bench.record import Line
+
+START_METHOD: StartMethod = "spawn"
+PeerTimeoutOption = Annotated[
+    float, typer.Option(min=1, help="Seconds that a peer may take to load, or for one text, before it is left out.")
+]
+
+
+def start(name: str, make: Callable[[], Peer], timeout: float, running: ExitStack) -> PeerProcess:
+    """One of them, until `running` is left. Raises EngineLostError if it cannot be made."""
+    return running.enter_context(PeerProcess(name, make, timeout=timeout, start_method=START_METHOD))
+
+
+def start_all(
+    peers: Mapping[str, Callable[[], Peer]], timeout: float, running: ExitStack
+) -> tuple[list[PeerProcess], dict[str, str]]:
+    """Those that can be made, and why the others cannot, by name."""
+    started, missing = [], {}
+    for name, make in peers.items():
+        try:
+            started.append(start(name, make, timeout, running))
+        except EngineLostError as error:
+            missing[name] = str(error)
+    return started, missing
+
+
+def llama_cpp_version_of(started: Sequence[PeerProcess], own: str | None) -> str | None:
+    """Of the peers that loaded llama.cpp; else this process's own."""
+    return next((peer.about["llama_cpp"] for peer in started if "llama_cpp" in peer.about), own)
+
+
+def without_lost(lines: Sequence[Line], missing: Mapping[str, str], lost: Mapping[str, str]) -> list[Line]:
+    """The record without engines that were lost, of which not all runs are there; each has a line that says why.
+
+    missing: peers that never began, by name. lost: engines that began, by name.
+    """
+    first, *rest = lines
+    run: dict[str, Any] = {
+        **first,
+        "engines": {name: label for name, label in first["engines"].items() if name not in lost},
+    }
+    labels = {**{name: name for name in missing}, **{name: first["engines"][name] for name in lost}}
+    reasons = {**missing, **lost}
+    told = [{"kind": "lost", "engine": name, "label": labels[name], "reason": why} for name, why in reasons.items()]
+    return [run, *told, *(line for line in rest if line.get("engine") not in lost)]
+
+
+def tell_lost(missing: Mapping[str, str], lost: Mapping[str, str]) -> None:
+    """On stderr, each reason once."""
+    for message in dict.fromkeys([*missing.values(), *lost.values()]):
+        typer.echo(f"left out: {message}", err=True)
