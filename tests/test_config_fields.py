@@ -89,6 +89,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("llama", "qwen3", "olmo2"), {"attention_bias": True}, r"lacks weights.*self_attn\.k_proj\.bias"),
     (("llama", "smollm3"), {"mlp_bias": True}, r"lacks weights.*down_proj\.bias"),
     (("llama", "mistral"), {"head_dim": 8}, r"another shape.*self_attn\.k_proj"),
+    (("llama",), {"head_dim": 10**12}, "head_dim=1000000000000"),
     (("llama",), {"head_dim": 0}, "head_dim=0|cannot read the config.json"),
     (("llama", "qwen2"), {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "uses 'dynamic' rope scaling"),
     (("llama",), {"rope_scaling": LONG}, "uses 'longrope' rope scaling"),

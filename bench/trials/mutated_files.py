@@ -177,6 +177,8 @@ def _expected(name: str, built: Built) -> Tensor:
         config = built.meant.config
         if not name.startswith("gguf"):
             config = unquantised(AutoConfig.from_pretrained(built.folder))
+            # A head in the file that differs from the embedding is not tied, whatever the configuration says.
+            config.tie_word_embeddings = built.meant.config.tie_word_embeddings
         if find_family(config) is not None:
             model = family_of(config).model(config).eval()
             model.load_state_dict(built.meant.state_dict(), strict=False)

@@ -23,6 +23,7 @@ _COUNTS = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+_LARGEST_HEAD = 1 << 14  # beyond it rotary tables alone may fill the memory
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -33,7 +34,8 @@ def check_fields(config: Any, family: Family, name: str) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     _check(heads % kv_heads == 0, name, config, "num_key_value_heads", f"a divisor of the {heads} heads")
     if getattr(config, "head_dim", None) is not None:
-        _check(_is_count(config.head_dim), name, config, "head_dim", "a whole number from 1")
+        fits = _is_count(config.head_dim) and config.head_dim <= _LARGEST_HEAD
+        _check(fits, name, config, "head_dim", f"a whole number from 1 to {_LARGEST_HEAD}")
     eps = config.rms_norm_eps
     _check(isinstance(eps, (int, float)) and 0 <= eps < math.inf, name, config, "rms_norm_eps", "a number from 0")
     if not getattr(config, "is_causal", True):
