@@ -109,10 +109,9 @@ class Captures:
 
     protect: what capturing disturbs and must be put back, since a body runs for warming up. num_ranks, all_agree: of the
     processes that hold the model together, see `LayerSkipModel`; work that one cannot capture is captured by none.
-    max_captures: how many of those
-    captured when first asked for are held; beyond that the least recently used is given up. Those made ahead are all kept,
-    and do not count. Memory is not counted: temporary tensors are in one pool that all captures share, as large as the
-    largest of them needs, and what a graph itself takes of the device no allocator knows.
+    max_captures: how many of those captured when first asked for are held; beyond that the least recently used is given up.
+    Those made ahead are all kept, and do not count. Memory is not counted: temporary tensors are in one pool that all
+    captures share, as large as the largest of them needs, and what a graph itself takes of the device no allocator knows.
     Attributes: num_captures, seconds: how many were made so far, and how long that took.
     """
 
