@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median
 from typing import Any
 
 from bench.engines.servers import Server, selfspec_server
@@ -46,7 +47,6 @@ OPTIONS = (
     "--allow-policy", "any", "--prefix-cache", "64MB", "--batch-size", "16", "--max-waiting", "64", "--max-tokens", "400",
 )  # fmt: skip
 _MOST_FAILURES = 20
-_WARM_SECONDS = 60.0  # of a trial of some minutes; a third of a shorter one
 _PAUSE_SECONDS = 0.3  # between requests of a client, at most: the machine is not to be full of honest work alone
 _REQUEST_SECONDS = 120.0
 
@@ -55,8 +55,9 @@ _REQUEST_SECONDS = 120.0
 class HostileReport:
     """exact: texts of the others. waits: their seconds to the first token. attacks: by kind. statuses: of all requests.
 
-    *_rss: resident memory of the server, in bytes: after the first minute, and at the end. cores: that it had, on average:
-    where other programs took them, waits are theirs as well.
+    *_rss: resident memory of the server, in bytes: the median of the second fifth of the time, and of the last one. (Single
+    looks differ by some 5 %, by what is being served.) cores: that it had, on average: where other programs took them, waits
+    are theirs as well.
     """
 
     exact: int = 0
@@ -88,7 +89,8 @@ class HostileReport:
             f"p99 {waits[len(waits) * 99 // 100]:.3f}, slowest {self.slowest:.3f} (the server had {self.cores:.2f} cores)",
             f"attacks: {attacks}",
             "requests by status: " + ", ".join(f"{status} {count}" for status, count in sorted(self.statuses.items())),
-            f"resident memory: {self.warm_rss >> 20} MiB, {self.end_rss >> 20} MiB at the end ({self.growth:+.1%})",
+            f"resident memory: {self.warm_rss >> 20} MiB in the second fifth of the time, {self.end_rss >> 20} MiB in the "
+            f"last ({self.growth:+.1%})",
             *(f"FAILED: {failure}" for failure in self.failures),
         ]
 
@@ -115,15 +117,12 @@ class HostileTrial:
 
         advance: called about once a second.
         """
-        report, warm = self.report, min(_WARM_SECONDS, seconds / 3)
-        started = time.monotonic()
-        self._phase(server, warm, advance)
-        report.warm_rss = server.process.memory_info().rss
-        self._phase(server, seconds - warm, advance)
+        report, started = self.report, time.monotonic()
+        looks = self._serve_all(server, seconds, advance)
         if not server.process.is_running() or server.get("/health")[0] != 200:
             report.failures.append("the server has ended")
             return report
-        report.end_rss = server.process.memory_info().rss
+        report.warm_rss, report.end_rss = _around(looks, 0.2, 0.4), _around(looks, 0.8, 1.0)
         report.cores = sum(server.process.cpu_times()[:2]) / (time.monotonic() - started)
         counts = re.findall(
             r'^selfspec_requests_total\{.*status="(\d+)"\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
@@ -139,7 +138,9 @@ class HostileTrial:
             report.failures.append(f"a first token took {report.slowest:.2f} s, at most {most_wait:g} are allowed")
         return report
 
-    def _phase(self, server: Server, seconds: float, advance: Callable[[str], object]) -> None:
+    def _serve_all(self, server: Server, seconds: float, advance: Callable[[str], object]) -> list[int]:
+        """The server's resident memory, about each second."""
+        looks: list[int] = []
         end = time.monotonic() + seconds
         works = [self._honest_client] * self._honest + [self._hostile_client] * self._hostile
         threads = [
@@ -150,10 +151,12 @@ class HostileTrial:
             thread.start()
         for thread in threads:
             while thread.is_alive():
-                thread.join(1.0)
+                thread.join(min(1.0, seconds / 20))
                 report, rss = self.report, server.process.memory_info().rss if server.process.is_running() else 0
+                looks.append(rss)
                 attacks = report.attacks.total()
                 advance(f"{report.exact} texts, slowest {report.slowest:.2f} s, {attacks} attacks, {rss >> 20} MiB")
+        return looks
 
     def _failed(self, text: str) -> None:
         with self._lock:
@@ -213,6 +216,12 @@ def _streamed(server: Server, asked: Asked, salt: str) -> float:
         connection.close()
 
 
+def _around(looks: Sequence[int], first: float, last: float) -> int:
+    """The median of those between two shares of the time; of all if these are few."""
+    part = looks[int(first * len(looks)) : int(last * len(looks))] or looks
+    return int(median(part)) if part else 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the status to exit with."""
     parser = argparse.ArgumentParser(description="A server under clients of which a third are hostile.")
@@ -221,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
     parser.add_argument("--most-seconds", type=float, default=2.0, help="longest wait for a first token (default 2)")
     parser.add_argument(
-        "--most-growth", type=float, default=5.0, help="of memory after the first minute, in percent (default 5)"
+        "--most-growth", type=float, default=5.0, help="of memory after the second fifth, in percent (default 5)"
     )
     options = parser.parse_args(arguments)
     trial = HostileTrial(clients=options.clients, seed=options.seed, asked=expected_answers())
