@@ -121,7 +121,9 @@ class StaticRound:
         self.base.fill_(position)
         self.row.zero_()
 
-    def one_row(self, start: int, stop: int, span: int | None, states: HiddenStates | None, ahead: bool = False) -> None:
+    def one_row(
+        self, start: int, stop: int, span: int | None, states: HiddenStates | None, ahead: bool = False
+    ) -> None:
         """Run layers [start, stop) for the next row; from layer 0 on its token is embedded. ahead: capture only."""
         self._layers(start, stop, None, span, states, ahead)
 
@@ -171,7 +173,9 @@ class StaticRound:
             self._run(key, self._layers_body(start, end, rows, span, watching), ahead)
             start = end
 
-    def _layers_body(self, start: int, stop: int, rows: int | None, span: int | None, states: HiddenStates | None) -> Body:
+    def _layers_body(
+        self, start: int, stop: int, rows: int | None, span: int | None, states: HiddenStates | None
+    ) -> Body:
         def body() -> None:
             if rows is None:
                 sources = places = self.row

@@ -196,7 +196,7 @@ class CapturedRunner:
                 for stop in (*exit_layers, num_layers):
                     rounds.one_row(0, stop, span, states, ahead=True)
                 for exit_layer in exit_layers:
-                    for count in (rows if span is not None else [count for count in rows if count <= limit]):
+                    for count in rows if span is not None else [count for count in rows if count <= limit]:
                         rounds.all_rows(exit_layer, num_layers, count, span, states, ahead=True)
         for choose in (True, False):
             for confidence in (True, False):
@@ -212,9 +212,7 @@ class CapturedRunner:
         """
         self._round.base.fill_(length)
         self._round.last.fill_(rows - 1)
-        self._round.all_rows(
-            1, self._model.num_layers, self._rows_run(rows, length), self._span(length + rows), None
-        )
+        self._round.all_rows(1, self._model.num_layers, self._rows_run(rows, length), self._span(length + rows), None)
 
     def head(self, rows: int) -> None:
         """Norm, head and choice over so many rows, and reading it: for timing."""
