@@ -154,7 +154,8 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
     turn = _turn(model, cache, 1)
     calls: list[Callable[[], object]] = []
     for rows in rows_timed:
-        calls += [partial(runner.layers, rows, context - rows), partial(runner.head, rows)]
+        # Where the row counts that are captured fit: in the last positions of a cache others may be.
+        calls += [partial(runner.layers, rows, max(context - 2 * rows, 0)), partial(runner.head, rows)]
     return [*calls, partial(runner.draft, [turn])]
 
 

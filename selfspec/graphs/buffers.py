@@ -108,6 +108,12 @@ class StaticRound:
             device, (self._state, self.hidden), streams, num_ranks=model.num_ranks, all_agree=model.all_agree
         )
 
+    @property
+    def paged(self) -> bool:
+        """Whether attention takes the length from the device: every span is None then, and rows beyond the last have positions
+        of their own, behind it, for which the cache must have room."""
+        return self._forward.paged
+
     def start(self, token: int, position: int) -> None:
         """Begin a round with its pending token."""
         self.token.fill_(token)
@@ -115,12 +121,14 @@ class StaticRound:
         self.base.fill_(position)
         self.row.zero_()
 
-    def one_row(self, start: int, stop: int, span: int, states: HiddenStates | None, ahead: bool = False) -> None:
+    def one_row(
+        self, start: int, stop: int, span: int | None, states: HiddenStates | None, ahead: bool = False
+    ) -> None:
         """Run layers [start, stop) for the next row; from layer 0 on its token is embedded. ahead: capture only."""
         self._layers(start, stop, None, span, states, ahead)
 
     def all_rows(
-        self, start: int, stop: int, rows: int, span: int, states: HiddenStates | None, ahead: bool = False
+        self, start: int, stop: int, rows: int, span: int | None, states: HiddenStates | None, ahead: bool = False
     ) -> None:
         """Run layers [start, stop) for rows 0 .. last, of which there are at most `rows`; start is at least 1."""
         self._layers(start, stop, rows, span, states, ahead)
@@ -155,7 +163,7 @@ class StaticRound:
         (self.captures.ensure if ahead else self.captures.run)(key, body)
 
     def _layers(
-        self, start: int, stop: int, rows: int | None, span: int, states: HiddenStates | None, ahead: bool
+        self, start: int, stop: int, rows: int | None, span: int | None, states: HiddenStates | None, ahead: bool
     ) -> None:
         assert rows is None or rows <= self.max_rows
         while start < stop:
@@ -165,15 +173,22 @@ class StaticRound:
             self._run(key, self._layers_body(start, end, rows, span, watching), ahead)
             start = end
 
-    def _layers_body(self, start: int, stop: int, rows: int | None, span: int, states: HiddenStates | None) -> Body:
+    def _layers_body(
+        self, start: int, stop: int, rows: int | None, span: int | None, states: HiddenStates | None
+    ) -> Body:
         def body() -> None:
             if rows is None:
-                places, positions = self.row, self.position
+                sources = places = self.row
+                positions = self.position
             else:
-                # Rows beyond the last repeat it: they compute and write the same once more, and nothing of their own.
-                places = torch.minimum(self._index[:rows], self.last)
+                sources = places = torch.minimum(self._index[:rows], self.last)
+                if span is None:
+                    # Rows beyond the last begin as it did and go on at positions of their own, which the next rows overwrite
+                    # before anybody attends to them. What an earlier round left in their places might grow round by round.
+                    places = self._index[:rows]
+                # Else rows beyond the last repeat it: they compute and write the same once more, and nothing of their own.
                 positions = self.base + places
-            hidden = self._model.embed(self.token) if start == 0 else self.hidden.index_select(0, places)
+            hidden = self._model.embed(self.token) if start == 0 else self.hidden.index_select(0, sources)
             capture = None if states is None else (lambda layer, state: states.capture_at(places, layer, state))
             self.hidden.index_copy_(0, places, self._forward.run(hidden, start, stop, positions, span, capture))
 

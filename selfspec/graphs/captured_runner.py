@@ -26,6 +26,7 @@ from selfspec.accept import accept_greedy, accept_greedy_on_device, accept_sampl
 from selfspec.graphs import first_rounds
 from selfspec.graphs.buffers import TOKEN, TOTAL, GreedyVerdict, Look, SampledVerdict, StaticRound
 from selfspec.graphs.drafting import Drafting, is_weight
+from selfspec.graphs.paged_attention import whole_pages
 from selfspec.graphs.streams import HostRead, streams_for
 from selfspec.hidden_states import HiddenStates
 from selfspec.judge import NO_TOKEN
@@ -33,7 +34,8 @@ from selfspec.passes import Outcome, Turn
 from selfspec.sampling import distribution, non_finite
 
 SMALLEST_SPAN = 256
-"""Attention looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are captured."""
+"""Attention with masks looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are
+captured. Where it takes the length from the device there are no such sizes."""
 SMALLEST_CACHE = 4096
 """Positions of the smallest KV cache, unless the model has fewer: a longer one makes all captures anew."""
 BLOCK = 8
@@ -41,9 +43,11 @@ BLOCK = 8
 _FEW_ROWS = 16
 
 
-def captured_length(needed: int, max_positions: int) -> int:
-    """Positions of the cache for a text of `needed`: a power of two, so that growing texts seldom outgrow it."""
-    return min(max(_power_of_two(needed), SMALLEST_CACHE), max(max_positions, needed))
+def captured_length(needed: int, max_positions: int, paged: bool = False) -> int:
+    """Positions of the cache for a text of `needed`: a power of two, so that growing texts seldom outgrow it, or all that the
+    model has. paged: rounded up to whole pages."""
+    length = min(max(_power_of_two(needed), SMALLEST_CACHE), max(max_positions, needed))
+    return whole_pages(length) if paged else length
 
 
 def _power_of_two(least: int) -> int:
@@ -185,12 +189,14 @@ class CapturedRunner:
         rows = _row_buckets(max_rows)
         rounds.start(0, 0)  # bodies run while they are captured: at places that exist
         rounds.last.zero_()
-        for span in _spans(min(max_length, self.cache.max_length), self.cache.max_length):
+        limit = self.cache.max_length
+        spans: list[int | None] = [None] if rounds.paged else [*_spans(min(max_length, limit), limit)]
+        for span in spans:
             for states in watching:
                 for stop in (*exit_layers, num_layers):
                     rounds.one_row(0, stop, span, states, ahead=True)
                 for exit_layer in exit_layers:
-                    for count in rows:
+                    for count in rows if span is not None else [count for count in rows if count <= limit]:
                         rounds.all_rows(exit_layer, num_layers, count, span, states, ahead=True)
         for choose in (True, False):
             for confidence in (True, False):
@@ -206,8 +212,7 @@ class CapturedRunner:
         """
         self._round.base.fill_(length)
         self._round.last.fill_(rows - 1)
-        bucket = _bucket(rows)
-        self._round.all_rows(1, self._model.num_layers, bucket, self._span(length + rows), None)
+        self._round.all_rows(1, self._model.num_layers, self._rows_run(rows, length), self._span(length + rows), None)
 
     def head(self, rows: int) -> None:
         """Norm, head and choice over so many rows, and reading it: for timing."""
@@ -232,8 +237,16 @@ class CapturedRunner:
         self._states.clear()
         self._ahead = None
 
-    def _span(self, length: int) -> int:
-        """How many positions attention looks at, to see `length` of them."""
+    def _rows_run(self, rows: int, position: int) -> int:
+        """Of the capture that serves so many rows from this position on: no more than the cache has room for."""
+        bucket = _bucket(rows)
+        # In a cache that is almost full, exactly these rows are captured. Behind masks, added rows need no room.
+        return rows if self._round.paged and position + bucket > self.cache.max_length else bucket
+
+    def _span(self, length: int) -> int | None:
+        """How many positions attention looks at, to see `length` of them; None where the device says how many there are."""
+        if self._round.paged:
+            return None
         return min(max(_power_of_two(length), SMALLEST_SPAN), self.cache.max_length)
 
     def _first_pass(self, turn: Turn, stop: int) -> None:
@@ -314,7 +327,8 @@ class CapturedRunner:
         rounds.last.fill_(count)
         rows = _bucket(count + 1)
         span = self._span(turn.length + count)
-        rounds.all_rows(turn.exit_layer, self._model.num_layers, rows, span, turn.states)
+        rows_run = self._rows_run(count + 1, turn.length - 1)
+        rounds.all_rows(turn.exit_layer, self._model.num_layers, rows_run, span, turn.states)
         rounds.judge(rows, choose=turn.greedy)
         if not launched.drafting.seen:  # nothing was read while drafting
             self._look_read.start(rounds.looks[:count].flatten())

@@ -1,9 +1,9 @@
 """The same layers with every place on the device: nothing in a pass depends on a Python number that changes.
 
 What a CUDA graph captures is replayed as it is, so a position, a length or a row number must not be baked into it. Here
-positions are a tensor: rotary rows are gathered by it, keys and values are written by it, and a mask made from it hides
-what lies behind. Attention reads the first `span` positions, which is fixed per capture; callers choose the span from a few
-sizes. The layers themselves are `LayerSkipModel.walk`, as everywhere.
+positions are a tensor: rotary rows are gathered by it, and keys and values are written by it. Attention takes the length from
+the device where it can (`paged_attention`). Elsewhere it reads the first `span` positions, which is fixed per capture, and a
+mask made from the positions hides what lies behind; callers choose the span from a few sizes. The layers themselves are `LayerSkipModel.walk`, as everywhere.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from layerskip_models.attention import attend_grouped, repeat_rows, unseen
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
+from selfspec.graphs.paged_attention import PAGE, PagedAttention, Pages, attends_by_pages, write_rows
 
 
 class StaticAttention:
-    """Attention for rows at positions that only the device knows (`layerskip_models.attention.Attention`).
+    """Attention behind masks, for rows at positions that only the device knows (`layerskip_models.attention.Attention`).
 
     positions: int64 [rows], all below `span`. windows: the sliding window of every layer.
     masks: for each of them, [rows * group, span].
@@ -39,9 +39,8 @@ class StaticAttention:
         self.rotary, self._windows, self._masks = rotary, windows, masks
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        write_rows(self._cache, layer, self._positions, key, value)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys.index_copy_(2, self._positions, rearrange(key, "rows kv dim -> kv dim rows").to(keys.dtype))
-        values.index_copy_(1, self._positions, rearrange(value, "rows kv dim -> kv rows dim").to(values.dtype))
         mask = self._masks[self._windows[layer]]
         seen = keys[..., : self._span].to(query.dtype), values[:, : self._span].to(query.dtype)
         return attend_grouped(query, *seen, mask)
@@ -51,11 +50,15 @@ class StaticForward:
     """Runs layers of a model on one KV cache, all of whose memory stays where it is, and which does not count these rows.
 
     Every position of the cache must hold finite numbers: what is masked is still multiplied by 0.
+    paged: whether attention takes the length from the device, and `run` no span: where the operator can be used and the cache
+    is made of whole pages.
     """
 
     def __init__(self, model: LayerSkipModel, cache: KVCache) -> None:
         self.model, self._cache = model, cache
         self._rotary = model.rotary  # this very table, kept: a graph would not see a longer one that takes its place
+        self.paged = cache.max_length % PAGE == 0 and attends_by_pages(model)
+        self._pages = Pages.of(cache) if self.paged else None
         self._places = torch.arange(cache.max_length, dtype=torch.long, device=model.device)
 
     def run(
@@ -64,16 +67,22 @@ class StaticForward:
         start: int,
         stop: int,
         positions: Tensor,
-        span: int,
+        span: int | None,
         capture: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Run layers [start, stop) over rows at these positions; otherwise as `LayerSkipModel.run_layers`.
 
         positions: int64 [rows], all below `span`; equal rows may share a position. Row i attends to 0 .. positions[i].
-        span: how many positions attention looks at, at most the cache's length.
+        span: how many positions attention looks at, at most the cache's length. None, where `paged` only: as many as there
+        are; each position is then one more than the one before.
         """
         model = self.model
         windows = model.sliding_windows
+        if span is None:
+            assert self._pages is not None
+            rotary = self._rotary.index_select(0, positions)
+            by_pages = PagedAttention(self._cache, self._pages, positions, rotary, windows)
+            return model.walk(hidden, start, stop, by_pages, capture)
         masks = {window: self._mask(positions, span, window) for window in set(windows[start:stop])}
         rotary = self._rotary.index_select(0, positions)
         attention = StaticAttention(self._cache, positions, span, rotary, windows, masks)

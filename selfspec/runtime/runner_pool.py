@@ -17,6 +17,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.eager import EagerPasses
 from selfspec.graphs.captured_runner import CapturedRunner, captured_length
+from selfspec.graphs.paged_attention import attends_by_pages
 from selfspec.passes import RunnerName
 from selfspec.runtime.places import IdlePlaces, Place, no_tokens
 from selfspec.runtime.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_alike
@@ -254,9 +255,10 @@ class RunnerPool:
     def _make(self, num_tokens: int, captured: bool) -> Place:
         if captured:
             place: Place | None = None
+            paged = attends_by_pages(self._model)
             failure = RuntimeError("another process of the model has no room for them")
             try:
-                cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions))
+                cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions, paged))
                 place = Place(cache, CapturedRunner(self._model, cache))
             except RuntimeError as error:  # no memory for its buffers, say
                 failure = error
