@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
@@ -25,6 +26,7 @@ from selfspec.graphs.buffers import StaticRound
 from selfspec.graphs.capture import Captures
 from selfspec.graphs.cuda_graph import CudaGraph, GraphSpace
 from selfspec.graphs.forward import StaticForward
+from selfspec.graphs.paged_attention import PAGE, Pages, _expected, attends_by_pages
 from selfspec.graphs.stream_pool import MOST_STREAMS
 from selfspec.graphs.streams import CudaStreams
 from selfspec.passes import CaptureError
@@ -152,6 +154,46 @@ def test_rows_in_any_number_on_cuda(heads: int, kv_heads: int, dtype: torch.dtyp
         for found in (states, static):
             bound = 0.3 if dtype == torch.bfloat16 else 1e-3
             torch.testing.assert_close(model.logits(torch.cat(found)).cpu(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (8, 1)])
+@pytest.mark.parametrize("window", [None, 1, 200])
+def test_attention_by_pages_is_that_of_sdpa(
+    window: int | None, heads: int, kv_heads: int, dtype: torch.dtype, cuda: torch.device
+) -> None:
+    """One capture for every length, on 16 pages: keys are divided among blocks, of which most have none in a short text."""
+    with torch.inference_mode():
+        keys = torch.randn(kv_heads, 16 * PAGE, 64, device=cuda, dtype=dtype).mT
+        values = torch.randn(kv_heads, 16 * PAGE, 64, device=cuda, dtype=dtype)
+        pages = Pages([keys], [values])
+        for rows in (1, 3, 16):
+            query = torch.randn(rows, heads, 64, device=cuda, dtype=dtype)
+            used = torch.full((1,), 700, dtype=torch.int32, device=cuda)
+            out = torch.zeros(rows, heads * 64, device=cuda, dtype=dtype)
+
+            def body(query: Tensor = query, used: Tensor = used, out: Tensor = out) -> None:
+                out.copy_(pages.attend(0, query, pages.bounds(query.shape[0]), used, window))
+
+            captures = Captures(cuda, (), CudaStreams(cuda))
+            for length in (16, 255, 257, 700, 16 * PAGE):
+                used.fill_(length)
+                captures.run("attend", body)
+                expected = _expected(query.float(), keys.float(), values.float(), length, window)
+                torch.testing.assert_close(out.float(), expected, rtol=0.03, atol=0.03)
+            assert captures.num_captures == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_texts_by_pages_go_on_without_a_warning(dtype: torch.dtype, cuda: torch.device) -> None:
+    llama = tiny_llama(dtype=dtype, seed=3, heads=8, kv_heads=2, head_dim=16, max_position_embeddings=1024).to(cuda)
+    engine = SelfSpecGenerator(from_transformers(llama))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attends_by_pages(engine.model)
+        for prompt in (PROMPT, PROMPT * 90):
+            for policy in ("ar", "ls:2-4"):
+                assert engine.generate(prompt, max_new_tokens=20, policy=policy).stats.runner == "captured"
 
 
 def test_a_capture_that_fails_costs_a_warning(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,10 +137,10 @@ def test_texts_in_bfloat16_pass_the_comparison_with_eager_rounds() -> None:
 
 @pytest.mark.usefixtures("paged")
 def test_a_cache_without_room_for_added_rows() -> None:
-    """Drafts of 4 take a capture of 8 rows, of which the last would lie behind the cache."""
+    """Drafts of 9 take a capture of 16 rows, of which the last would lie behind the cache."""
     llama = tiny(max_position_embeddings=PAGE)
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), runner="captured")
-    result = engine.generate(LONG[:-20], max_new_tokens=26, policy="ls:2-4")
+    result = engine.generate(LONG[:-20], max_new_tokens=26, policy="ls:2-9")
     assert result.new_tokens == reference_greedy(llama, LONG[:-20], max_new_tokens=26)
     assert (result.stats.runner, len(LONG[:-20]) + 26) == ("captured", PAGE)
 

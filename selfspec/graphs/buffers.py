@@ -110,8 +110,8 @@ class StaticRound:
 
     @property
     def paged(self) -> bool:
-        """Whether attention takes the length from the device: every span is None then, and rows beyond the last have positions
-        of their own, behind it, for which the cache must have room."""
+        """Whether attention takes the length from the device: every span is None then, and rows beyond the last have
+        positions of their own, behind it, for which the cache must have room."""
         return self._forward.paged
 
     def start(self, token: int, position: int) -> None:

@@ -1,9 +1,10 @@
 """The same layers with every place on the device: nothing in a pass depends on a Python number that changes.
 
 What a CUDA graph captures is replayed as it is, so a position, a length or a row number must not be baked into it. Here
-positions are a tensor: rotary rows are gathered by it, and keys and values are written by it. Attention takes the length from
-the device where it can (`paged_attention`). Elsewhere it reads the first `span` positions, which is fixed per capture, and a
-mask made from the positions hides what lies behind; callers choose the span from a few sizes. The layers themselves are `LayerSkipModel.walk`, as everywhere.
+positions are a tensor: rotary rows are gathered by it, and keys and values are written by it. Attention takes the length
+from the device where it can (`paged_attention`). Elsewhere it reads the first `span` positions, which is fixed per capture,
+and a mask made from the positions hides what lies behind; callers choose the span from a few sizes. The layers themselves
+are `LayerSkipModel.walk`, as everywhere.
 """
 
 from __future__ import annotations
