@@ -28,6 +28,7 @@ from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
 from layerskip_models.output_paths import output_folder
+from layerskip_models.parallel.ranks import launched_ranks
 from layerskip_models.text_files import write_text
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import DataSource
@@ -56,17 +57,17 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     output_dir of another run, or layers that the model does not have.
     """
     console = console or Console(stderr=True, highlight=False, markup=False)
+    spread = config.device_map is not None
+    if spread and launched_ranks() > 1:  # before the processes connect: all of them say it
+        raise ValueError(
+            "device_map spreads the model over the GPUs from one process: start this without accelerate launch or torchrun"
+        )
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         cpu=not torch.cuda.is_available() or config.device == "cpu",
         # The others wait while the first process computes the states.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))],
     )
-    spread = config.device_map is not None
-    if spread and accelerator.num_processes > 1:
-        raise ValueError(
-            "device_map spreads the model over the GPUs from one process: start this without accelerate launch or torchrun"
-        )
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
