@@ -111,6 +111,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "clipped queries": ("llama", {"attention__clamp_kqv": 8.0}, "clamp_kqv"),
     "values of another size": ("llama", {"attention__value_length": 8}, "values of another size"),
     "part of a Llama's head rotated": ("llama", {"rope__dimension_count": 8}, "rotates 8 of 16 numbers"),
+    "half of a pair rotated": ("phi3", {"rope__dimension_count": 7}, "rotates 7 numbers of a head"),
     "part of a Qwen3's": ("qwen3", {"rope__dimension_count": 8}, "rotates 8 of 16 numbers"),
     "yarn": ("qwen2", {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, r"not read here \(yarn\)"),
     "longrope": ("phi3", {"rope__scaling__type": "longrope"}, r"not read here \(longrope\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +291,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a list": ("preverifier.json", lambda data: b"[1]", "TypeError"),
     "bytes that are no text": ("preverifier.json", lambda data: b"\xff" + data, "UnicodeDecodeError"),
     "a number of text": ("preverifier.json", lambda data: data.replace(b'"max_drafts": ', b'"max_drafts": 0.5'), "drafts"),
+    "no heads": ("preverifier.json", lambda data: re.sub(rb'(_value_heads": )\d+', rb"\g<1>0", data), "ZeroDivisionError"),
     "a layer that is none": ("preverifier.json", lambda data: data.replace(b'"hidden_size"', b'"hidden"'), "Error"),
 }  # fmt: skip
 

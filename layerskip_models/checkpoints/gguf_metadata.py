@@ -99,6 +99,10 @@ def complete(config: Any, keys: dict[str, Any], reader: Any, path: Path) -> None
         config.head_dim = head_dim
     rope = {**(config.rope_parameters or {}), "rope_theta": float(keys.get(_BASE, _DEFAULT_BASE))}
     rotated = keys.get("rope.dimension_count", head_dim)
+    if rotated % 2:
+        raise ValueError(
+            f"{path} rotates {rotated} numbers of a head (rope.dimension_count), and pairs are meant: {CONVERT}"
+        )
     if config.model_type == "phi3":
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:

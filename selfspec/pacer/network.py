@@ -42,7 +42,8 @@ ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
 _UNREADABLE = (
-    TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, SafetensorError, StrictDataclassError,
+    TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, ArithmeticError, SafetensorError,
+    StrictDataclassError,
 )  # fmt: skip
 """What reading somebody else's files may raise."""
 CONTEXT = 0
