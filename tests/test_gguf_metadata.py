@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from layerskip_models import load_model
 from layerskip_models.checkpoints.conversion import from_transformers
+from layerskip_models.checkpoints.gguf_header import check_header
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.families import FAMILIES
 from layerskip_models.kv_cache import KVCache
@@ -148,3 +149,25 @@ def test_4_bit_files_are_checked_alike(tmp_path: Path) -> None:
     theirs = from_transformers(load_transformers(path, dtype="float32", device="cpu"), layout="plain")
     assert [layer.sliding_window for layer in theirs._layers] == [4, 4]
     assert [layer.sliding_window for layer in load_model(path, device="cpu")._layers] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (8, b"\xff" * 8),
+        (16, b"\xff\xff\xff\xff\0\0\0\0"),
+        (24, b"\xff\xff\xff\xff\0\0\0\0"),
+        (52, b"\x09"),
+        (52, b"\x63"),
+    ],
+    ids=["tensors", "keys", "a key's length", "an array", "a type that is none"],
+)
+def test_a_damaged_count_is_not_believed(place: int, value: bytes, tmp_path: Path) -> None:
+    """`gguf` itself would read as many entries as the count says, for ever."""
+    path = write(tmp_path, model_of("llama"))
+    check_header(path)
+    data = bytearray(path.read_bytes())
+    data[place : place + len(value)] = value
+    path.write_bytes(data)
+    with pytest.raises(OSError, match="is incomplete or damaged"):
+        load_model(path)

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from layerskip_models.checkpoints.gguf_header import check_header
 from layerskip_models.checkpoints.gguf_metadata import (
     CONVERT,
     ROPE_FACTORS,
@@ -178,6 +179,7 @@ def _reader(path: Path) -> Any:
     except ImportError:
         raise ValueError(f"reading {path.name} needs the package gguf: pip install 'selfspec[gguf]'") from None
     try:
+        check_header(path)
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
         raise OSError(f"{path} is incomplete or damaged ({error}): copy or download it again") from error
