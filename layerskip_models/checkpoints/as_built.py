@@ -7,7 +7,6 @@ refused by name where it differs. Attributes that the class doesn't have are lef
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.families import Family
 
 _INSTEAD = "or decode with transformers' own generate"
@@ -59,13 +59,7 @@ _BIASED = (
 
 def check_as_built(model: PreTrainedModel, config: PreTrainedConfig, family: Family) -> None:
     """ValueError that names the first module that computes something else than the family's class would."""
-    try:
-        with torch.device("meta"):
-            built = family.model(copy.deepcopy(config))
-    except Exception as error:  # of any kind: numbers that don't go together fail anywhere in transformers
-        raise ValueError(
-            f"transformers builds no model from this configuration: {' '.join(str(error).split())}"
-        ) from error
+    built = built_on_meta(config, family, "the model")
     own = dict(model.named_modules(remove_duplicate=False))
     _check_global_hooks()
     _check_attention(config)
@@ -76,12 +70,12 @@ def check_as_built(model: PreTrainedModel, config: PreTrainedConfig, family: Fam
                 f"the model has no {name}, which its configuration builds: give it the configuration that it was built from"
             )
         _check_module(name or "the model", module, expected, config)
-    for name in ("model.layers",):
-        if len(own[name]) != len(built.get_submodule(name)):
-            raise ValueError(
-                f"the model has {len(own[name])} layers and its configuration says {config.num_hidden_layers}: "
-                "set config.num_hidden_layers, and layer_idx of each layer"
-            )
+    num_layers = len(own["model.layers"])
+    if num_layers != config.num_hidden_layers:
+        raise ValueError(
+            f"the model has {num_layers} layers and its configuration says {config.num_hidden_layers}: "
+            "set config.num_hidden_layers, and layer_idx of each layer"
+        )
 
 
 def _check_module(name: str, module: nn.Module, expected: nn.Module, config: PreTrainedConfig) -> None:

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from layerskip_models.families.family import Family
 
@@ -49,11 +50,11 @@ def check_fields(config: Any, family: Family, name: str) -> None:
     _check_rope(config, name)
 
 
-def check_buildable(config: Any, family: Family, name: str) -> None:
-    """ValueError, of one line, if transformers builds no model from a configuration."""
+def built_on_meta(config: Any, family: Family, name: str) -> PreTrainedModel:
+    """The model that transformers builds from a configuration, without memory. ValueError, of one line, if it builds none."""
     try:
         with torch.device("meta"):
-            family.model(copy.deepcopy(config))
+            return family.model(copy.deepcopy(config))
     except Exception as error:  # of any kind: numbers that don't go together fail anywhere in transformers
         raise ValueError(
             f"transformers builds no model from the configuration of {name} "

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.config_checks import check_buildable
+from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.checkpoints.conversion import Packed, from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
 from layerskip_models.checkpoints.quantised import check_loaded, has_few_bits, load_quantised, quantisation_of
@@ -226,7 +226,7 @@ def load_config(
                 f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
     check_config(config, name)
-    check_buildable(config, family_of(config), name)
+    built_on_meta(config, family_of(config), name)
     return config
 
 

@@ -239,11 +239,8 @@ def _zeros(stored: Tensor, stored_scale: Tensor, scale: Tensor, middle: int, lar
     numbers = stored.int()
     if bool((numbers < -largest).any()) or bool((numbers >= largest).any()):
         raise ValueError(f"weight_zero_point holds numbers beyond {-largest} to {largest - 1}")
-    return (
-        (numbers + middle).reshape(-1, 1).expand_as(scale)
-        if numbers.numel() == 1
-        else ((numbers + middle).reshape(scale.shape))
-    )
+    moved = numbers + middle
+    return moved.reshape(1, 1).expand_as(scale) if moved.numel() == 1 else moved.reshape(scale.shape)
 
 
 def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) -> Tensor | None:

@@ -82,7 +82,12 @@ def strategy_of(weights: Mapping[str, Any]) -> str | None:
     said = weights.get("strategy")
     if said is not None:
         return str(said)
-    size = weights.get("group_size")
+    return _strategy_by_size(weights)
+
+
+def _strategy_by_size(settings: Mapping[str, Any]) -> str | None:
+    """Of a group's size: -1 means all inputs of an output."""
+    size = settings.get("group_size")
     return None if size is None else "group" if size > 0 else "channel"
 
 
@@ -95,12 +100,12 @@ def _gptq_scheme(settings: Mapping[str, Any]) -> Scheme:
     first_version = gptq_format(settings) != "gptq_v2"
     if settings.get("dynamic"):  # modules may have bits and groups of their own
         return Scheme(first_version=first_version)
-    size = settings.get("group_size")
+    strategy = _strategy_by_size(settings)
     return Scheme(
         first_version=first_version,
         bits=settings.get("bits"),
-        strategy=None if size is None else "group" if size > 0 else "channel",
-        group_size=size if size is not None and size > 0 else None,
+        strategy=strategy,
+        group_size=settings["group_size"] if strategy == "group" else None,
         reordered=bool(settings.get("desc_act")),
     )
 

@@ -89,7 +89,7 @@ def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:
     Raises FileNotFoundError or OSError for files that are missing or damaged, and names them.
     """
     where: dict[str, Path] = {}
-    files, listed = _weight_files(name, origin)
+    files, listed = files_of(name, origin)
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
@@ -101,8 +101,11 @@ def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:
     return Tensors(name, where)
 
 
-def _weight_files(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
-    """The files, and the tensors that an index lists; later files go before earlier ones."""
+def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
+    """The files, and the tensors that an index lists (none without one); later files go before earlier ones.
+
+    Raises FileNotFoundError for one that is missing, OSError for a damaged index.
+    """
     single = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **origin)
     if single is not None:
         return [Path(str(single))], set()

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.loading import load_config
 from layerskip_models.checkpoints.quantised import quantisation_of
-from layerskip_models.checkpoints.weight_files import FILE, INDEX, listed_files
+from layerskip_models.checkpoints.weight_files import FILE, INDEX, files_of, listed_files
 from layerskip_models.exits import folder as exits
 from policies import MeasuredCost, parse_policy
 from selfspec import __version__
@@ -116,22 +116,14 @@ def _downloaded(name: str) -> Path:
     """The folder in the local cache with what belongs to a checkpoint of the hub, and nothing else of its repository."""
     snapshot_download(name, allow_patterns=[*FILES, INDEX, "README.md"], ignore_patterns=["*/*"])
     folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
-    weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *_shards(folder)]
+    weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *listed_files(folder / INDEX).values()]
     return Path(snapshot_download(name, allow_patterns=weights, ignore_patterns=["*/*"]))
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold the weights, the index among them. Raises FileNotFoundError if one is missing."""
-    names = [FILE] if (folder / FILE).is_file() or not (folder / INDEX).is_file() else [INDEX, *_shards(folder)]
-    for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: copy or download the checkpoint again")
-    return names
-
-
-def _shards(folder: Path) -> list[str]:
-    """Raises OSError for an index that cannot be read."""
-    return sorted({*listed_files(folder / INDEX).values()})
+    """Names of the files that hold the weights, the index among them. Raises as `weight_files.files_of`."""
+    files, listed = files_of(str(folder), {})
+    return [*([INDEX] if listed else []), *(file.name for file in files)]
 
 
 def _check_policy(policy: str, num_layers: int) -> None:
