@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
+from layerskip_models.checkpoints.module_folder import read_module, with_tuples
 from layerskip_models.exits.adapter import DRAFTED, AdapterConfig, ExitAdapters, Form
 from layerskip_models.model import LayerSkipModel
 
@@ -58,23 +58,15 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
         raise FileNotFoundError(
             f"no exit adapters at {folder}: {CONFIG_FILE} is missing; train them with selfspec train-exit"
         )
-    try:
-        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        for name in ("fingerprint", "exit_layers", "steering_layers"):
-            values[name] = tuple(values[name])
-        with torch.device("cpu"):  # whatever the caller's default is
-            adapters = ExitAdapters(AdapterConfig(**values))
-        adapters.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
-    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder} holds no exit adapters that can be read: train them again with selfspec train-exit, or say exits=None "
-            f"(--exits none); {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    wrong = [name for name, value in adapters.state_dict().items() if not bool(value.isfinite().all())]
-    if wrong:
-        raise ValueError(
-            f"{folder / WEIGHTS_FILE} holds NaN or infinite weights, first in {wrong[0]}: its training diverged"
-        )
+    adapters = read_module(
+        folder / CONFIG_FILE,
+        folder / WEIGHTS_FILE,
+        lambda fields: ExitAdapters(
+            AdapterConfig(**with_tuples(fields, "fingerprint", "exit_layers", "steering_layers"))
+        ),
+        what="exit adapters",
+        remedy="train them again with selfspec train-exit, or say exits=None (--exits none)",
+    )
     return adapters.to(map_location).eval()
 
 

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from einops import repeat
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
+from layerskip_models.checkpoints.module_folder import read_module, with_tuples
 from layerskip_models.checkpoints.typed_fields import check_types
 from layerskip_models.families.llama import LLAMA
 from layerskip_models.kernels.check import native_works
@@ -41,11 +40,6 @@ SCOPES = ("full", "draft", "block")
 ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
 """What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
-_UNREADABLE = (
-    TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, ArithmeticError, SafetensorError,
-    StrictDataclassError,
-)  # fmt: skip
-"""What reading somebody else's files may raise."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
@@ -297,22 +291,11 @@ def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "
         raise FileNotFoundError(
             f"no pre-verifier at {folder}: {CONFIG_FILE} is missing; train one with selfspec train-pacer"
         )
-    try:
-        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        for name in ("fingerprint", "exit_layers"):
-            values[name] = tuple(values[name])
-        config = PreVerifierConfig(**values)
-        module = PreVerifierModule(config)
-        module.load_state_dict({name: value.float() for name, value in load_file(folder / WEIGHTS_FILE).items()})
-    except _UNREADABLE as error:
-        raise ValueError(
-            f"{folder} holds no pre-verifier that can be read: train it again with selfspec train-pacer; "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    wrong = [name for name, value in module.state_dict().items() if not bool(value.isfinite().all())]
-    if wrong:
-        raise ValueError(
-            f"{folder / WEIGHTS_FILE} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; train it "
-            "again with selfspec train-pacer"
-        )
+    module = read_module(
+        folder / CONFIG_FILE,
+        folder / WEIGHTS_FILE,
+        lambda fields: PreVerifierModule(PreVerifierConfig(**with_tuples(fields, "fingerprint", "exit_layers"))),
+        what="pre-verifier",
+        remedy="train it again with selfspec train-pacer",
+    )
     return module.to(map_location).eval()

@@ -1,0 +1,51 @@
+"""A small network in a folder of its own, beside or without a checkpoint: reading one that may be damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+_UNREADABLE = (
+    TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, ArithmeticError, SafetensorError,
+    StrictDataclassError,
+)  # fmt: skip
+"""What reading somebody else's files may raise."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def read_module(config: Path, weights: Path, make: Callable[[dict[str, Any]], M], *, what: str, remedy: str) -> M:
+    """The network that `make` builds from the fields of a JSON file, with the file's weights in float32, on the CPU.
+
+    what: it is, for messages. remedy: what to do if it cannot be read. Raises ValueError that names the folder, or the file
+    with weights that are not finite.
+    """
+    try:
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        with torch.device("cpu"):  # whatever the caller's default is
+            module = make(fields)
+        module.load_state_dict({name: value.float() for name, value in load_file(weights).items()})
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{config.parent} holds no {what} that can be read: {remedy}; "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    wrong = [name for name, value in module.state_dict().items() if not bool(value.isfinite().all())]
+    if wrong:
+        raise ValueError(
+            f"{weights} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; {remedy}"
+        )
+    return module
+
+
+def with_tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The fields, these of them as tuples, which JSON has as lists. Raises TypeError or KeyError if one is none."""
+    return {**fields, **{name: tuple(fields[name]) for name in names}}
