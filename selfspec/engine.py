@@ -96,6 +96,11 @@ class Progress:
     result: GenerationResult | None = None
     error: Exception | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the text is complete or cannot go on."""
+        return self.result is not None or self.error is not None
+
 
 class Engine:
     """Decodes texts together. Made by `SelfSpecGenerator.engine`; for one thread at a time.
@@ -189,7 +194,7 @@ class Engine:
                     self._round(going)
             self._report()
         for progress in self._progress:
-            if progress.result is not None or progress.error is not None:
+            if progress.ended:
                 self._leave(progress.ticket)
         found, self._progress = self._progress, []
         return found
@@ -215,7 +220,7 @@ class Engine:
     def _by_model(self) -> list[list[_Seat]]:
         """Texts whose passes can be shared: those of one copy of the weights."""
         groups: dict[BoundModel, list[_Seat]] = {}
-        ended = {one.ticket for one in self._progress if one.result is not None or one.error is not None}
+        ended = {progress.ticket for progress in self._progress if progress.ended}
         for seat in self._seats.values():
             if seat.ticket not in ended:
                 groups.setdefault(seat.checked.bound, []).append(seat)
@@ -387,9 +392,7 @@ class _Seat:
             if self.leaves_text and self.checked.bound.runners.reuses:
                 self._place.leave(self.text.tokens[0, : self.text.settled], self.text.states.kept)
         finally:
-            self.leaves_text = (
-                False  # the place may be another text's by the time that an interrupted close is repeated
-            )
+            self.leaves_text = False  # the place may be another text's when an interrupted close is repeated
             self._held.close()
             self._closed = True
         self.checked.ended(perf_counter() - self.checked.started)

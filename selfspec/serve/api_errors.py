@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from selfspec.serve.api_fields import UNSUPPORTED, WRONG
+
+CLIENT_LEFT = 499
+"""A status that nobody reads; the log and the metrics do."""
 
 
 class ApiError(Exception):
@@ -58,10 +60,6 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         return error.response()
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors()).response()
-
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         headers = dict(error.headers or {})
@@ -70,13 +68,8 @@ def install(app: FastAPI) -> None:
             message = f"there is no {request.method} {request.url.path[:100]}; this server has {_routes(app)}"
         return JSONResponse(error_body(message, error.status_code), error.status_code, headers)
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body("the server failed on this request; its log says why", 500), 500)
-
     app.add_exception_handler(ApiError, own)
-    app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def _routes(app: FastAPI) -> str:
@@ -92,10 +85,8 @@ def _routes(app: FastAPI) -> str:
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What is wrong with a request's body, naming the field. Of several types, the one that got furthest counts."""
     error = max(errors, key=lambda one: len(one["loc"]))
-    if error["type"] == "json_invalid":
-        return ApiError(f"the body is no valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
     # Behind the name pydantic says which of several types it tried.
-    path = [str(part) for part in error["loc"] if part != "body"]
+    path = [str(part) for part in error["loc"]]
     if path[:1] == ["response_format"] and path[1:2] in _FORMATS:
         del path[1]
     param = ".".join(part for part in path if re.fullmatch(r"\w+", part) and part not in _TRIED) or None

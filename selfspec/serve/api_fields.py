@@ -73,6 +73,12 @@ class Strict(BaseModel):
         """Names of the fields that were ignored, here and in what this holds."""
         return sorted(set(_ignored_in(self)))
 
+    @property
+    def told(self) -> dict[str, str]:
+        """The header of an answer that names them; none if nothing was ignored."""
+        names = self.ignored
+        return {"x-selfspec-ignored": ", ".join(names)} if names else {}
+
 
 def _is_empty(value: object) -> bool:
     """Whether it is "", [] or {}, or a dict that holds nothing else."""

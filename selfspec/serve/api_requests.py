@@ -177,8 +177,6 @@ class GenerationRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_an_object(cls, fields: Any) -> Any:
-        if isinstance(fields, bytes):  # of another type than JSON: a browser may send it without asking
-            raise ValueError("the body is not read as JSON: send the header 'Content-Type: application/json'")
         if not isinstance(fields, dict):
             raise ValueError("the body must be a JSON object")
         return fields

@@ -23,10 +23,10 @@ from selfspec import SelfSpecGenerator
 from selfspec.parallel.mirrored_engine import end_followers, follow, leading_engine
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
-from selfspec.serve.api_errors import ApiError
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
-from selfspec.serve.bodies import LARGE_BODY, SMALL_BODY, read_body
+from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.head_requests import HeadAsGet
 from selfspec.serve.lanes import Lanes
@@ -39,7 +39,6 @@ from selfspec.serve.web_page import add_page
 
 PING_SECONDS = 10.0
 """Between two events of a stream, at most."""
-_CLIENT_LEFT = 499  # nobody reads it; the log and the metrics do
 
 
 def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: RankWatch | None = None) -> FastAPI:
@@ -104,8 +103,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
             response = await _stream(request, texts, _events(texts, answer, body.n, include_usage))
         else:
             response = await _unless_disconnected(request, texts, _whole(texts, answer, body.n))
-        if ignored := body.ignored:
-            response.headers["x-selfspec-ignored"] = ", ".join(ignored)
+        response.headers.update(body.told)
         return response
 
     @app.post("/v1/chat/completions")
@@ -163,15 +161,12 @@ def follow_server(generator: SelfSpecGenerator, settings: ServerSettings) -> Non
 async def _translated(
     lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
 ) -> list[Choice]:
-    """In a thread if that may take long: a long prompt, a schema, or a policy. Else at once, which a thread would delay."""
+    """In a thread if that may take long: a long prompt, a schema, or a policy."""
     work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
     if translator.has_slow_schema(body):
         return await lanes.schemas.run(work)
-    if size > LARGE_BODY:
-        return await lanes.prompts.run(work)
-    if size <= SMALL_BODY and body.response_format is None and body.policy is None:
-        return work()
-    return await asyncio.to_thread(work)
+    is_quick = body.response_format is None and body.policy is None
+    return await lanes.prompts.run_by_size(size, work, is_quick=is_quick)
 
 
 async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Response:
@@ -199,7 +194,7 @@ async def _stream(request: Request, texts: Texts, events: AsyncGenerator[str, No
     try:
         await asyncio.wait({first, watching}, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if not first.done() and watching.done():
-            return Response(status_code=_CLIENT_LEFT)
+            return Response(status_code=CLIENT_LEFT)
         if first.done():
             first.result()
         begun = True
@@ -261,7 +256,7 @@ async def _unless_disconnected(request: Request, texts: Texts, work: Coroutine[A
     watching = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=_CLIENT_LEFT)
+        return working.result() if working.done() else Response(status_code=CLIENT_LEFT)
     finally:
         working.cancel()
         watching.cancel()

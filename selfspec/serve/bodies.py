@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import partial
 from typing import Any, TypeVar
@@ -11,16 +10,11 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from selfspec.serve.api_errors import ApiError, from_validation
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, from_validation
 from selfspec.serve.lanes import Lanes
 
-SMALL_BODY = 1 << 14
-"""Bytes that are parsed and tokenised within a few milliseconds."""
-LARGE_BODY = 1 << 17
-"""Bytes from which on bodies are parsed one after the other."""
 MOST_KEYS = 5_000
 """Keys of one JSON object: each that is unknown would be an error of its own."""
-_CLIENT_LEFT = 499
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -34,13 +28,8 @@ async def read_body(request: Request, kind: type[B], lanes: Lanes) -> tuple[B, i
     try:
         raw = await request.body()
     except ClientDisconnect:
-        raise ApiError("the client has left", status=_CLIENT_LEFT) from None
-    work = partial(parse, raw, kind)
-    if len(raw) <= SMALL_BODY:
-        return work(), len(raw)
-    if len(raw) <= LARGE_BODY:
-        return await asyncio.to_thread(work), len(raw)
-    return await lanes.bodies.run(work), len(raw)
+        raise ApiError("the client has left", status=CLIENT_LEFT) from None
+    return await lanes.bodies.run_by_size(len(raw), partial(parse, raw, kind)), len(raw)
 
 
 def parse(raw: bytes, kind: type[B]) -> B:

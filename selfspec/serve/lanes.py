@@ -12,6 +12,10 @@ from typing import TypeVar
 from selfspec.serve.api_errors import ApiError
 
 T = TypeVar("T")
+SMALL_BODY = 1 << 14
+"""Bytes of a request that are parsed, or made into tokens, within a few milliseconds."""
+LARGE_BODY = 1 << 17
+"""Bytes from which on that is done for one request after the other."""
 _STACK_BYTES = 16 << 20
 
 
@@ -42,6 +46,15 @@ class Lane:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, work)
         finally:
             self._waiting -= 1
+
+    async def run_by_size(self, size: int, work: Callable[[], T], *, is_quick: bool = True) -> T:
+        """What `work` on a body of so many bytes returns: at once, in any thread, or in this one. Raises as `run`.
+
+        is_quick: whether a small body is little work. A thread would delay it.
+        """
+        if is_quick and size <= SMALL_BODY:
+            return work()
+        return await (asyncio.to_thread(work) if size <= LARGE_BODY else self.run(work))
 
     def start(self) -> None:
         """Its thread, now and not with the first work."""

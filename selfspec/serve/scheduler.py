@@ -268,7 +268,7 @@ class Scheduler:
         first = job.last_token is None
         self._metrics.progressed(progress, now - (job.last_token or job.submitted), first=first)
         job.last_token = now
-        if progress.result is not None or progress.error is not None:
+        if progress.ended:
             del self._jobs[progress.ticket]
             self._job_seconds += 0.2 * (now - job.joined - self._job_seconds)
             self._metrics.kept_bytes.set(self._kept_bytes())

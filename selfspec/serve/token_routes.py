@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -12,11 +10,8 @@ from pydantic import FailFast, Field, model_validator
 
 from selfspec.serve.api_fields import Strict, wrong_field
 from selfspec.serve.api_requests import OWN_TEMPLATE, Message
-from selfspec.serve.bodies import LARGE_BODY, SMALL_BODY, read_body
-from selfspec.serve.lanes import Lanes
+from selfspec.serve.bodies import read_body
 from selfspec.serve.translation import Translator
-
-T = TypeVar("T")
 
 
 class TokenizeRequest(Strict):
@@ -72,18 +67,19 @@ def add_token_routes(app: FastAPI, translator: Translator) -> None:
     async def tokenize(request: Request) -> JSONResponse:
         lanes = request.app.state.lanes
         body, size = await read_body(request, TokenizeRequest, lanes)
-        ids = await _run(lanes, size, lambda: _tokens(translator, body))
+        ids = await lanes.prompts.run_by_size(size, lambda: _tokens(translator, body))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": translator.most_tokens, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-        return _answer(body, found)
+        return JSONResponse(found, headers=body.told)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> JSONResponse:
         lanes = request.app.state.lanes
         body, size = await read_body(request, DetokenizeRequest, lanes)
         translator.check_name(body.model)
-        return _answer(body, {"prompt": await _run(lanes, size, lambda: translator.text_of(body.tokens))})
+        text = await lanes.prompts.run_by_size(size, lambda: translator.text_of(body.tokens))
+        return JSONResponse({"prompt": text}, headers=body.told)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> JSONResponse:
@@ -104,15 +100,3 @@ def _tokens(translator: Translator, body: TokenizeRequest) -> list[int]:
         return translator.tokens_of(body.prompt, special=body.add_special_tokens is not False)
     ask = body.add_generation_prompt if not body.continue_final_message else None
     return translator.chat_ids(body.messages, ask=ask)
-
-
-async def _run(lanes: Lanes, size: int, work: Callable[[], T]) -> T:
-    """Where the work on a body of so many bytes belongs."""
-    if size <= SMALL_BODY:
-        return work()
-    return await (asyncio.to_thread(work) if size <= LARGE_BODY else lanes.prompts.run(work))
-
-
-def _answer(body: Strict, found: dict[str, Any]) -> JSONResponse:
-    headers = {"x-selfspec-ignored": ", ".join(body.ignored)} if body.ignored else None
-    return JSONResponse(found, headers=headers)
