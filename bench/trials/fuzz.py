@@ -110,7 +110,7 @@ def check(model: FuzzModel, case: Case) -> tuple[str, str]:
         if again != ours:
             return "FAILED: a seed gave two texts", f"{ours} and {again}"
         plain = _engine(model, replace(case, policy="ar"))
-        if ours.error and not plain.error and not case.processors:  # with them, which texts are drawn decides
+        if ours.error and not plain.error and not case.masks_by_text:
             return "FAILED: raised, where plain decoding goes on", ours.error
         return ("sampled, raised" if ours.error else "sampled"), ""
     if model.bitwise and case.policy != "ar":

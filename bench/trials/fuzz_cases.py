@@ -27,6 +27,12 @@ class Case:
     criteria: list[tuple[str, int]] = field(default_factory=list)
     sample_seed: int | None = None
 
+    @property
+    def masks_by_text(self) -> bool:
+        """Whether the text so far decides which tokens are masked: then it may be that some sampled texts end in an error, in
+        which every token is masked, and others do not."""
+        return bool(self.processors) or not {"no_repeat_ngram_size", "bad_words_ids"}.isdisjoint(self.options)
+
     def config(self, **more: Any) -> GenerationConfig:
         """The settings; greedy, unless the case samples."""
         return GenerationConfig(do_sample=self.sample_seed is not None, pad_token_id=0, **{**self.options, **more})
