@@ -15,12 +15,13 @@ test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	SELFSPEC_NATIVE=0 $(BIN)/python -m pytest -n 2 --dist worksteal -k "not float64 and not captured" $(WITHOUT_KERNELS)
-	$(BIN)/python tests/sanitized.py --short
+	$(BIN)/python tests/kernels/sanitized.py --short
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
-WITHOUT_KERNELS = $(addprefix tests/test_,choices.py deferred_learning.py generator.py half_precision.py judge.py \
-  kernel_library.py memory.py no_rerun.py pool.py shadow.py stream.py)
+WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_half_precision.py tests/kernels/test_kernel_library.py \
+  tests/kernels/test_pool.py $(addprefix tests/engine/test_,deferred_learning.py generator.py judge.py memory.py no_rerun.py \
+  shadow.py stream.py)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -39,10 +40,10 @@ docs: $(VENV)/.installed
 # The kernels' tests on a library built to find wrong reads, writes and arithmetic: all of them on every variant, or those of
 # memory on one. Says so in a line and goes on where gcc has no sanitizers.
 sanitize: $(VENV)/.installed
-	$(BIN)/python tests/sanitized.py
+	$(BIN)/python tests/kernels/sanitized.py
 
 sanitize-short: $(VENV)/.installed
-	$(BIN)/python tests/sanitized.py --short
+	$(BIN)/python tests/kernels/sanitized.py --short
 
 # The C sources, too: installing the package builds them.
 # --no-compile: most files of these packages are never imported.

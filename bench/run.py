@@ -14,17 +14,17 @@ from typing import Any
 
 from bench.datasets import EncodedPrompt
 from bench.engines.own import Engine, Sampling, SelfSpecEngine
+from bench.grid import SECONDS, fixed_in_hindsight, grid_line
 from bench.machine.bandwidth import WeightBytes, measure_bandwidth
 from bench.machine.memory import peak_bytes
 from bench.measure import measure_prompt, warm_up
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, Line, RecordWriter
 from bench.scoring import Scorer
-from bench.traces.grid import SECONDS, fixed_in_hindsight, grid_line
 from bench.workers import Workers
 from policies import CostModel, MeasuredCost
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import GRID_LENGTHS, trace_agreement
-from selfspec.calibrate import measured_cost, use_cost
+from selfspec.engine.calibrate import measured_cost, use_cost
 
 _ORDER = ("run", "costs", "limits", "grid", "fixed", "memory", "sample", "output")
 

@@ -18,7 +18,7 @@ from policies import CostModel, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
 from selfspec.defaults import SETTINGS_FILE
-from selfspec.stats import mean, ratio
+from selfspec.engine.stats import mean, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class Choices:
         return read_rows(self.tokens, self.numbers)
 
 
-class Look(NamedTuple):
+class HeadOutput(NamedTuple):
     """What the head says of one row; see `Choices`. NaN where it was not asked for."""
 
     token: int
@@ -62,7 +62,7 @@ class Look(NamedTuple):
     entropy: float = math.nan
 
     @classmethod
-    def first(cls, choices: Choices) -> Look:
+    def first(cls, choices: Choices) -> HeadOutput:
         """Of the first row."""
         (token,), numbers = read_rows(choices.tokens[:1], choices.numbers[:, :1])
         return cls(token, *(value for (value,) in numbers))

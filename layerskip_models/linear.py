@@ -153,11 +153,11 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
         works["int8"] = _eight_bits_work(weight)
         works["int4"] = weight.device.type == "cpu" and weight.dtype == torch.float32
     if not works.get(layout, True):
-        needs = {"native": "the native kernels, a CPU and float32", "int4": "a CPU and float32"}.get(
+        observes = {"native": "the native kernels, a CPU and float32", "int4": "a CPU and float32"}.get(
             layout, "an x86 CPU, a PyTorch build with its kernels, and float32 or bfloat16"
         )
         raise ValueError(
-            f"layout {layout!r} needs {needs}; "
+            f"layout {layout!r} needs {observes}; "
             f"this is {weight.device.type} and {str(weight.dtype).removeprefix('torch.')}"
         )
     return layout

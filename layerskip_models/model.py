@@ -25,7 +25,7 @@ from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.families import family_of
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
-from layerskip_models.kernels.native_steps import NativeSteps
+from layerskip_models.kernels.native_steps import NativeForward
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear
@@ -294,7 +294,7 @@ class LayerSkipModel:
             one.extend(start, stop, number)
         return hidden
 
-    def steps(self) -> NativeSteps | None:
+    def steps(self) -> NativeForward | None:
         """Whole passes in single calls of our own kernels; None where they don't run all of the model."""
         embedding, native = self._embedding, self._native
         heads = (self._head, self._draft_head)
@@ -305,7 +305,7 @@ class LayerSkipModel:
         head, draft_head = heads
         assert isinstance(head, NativeLinear)
         assert isinstance(draft_head, NativeLinear)
-        return NativeSteps(
+        return NativeForward(
             native,
             embedding=embedding,
             norm=self._final_norm,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from policies.acceptance_table import AcceptanceTable
 from policies.auto.policy import AutoExit, AutoStopping
-from policies.base import ExitPolicy, NeverStop, Policy, StoppingPolicy, Unlearning, check_exit_layer
+from policies.base import ExitPolicy, NeverStop, Policy, StatelessPolicy, StoppingPolicy, check_exit_layer
 from policies.copying import CopyExit, CopyThenExit, copying_first
 from policies.cost import (
     CostModel,
     LayerCost,
     MeasuredCost,
-    WithPreVerifier,
+    PacerCost,
     best_setting,
     cost_of_round,
     draft_passes,
@@ -31,7 +31,7 @@ from policies.records import (
     ContextStates,
     CopiedRow,
     DraftRow,
-    Needs,
+    ObservationSpec,
     Plan,
     RoundContext,
     RoundRecord,
@@ -62,8 +62,9 @@ __all__ = [
     "FixedExit",
     "LayerCost",
     "MeasuredCost",
-    "Needs",
     "NeverStop",
+    "ObservationSpec",
+    "PacerCost",
     "PacerStopping",
     "Plan",
     "Policy",
@@ -74,10 +75,9 @@ __all__ = [
     "ShadowTokens",
     "Spent",
     "SpideStopping",
+    "StatelessPolicy",
     "StoppingPolicy",
     "SvipThreshold",
-    "Unlearning",
-    "WithPreVerifier",
     "autoregressive",
     "best_setting",
     "check_exit_layer",

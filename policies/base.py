@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from policies.records import CopiedRow, DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow, Spent
+from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow, Spent
 
 if TYPE_CHECKING:
     from policies.building import Setup
@@ -30,7 +30,7 @@ class Learner(Protocol):
     """What both kinds of policy have: they look at outcomes, and what they learned can be dropped, kept and taken up."""
 
     @property
-    def needs(self) -> Needs:
+    def observes(self) -> ObservationSpec:
         """What the engine shall compute; asked once per call, after `begin_text`."""
         ...
 
@@ -39,7 +39,7 @@ class Learner(Protocol):
         ...
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """Called after prefill with the last prompt rows, if `needs.prompt_rows` asked for them."""
+        """Called after prefill with the last prompt rows, if `observes.prompt_rows` asked for them."""
         ...
 
     def observe(self, record: RoundRecord) -> None:
@@ -100,10 +100,10 @@ class StoppingPolicy(Learner, Protocol):
         ...
 
 
-class Unlearning:
+class StatelessPolicy:
     """Defaults for a policy that learns nothing: inherit it and override what differs."""
 
-    needs = Needs()
+    observes = ObservationSpec()
     exit_layers: tuple[int, ...] | None = None  # an exit policy's: it may choose any
 
     def begin_text(self) -> None:
@@ -127,7 +127,7 @@ class Unlearning:
             raise ValueError(f"{type(self).__name__} learns nothing, but the saved state holds {sorted(state)}")
 
 
-class NeverStop(Unlearning):
+class NeverStop(StatelessPolicy):
     """Defaults for a stopping policy: drafts to the plan's cap and learns nothing."""
 
     @classmethod
@@ -165,11 +165,11 @@ class Policy:
     exit: ExitPolicy
     stopping: StoppingPolicy | None = None
     name: str = field(default="custom")
-    also: Needs = field(default=Needs())
+    also: ObservationSpec = field(default=ObservationSpec())
 
     @property
-    def needs(self) -> Needs:
-        own = self.exit.needs | self.stopping.needs if self.stopping is not None else self.exit.needs
+    def observes(self) -> ObservationSpec:
+        own = self.exit.observes | self.stopping.observes if self.stopping is not None else self.exit.observes
         return own | self.also
 
     @property
@@ -188,9 +188,9 @@ class Policy:
         own = None if make is None else make()
         return replace(self, stopping=own if type(own) is type(self.stopping) else deepcopy(self.stopping))
 
-    def expect_company(self, texts: int) -> None:
+    def expect_batch_size(self, texts: int) -> None:
         """Tell an exit policy that wants to know how many texts will share the passes, the new one among them."""
-        expect = getattr(self.exit, "expect_company", None)
+        expect = getattr(self.exit, "expect_batch_size", None)
         if expect is not None:
             expect(texts)
 

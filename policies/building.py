@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from policies.cost import CostModel, LayerCost, WithPreVerifier
+from policies.cost import CostModel, LayerCost, PacerCost
 
 if TYPE_CHECKING:
     from policies.pacer import PacerStopping, PreVerifier
@@ -37,7 +37,7 @@ class Setup:
         if self.ends is None:
             return cost
         block = self.ends.b
-        return WithPreVerifier(cost, block, self.ends.preverifier.pass_seconds(block) if kind == "measured" else None)
+        return PacerCost(cost, block, self.ends.preverifier.pass_seconds(block) if kind == "measured" else None)
 
     def _cost(self, kind: str) -> CostModel:
         if kind == "layers":

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from policies.base import ExitPolicy, Policy, Unlearning
+from policies.base import ExitPolicy, Policy, StatelessPolicy
 from policies.bounds import check_number
 from policies.building import Setup
-from policies.records import Needs, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
 
 LENGTH = 10
 """Tokens that are copied at most, as in prompt lookup decoding (Saxena 2023)."""
@@ -38,10 +38,10 @@ class _Copying:
         return self._length if context.match_length >= self._shortest else 0
 
 
-class CopyExit(_Copying, Unlearning):
+class CopyExit(_Copying, StatelessPolicy):
     """Copy `length` tokens wherever `shortest` or more are alike, straight to verification; a plain step elsewhere."""
 
-    needs = Needs(copies="needed")
+    observes = ObservationSpec(copies="needed")
     exit_layers = ()
 
     @classmethod
@@ -63,8 +63,8 @@ class CopyThenExit(_Copying):
         self.inner = inner
 
     @property
-    def needs(self) -> Needs:
-        return self.inner.needs | CopyExit.needs
+    def observes(self) -> ObservationSpec:
+        return self.inner.observes | CopyExit.observes
 
     @property
     def exit_layers(self) -> tuple[int, ...] | None:
@@ -95,6 +95,6 @@ class CopyThenExit(_Copying):
 
 def copying_first(policy: Policy, length: int = LENGTH, **options: Any) -> Policy:
     """The policy, with a copy before each of its drafts. Raises ValueError for one that copies already."""
-    if policy.exit.needs.copies != "none":
+    if policy.exit.observes.copies != "none":
         raise ValueError(f"{policy.name!r} copies by itself")
     return replace(policy, exit=CopyThenExit(policy.exit, length, options.get("min", SHORTEST)))

@@ -43,7 +43,7 @@ class CostModel(Protocol):
         `kept` + 1 through the others. exit_layer = 0: no look, and tried = kept."""
         ...
 
-    def in_company(self, texts: int) -> CostModel:
+    def for_batch_size(self, texts: int) -> CostModel:
         """What each of so many texts pays that share their passes."""
         ...
 
@@ -75,7 +75,7 @@ class LayerCost:
         """L: a plain step's layers."""
         return float(self.num_layers)
 
-    def in_company(self, texts: int) -> LayerCost:
+    def for_batch_size(self, texts: int) -> LayerCost:
         """The same: rows are free, so company divides all costs alike."""
         return self
 
@@ -145,9 +145,9 @@ class MeasuredCost:
             seconds += exit_layer * _at(self.layer_seconds, tried_rows) + max(look, 0.0) + self.round_seconds
         return seconds
 
-    def in_company(self, texts: int) -> CostModel:
+    def for_batch_size(self, texts: int) -> CostModel:
         """A draft step then runs a row of each text, and a verification all their rows."""
-        return self if texts == 1 else CompanyCost(self, texts)
+        return self if texts == 1 else BatchedCost(self, texts)
 
     def as_dict(self) -> dict[str, Any]:
         """For a JSON record; `MeasuredCost.from_dict` reads it."""
@@ -166,7 +166,7 @@ DRAFTING_ON = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class CompanyCost:
+class BatchedCost:
     """What each of `texts` texts pays for its part of passes that they share.
 
     Few rows cost little more than one, since the weights are read once; many cost what their arithmetic costs. So plain steps
@@ -211,8 +211,8 @@ class CompanyCost:
         head = _at(self.alone.head_seconds, texts)
         return (max(head + self.alone.draft_seconds, 0.1 * head) + self.alone.adapter(exit_layer)) / texts
 
-    def in_company(self, texts: int) -> CostModel:
-        return self.alone.in_company(texts)
+    def for_batch_size(self, texts: int) -> CostModel:
+        return self.alone.for_batch_size(texts)
 
     def _pass(self, layers: int, rows: int) -> float:
         """A text's share of so many layers over so many rows."""
@@ -220,7 +220,7 @@ class CompanyCost:
 
 
 @dataclass(frozen=True, slots=True)
-class WithPreVerifier:
+class PacerCost:
     """A cost with Pacer's pre-verifier added: a pass behind every `block` drafts.
 
     pass_cost: of one pass, in the unit of `cost`; None for a layer, the L-th part of a plain step.
@@ -252,9 +252,9 @@ class WithPreVerifier:
         """What is copied is not judged."""
         return self.cost.copying(exit_layer, tried, kept)
 
-    def in_company(self, texts: int) -> WithPreVerifier:
+    def for_batch_size(self, texts: int) -> PacerCost:
         """Each text's pre-verifier runs by itself."""
-        return replace(self, cost=self.cost.in_company(texts), pass_cost=self.pass_cost)
+        return replace(self, cost=self.cost.for_batch_size(texts), pass_cost=self.pass_cost)
 
 
 def _at(seconds: Sequence[float], rows: float) -> float:

@@ -9,7 +9,7 @@ from policies.base import NeverStop, check_layers
 from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
-from policies.records import DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
 
 MAX_SPECULATIONS = 18  # d_max
 OMEGA = 0.95
@@ -253,7 +253,7 @@ class DelExit:
         check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
         self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
         self.estimates = DelEstimates(self.exit_layers, omega=omega, state=state, prompt=prompt)
-        self.needs = Needs(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
+        self.observes = ObservationSpec(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
         self._cost = cost or LayerCost(num_layers)
         self._max_speculations = max_speculations
         self._length = length
@@ -275,7 +275,7 @@ class DelExit:
 
     def plan(self, context: RoundContext) -> Plan:
         """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
-        cost = self._cost.in_company(context.company)
+        cost = self._cost.for_batch_size(context.batch_size)
         known = self._contenders(cost)
         if not known:
             return Plan(exit_layer=self.exit_layers[0], max_speculations=1)
@@ -347,7 +347,7 @@ class DelThreshold(NeverStop):
             candidates = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
             shared = self._own = DelEstimates(candidates, omega=omega, state=state, prompt=prompt)
         self.estimates = shared
-        self.needs = Needs(confidence=True, shadow_layers=shared.layers, prompt_rows=PROMPT_ROWS)
+        self.observes = ObservationSpec(confidence=True, shadow_layers=shared.layers, prompt_rows=PROMPT_ROWS)
         self._drops = on_stop == "drop"
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, check_number
-from policies.records import DraftRow, Needs, RoundRecord
+from policies.records import DraftRow, ObservationSpec, RoundRecord
 
 TARGET = 0.9  # alpha, the acceptance rate aimed at
 STEP = 0.01  # epsilon, how far one round moves the threshold before smoothing
@@ -96,7 +96,7 @@ class DraftVerifyThreshold(AdaptiveStopping):
         self, start: float = 0.8, *, target: float = TARGET, step: float = STEP, max_length: int = MAX_LENGTH
     ) -> None:
         super().__init__(AdaptiveThreshold(start, target=target, step=step), max_length)
-        self.needs = Needs(confidence=True)
+        self.observes = ObservationSpec(confidence=True)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.confidence is not None

@@ -7,7 +7,7 @@ import math
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, check_number
 from policies.draft_verify import AdaptiveStopping, AdaptiveThreshold
-from policies.records import DraftRow, Needs
+from policies.records import DraftRow, ObservationSpec
 
 SVIP_THRESHOLD = 0.6
 ADAEDL_GAMMA = 0.2  # the constant in AdaEDL's bound
@@ -26,7 +26,7 @@ class SvipThreshold(NeverStop):
     def __init__(self, threshold: float = SVIP_THRESHOLD, *, max_length: int = MAX_LENGTH) -> None:
         if not threshold > 0:
             raise ValueError(f"threshold must be above 0, got {threshold}")
-        self.needs = Needs(entropy=True)
+        self.observes = ObservationSpec(entropy=True)
         self._threshold = threshold
         self.max_length = check_number("max_length", max_length, 1, MOST_DRAFTS)
 
@@ -47,7 +47,7 @@ class AdaEdlThreshold(AdaptiveStopping):
 
     def __init__(self, start: float = ADAEDL_START, *, max_length: int = MAX_LENGTH) -> None:
         super().__init__(AdaptiveThreshold(start), max_length)
-        self.needs = Needs(entropy=True)
+        self.observes = ObservationSpec(entropy=True)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.entropy is not None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from policies.base import Unlearning, check_exit_layer
+from policies.base import StatelessPolicy, check_exit_layer
 from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
 from policies.records import Plan, RoundContext
 
 
-class FixedExit(Unlearning):
+class FixedExit(StatelessPolicy):
     """Exit after `exit_layer` layers and draft `num_speculations` tokens, every round.
 
     num_speculations = 0 is plain autoregressive decoding (`exit_layer` is then not used).

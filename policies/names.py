@@ -22,7 +22,7 @@ from policies.entropy import AdaEdlThreshold, SvipThreshold
 from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
 from policies.pacer import PacerStopping, PreVerifier
-from policies.records import Needs
+from policies.records import ObservationSpec
 from policies.spide import SpideStopping
 
 Convert = Callable[[str], Any]
@@ -244,7 +244,7 @@ def _with_own_stopping(setup: Setup, name: str, arguments: str) -> tuple[ExitPol
         raise ValueError("on_stop= changes nothing with length=tpl, which drafts without a threshold")
     own = {"on_stop": values.pop("on_stop")} if "on_stop" in values else {}
     built = EXITS[name].build(setup, **values)
-    _check_schedule(values, built.needs, Needs(), "")
+    _check_schedule(values, built.observes, ObservationSpec(), "")
     stopping = EXITS[name].own_stopping
     return built, None if stopping is None else stopping(built, **own)
 
@@ -271,12 +271,12 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
         raise ValueError(f"{name!r} drafts nothing here: no stopping policy can follow it")
     if stopping is None:
         stopping = STOPPINGS[other].build(replace(setup, exit_layers=built.exit_layers), **other_values)
-    _check_schedule(values, built.needs, stopping.needs, f"before +{other}")
-    _check_schedule(other_values, stopping.needs, built.needs, f"behind {name!r}")
+    _check_schedule(values, built.observes, stopping.observes, f"before +{other}")
+    _check_schedule(other_values, stopping.observes, built.observes, f"behind {name!r}")
     return built, stopping
 
 
-def _check_schedule(values: dict[str, Any], own: Needs, other: Needs, where: str) -> None:
+def _check_schedule(values: dict[str, Any], own: ObservationSpec, other: ObservationSpec, where: str) -> None:
     """ValueError for a schedule of learning that the other half of the policy, which asks for more, overrides."""
     if "learn_every" in values and other.shadow_layers and 0 < other.learn_every < own.learn_every:
         rows = "every row" if other.learn_every == 1 else f"one row in {other.learn_every}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
-from policies.records import ContextStates, DraftRow, Needs, Plan, Spent
+from policies.records import ContextStates, DraftRow, ObservationSpec, Plan, Spent
 
 BLOCK = 4
 THRESHOLD = 0.7
@@ -94,7 +94,7 @@ class PacerStopping(NeverStop):
         self.exit_layers = preverifier.exit_layers
         self.b, self.t, self.rho, self.criterion, self.scope = b, t, rho, criterion, scope
         self.max_length = max_length
-        self.needs = Needs(exit_hidden=True, features=True, context_layers=self.exit_layers)
+        self.observes = ObservationSpec(exit_hidden=True, features=True, context_layers=self.exit_layers)
         self._current = t
         self._cap = max_length
         self._block: list[DraftRow] = []

@@ -17,7 +17,7 @@ Copies = Literal["none", "welcome", "needed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class ObservationSpec:
     """What a policy asks the engine to compute; everything costs time, so the default is nothing.
 
     confidence: top-1 probability of the *unfiltered* draft distribution at temperature 1.
@@ -57,11 +57,11 @@ class Needs:
         rows = min(self.prompt_rows, num_prompt_tokens) if self.shadow_layers else 0
         return min(rows, max_new_tokens // self.prompt_every) if self.prompt_every else rows
 
-    def __or__(self, other: Needs) -> Needs:
+    def __or__(self, other: ObservationSpec) -> ObservationSpec:
         """Everything that either of the two asks for."""
         schedules = [n.learn_every for n in (self, other) if n.shadow_layers]
         often = [schedule for schedule in schedules if schedule] or schedules
-        return Needs(
+        return ObservationSpec(
             confidence=self.confidence or other.confidence,
             entropy=self.entropy or other.entropy,
             exit_hidden=self.exit_hidden or other.exit_hidden,
@@ -86,7 +86,7 @@ class Plan:
         where `StoppingPolicy.keep_copied` may cut them, and drafting goes on behind them; without an exit layer they go
         straight to verification. The engine may lower it, too.
     acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
-    learn: False if there is nothing to be gained from learning in this round, whatever `Needs` say.
+    learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
     """
 
     exit_layer: int | None
@@ -108,7 +108,7 @@ class RoundContext:
     round_index: int
     num_committed: int
     remaining_tokens: int
-    company: int = 1
+    batch_size: int = 1
     match_length: int = 0
 
 
@@ -136,8 +136,8 @@ class DraftRow:
 
     num_drafted: drafts kept so far in this round, j, copied ones not among them; the row would produce d_{j+1}.
     position: of the row in the text.
-    confidence, entropy, exit_hidden [hidden], features [3], context: as in `Needs`, None unless asked for. The tensors stay
-    as they are until the round is over.
+    confidence, entropy, exit_hidden [hidden], features [3], context: as in `ObservationSpec`, None unless asked for. The
+    tensors stay as they are until the round is over.
     """
 
     num_drafted: int
@@ -288,7 +288,7 @@ class RoundRecord:
     verify_seconds: float = 0.0
     preverifier_layers: int = 0
     preverify_seconds: float = 0.0
-    company: int = 1
+    batch_size: int = 1
     num_copied: int = 0
     num_tried: int = 0
     copies: tuple[tuple[int, bool], ...] = ()

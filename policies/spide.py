@@ -10,7 +10,7 @@ from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
 from policies.base import NeverStop, check_layers
 from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_number
 from policies.building import Setup
-from policies.records import DraftRow, Needs, Plan, RoundRecord, Shadow
+from policies.records import DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
 
 TAU = 0.7
 MAX_LENGTH = 18
@@ -53,11 +53,13 @@ class SpideStopping(NeverStop):
         candidates = check_layers(tuple(layers), num_layers)
         self._shadow = len(candidates) > 1 if shadow is None else shadow
         self.table = AcceptanceTable(candidates, bins=BINS[bins], prior_count=prior_count)
-        self.needs = Needs(confidence=True)
+        self.observes = ObservationSpec(confidence=True)
         self._prompt = self._shadow or prompt_rows > 0
         if self._prompt:
             schedule = learn_every if self._shadow else 0
-            self.needs = replace(self.needs, shadow_layers=candidates, learn_every=schedule, prompt_rows=prompt_rows)
+            self.observes = replace(
+                self.observes, shadow_layers=candidates, learn_every=schedule, prompt_rows=prompt_rows
+            )
         self.tau = tau
         self.reliability = 1.0
         self.max_length = max_length

@@ -1,11 +1,11 @@
 """LayerSkip self-speculative decoding: one model drafts with its first layers and verifies with the rest."""
 
 from selfspec.batch import BatchError
-from selfspec.engine import Engine, GenerationResult, Progress
+from selfspec.engine.engine import Engine, GenerationResult, Progress
+from selfspec.engine.sampling import NonFiniteLogitsError
+from selfspec.engine.stats import GenerationStats
 from selfspec.generator import SelfSpecGenerator, Streamer
 from selfspec.integrations.custom_generate import custom_generate
-from selfspec.sampling import NonFiniteLogitsError
-from selfspec.stats import GenerationStats
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from selfspec.engine import Checked, Engine, GenerationResult
+from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
 
 DEFAULT_BATCH_SIZE = 8
 """Texts that are decoded together. With more, throughput on a CPU grows a little still, and so does each text's time."""
@@ -51,7 +51,9 @@ def options_per_text(options: Mapping[str, Any], count: int) -> list[dict[str, A
     ]
 
 
-def check_all(check: Callable[..., Checked], prompts: Sequence[Any], options: Mapping[str, Any]) -> list[Checked]:
+def check_all(
+    check: Callable[..., BoundRequest], prompts: Sequence[Any], options: Mapping[str, Any]
+) -> list[BoundRequest]:
     """Every call of a batch, checked before any of them runs. Errors as of `generate`, naming the text."""
     checked = []
     for index, (prompt, own) in enumerate(zip(prompts, options_per_text(options, len(prompts)))):
@@ -63,7 +65,7 @@ def check_all(check: Callable[..., Checked], prompts: Sequence[Any], options: Ma
     return checked
 
 
-def completed(checked: Sequence[Checked], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
+def completed(checked: Sequence[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
     """(index, result or why there is none) of each call, as they become complete; `batch_size` decode at a time.
 
     Whoever does not exhaust it must close it.

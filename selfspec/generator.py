@@ -1,4 +1,4 @@
-"""`SelfSpecGenerator`: what `generate` takes and returns. A round is `selfspec.round`."""
+"""`SelfSpecGenerator`: what `generate` takes and returns. A round is `selfspec.engine.round`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from layerskip_models.parallel.spread_model import load_spread
 from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
-from selfspec.calibrate import measured_cost
-from selfspec.call import Call
-from selfspec.copying.copy_index import CopyStore
-from selfspec.copying.copy_sources import CopyFrom, make_store, store_for
+from selfspec.cache.copy_index import CopyStore
+from selfspec.cache.copy_sources import CopyFrom, make_store, store_for
+from selfspec.cache.pool import KeptTexts
+from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
-from selfspec.engine import Checked, Engine, GenerationResult
+from selfspec.distributed.launch import TensorParallel, divides
+from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.call import Call
+from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
+from selfspec.engine.model_source import BoundModel, ModelSource
+from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
+from selfspec.engine.runners.runner import CaptureError, RunnerChoice, RunnerName
+from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages, encode_messages
 from selfspec.pacer.inference import PreVerifiers
-from selfspec.parallel.launch import TensorParallel, divides
-from selfspec.passes import CaptureError, RunnerChoice, RunnerName
-from selfspec.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
-from selfspec.runtime.model_source import BoundModel, ModelSource
-from selfspec.runtime.prefix_cache import PrefixCache
-from selfspec.runtime.runner_pool import KeptTexts
-from selfspec.runtime.torch_mode import engine_mode
 from selfspec.stream import GenerationStream
 
 Prompt = str | list[int] | Tensor | Messages
@@ -294,7 +294,7 @@ class SelfSpecGenerator:
         return make_store(texts, self.tokenizer, self.model.vocab_size)
 
     def engine(self) -> Engine:
-        """An engine that texts join and leave between rounds (`selfspec.engine`): for servers, and loops of one's own.
+        """An engine that texts join and leave between rounds (`selfspec.engine.engine`): for servers, and loops of one's own.
 
         with generator.engine() as engine:
             ticket = engine.add("Once upon a time", max_new_tokens=100)
@@ -328,7 +328,7 @@ class SelfSpecGenerator:
         generation_config: GenerationConfig | None = None,
         trace: bool = False,
         **options: Any,
-    ) -> Checked:
+    ) -> BoundRequest:
         """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet.
 
         options: the arguments of `generate` that are fields of a GenerationConfig. Others are refused.
@@ -355,7 +355,7 @@ class SelfSpecGenerator:
         if copy_from is not None:
             store = store_for(copy_from, chosen, bound.runners.kind, self.tokenizer, bound.model.vocab_size)
             request = replace(request, copy_from=store)
-        return Checked(
+        return BoundRequest(
             bound=bound,
             request=request,
             policy=chosen,
@@ -373,7 +373,7 @@ class SelfSpecGenerator:
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
         num_speculations: int | None = None,
-    ) -> list[Checked]:
+    ) -> list[BoundRequest]:
         """Bind calls that somebody else has prepared to the model as it is now; `Engine.join` takes them.
 
         requests: prompt ids, logits processors, stop conditions and random generators, used as they are. All run on one copy
@@ -390,7 +390,7 @@ class SelfSpecGenerator:
             check_ids(request.prompt, bound.model.vocab_size, from_tokenizer=False)
             check_context(request.prompt.numel(), request.stops.max_new_tokens, bound.model.max_positions)
         return [
-            Checked(
+            BoundRequest(
                 bound=bound,
                 request=request,
                 policy=chosen,
@@ -431,7 +431,7 @@ class SelfSpecGenerator:
             before = captured.num_captures, captured.capture_seconds
             try:
                 with engine_mode(bound.model.device):
-                    captured.warm_up(checked, max_speculations + 1, max_length, chosen.needs.shadow_layers)
+                    captured.warm_up(checked, max_speculations + 1, max_length, chosen.observes.shadow_layers)
             except CaptureError as error:
                 bound.runners.give_up_graphs(error)
             return captured.num_captures - before[0], captured.capture_seconds - before[1]

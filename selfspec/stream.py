@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import TracebackType
 
-from selfspec.call import Call, TextTokens
-from selfspec.engine import GenerationResult
+from selfspec.engine.call import Call, TextTokens
+from selfspec.engine.engine import GenerationResult
 from selfspec.streaming import IncrementalDecoder
 
 

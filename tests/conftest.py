@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tiny_llama import tiny_llama, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
 import bench.run
-import selfspec.graphs.captured_runner
+import selfspec.engine.runners.cuda_graph.runner
 from layerskip_models import from_transformers
 from policies import MeasuredCost
 from selfspec import SelfSpecGenerator
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.
 settings.register_profile(
@@ -35,9 +35,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def small_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of captures at which a tiny model has several: blocks of two layers, attention over 8, 16, 32, .. positions."""
-    monkeypatch.setattr(selfspec.graphs.captured_runner, "BLOCK", 2)
-    monkeypatch.setattr(selfspec.graphs.captured_runner, "SMALLEST_SPAN", 8)
-    monkeypatch.setattr(selfspec.graphs.captured_runner, "_FEW_ROWS", 4)
+    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "BLOCK", 2)
+    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "SMALLEST_SPAN", 8)
+    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "_FEW_ROWS", 4)
 
 
 @pytest.fixture(scope="session")

@@ -14,28 +14,17 @@ from bench.commands.attention_command import attention
 from bench.commands.batch_command import batch
 from bench.commands.busy_command import busy
 from bench.commands.context_command import context
-from bench.commands.copy_index_command import copy_index
-from bench.commands.copying_command import copying_accuracy, copying_texts
-from bench.commands.copying_gain_command import copying_gain
-from bench.commands.exit_adapters_command import exit_adapters
-from bench.commands.exit_losses_command import exit_losses
-from bench.commands.leaves_command import leaves
-from bench.commands.overlap_command import overlap
 from bench.commands.peers_command import peers
 from bench.commands.ranks_command import ranks
 from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
-from bench.commands.serving_command import serving, serving_soak
+from bench.commands.serving_command import serving
 from bench.commands.shapes_command import shapes
-from bench.commands.soak_command import soak
-from bench.commands.stages_command import stages
 from bench.commands.sweep_command import sweep
 from bench.record import read_record, record_name, showing
 from bench.report.compare_records import compare_records
 from bench.report.markdown import fill_markers, markdown
-from bench.report.reading_tables import reading_tables
 from bench.report.table import print_tables
-from bench.traces.readings import SEGMENT
 from selfspec.cli.arguments import checked_output_file, one_line_errors
 
 app = typer.Typer(
@@ -51,21 +40,10 @@ app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
 app.command()(attention)
-app.command()(soak)
 app.command()(busy)
 app.command()(batch)
 app.command()(serving)
-app.command()(serving_soak)
-app.command()(copying_texts)
-app.command()(copying_accuracy)
-app.command()(copying_gain)
-app.command()(exit_losses)
-app.command()(leaves)
-app.command()(overlap)
-app.command()(stages)
 app.command()(ranks)
-app.command()(copy_index)
-app.command()(exit_adapters)
 
 
 @app.command()
@@ -119,23 +97,6 @@ def report(
             whole = {name: lines for name, lines in loaded.items() if f"<!-- report:{name} -->" in written}
             plots = {name: write_plots(lines, name, document.parent) for name, lines in whole.items()}
             document.write_text(fill_markers(written, loaded, plots), encoding="utf-8")
-
-
-@app.command(name="readings")
-def show_readings(
-    record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
-    segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
-) -> None:
-    """Analyse the traces in a record, without decoding: how settings transfer between tasks and along a text, the best
-    length of every round, acceptance by position in the draft.
-    """
-    with one_line_errors():
-        lines = read_record(record)
-        with showing(record):
-            found = reading_tables(lines, segment)
-        if not found:
-            raise ValueError(f"{record} holds no traces: measure again with selfspec-bench run, without --no-grid")
-    print_tables(found)
 
 
 @app.command()

@@ -33,8 +33,8 @@ from bench.record import RecordWriter
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import measured_cost
 from selfspec.cli.arguments import one_line_errors
+from selfspec.engine.calibrate import measured_cost
 
 
 def context(

@@ -31,8 +31,8 @@ from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import learning_seconds, measured_cost, timed_context
 from selfspec.cli.arguments import one_line_errors
+from selfspec.engine.calibrate import learning_seconds, measured_cost, timed_context
 
 _LEARNING_ROWS = (1, 4)
 
@@ -61,7 +61,7 @@ def roofline(
     weights = WeightBytes.of(network)
     fixed = best_fixed(generator, samples[0], max_new_tokens, cost)
     policies = ["ar", fixed, "auto"]
-    learned = parse_policy("auto", num_layers=network.num_layers, measure=lambda: cost).needs.shadow_layers
+    learned = parse_policy("auto", num_layers=network.num_layers, measure=lambda: cost).observes.shadow_layers
     learning = learning_seconds(network, learned, _LEARNING_ROWS)
     exit_layer = int(fixed.removeprefix("ls:").partition("-")[0])
     layers = sorted({1, exit_layer, max(1, network.num_layers // 4), max(1, network.num_layers // 2)})

@@ -1,4 +1,4 @@
-"""`selfspec-bench serving` and `serving-soak`: our server beside its peers, and under clients that hang up."""
+"""`selfspec-bench serving`: our server beside its peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from random import Random
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from bench.commands.bench_options import ModelOption, NewTokensOption, OutputOption, PromptTokensOption, RepeatsOption
@@ -19,7 +18,6 @@ from bench.machine.serving_load import measure_batch_call, measure_clients, meas
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range
-from bench.trials.serving_soak import MOST_RSS, ServingSoak
 from layerskip_models import DEMO_PATH, load_tokenizer
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import one_line_errors
@@ -132,29 +130,3 @@ def _prompts(
         ids: Any = samples[index % len(samples)].ids[index // len(samples) :]  # later ones a little shorter
         texts.append(str(tokenizer.decode(ids)))
     return samples, texts
-
-
-def serving_soak(
-    minutes: Annotated[float, typer.Option(min=0.05, help="Minutes to run; the first quarter is warm-up.")] = 15,
-    clients: Annotated[int, typer.Option(min=1, help="Clients at the same time.")] = 32,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-) -> None:
-    """Many clients of a server with the demo model: a third hang up, some send nonsense.
-
-    Compares every finished answer with the same request run alone, offline. At the end the server must be idle, and its
-    memory where it was after the warm-up. Ends with status 1 if anything was wrong.
-    """
-    errors = Console(stderr=True)
-    with one_line_errors(), errors.status("computing what is expected") as status:
-        soak = ServingSoak(clients=clients, seed=seed)
-        report = soak.run(60 * minutes, lambda label: status.update(label))
-    counts = ", ".join(f"{count:,} {kind}" for kind, count in report.counts.most_common())
-    print(f"{sum(report.counts.values()):,} requests in {minutes:g} minutes from {clients} clients: {counts}")
-    print(
-        f"the server's resident memory: {report.warm_rss >> 20} MB after warm-up, {report.end_rss >> 20} MB at the end; "
-        f"it may grow by {MOST_RSS >> 20} MB"
-    )
-    for failure in report.failures:
-        errors.print(failure, markup=False, highlight=False)
-    if report.failures:
-        raise typer.Exit(1)

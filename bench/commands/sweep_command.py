@@ -50,8 +50,8 @@ from bench.sweep import (
 from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import measured_cost
 from selfspec.cli.arguments import one_line_errors
+from selfspec.engine.calibrate import measured_cost
 
 
 def sweep(

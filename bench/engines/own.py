@@ -19,7 +19,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from policies import kept_between_texts
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import synchronize
+from selfspec.engine.calibrate import synchronize
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "eos_token_id": []}
 """Arguments of `generate` for measurements that always yield as many tokens as were asked for."""

@@ -20,8 +20,8 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 from transformers.generation.streamers import BaseStreamer
 
 from bench.engines.own import Generation, Sampling
-from selfspec.calibrate import synchronize
-from selfspec.stats import ratio
+from selfspec.engine.calibrate import synchronize
+from selfspec.engine.stats import ratio
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from layerskip_models import LayerSkipModel
-from selfspec.calibrate import synchronize
+from selfspec.engine.calibrate import synchronize
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 2 << 30  # beyond any cache
 _COLUMNS = 4096

@@ -25,7 +25,7 @@ from bench.record import Line
 from layerskip_models import LayerSkipModel
 from policies import CostModel
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import synchronize
+from selfspec.engine.calibrate import synchronize
 
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""

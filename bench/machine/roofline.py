@@ -1,6 +1,6 @@
 """How close each part of a round comes to the memory bus: seconds beside the bytes that it must read.
 
-Single calls come from the engine's own calibration (`selfspec.calibrate`), the same figures that measured costs are made of;
+Single calls come from the engine's own calibration (`selfspec.engine.calibrate`), which measured costs are made of;
 phases come from whole runs, whose traces say what each round had to read.
 """
 

@@ -17,7 +17,7 @@ from bench.engines.own import GREEDY
 from bench.engines.peers import generation_settings
 from bench.record import Line
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import synchronize
+from selfspec.engine.calibrate import synchronize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from bench.grid import ALL, LAYERS, fixed_in_hindsight, grid_lines, pooled, with_setting
 from bench.record import BEST_FIXED, Line
 from bench.report.run_tables import all_layers
 from bench.report.table import UNKNOWN, Table, number
-from bench.traces.grid import ALL, LAYERS, fixed_in_hindsight, grid_lines, pooled, with_setting
 
 
 def exit_layer_tables(lines: Sequence[Line]) -> list[Table]:

@@ -17,13 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.experiments.readings.reading_figures import reading_figures
+from bench.grid import grid_lines, mean_agreement
 from bench.record import PLAIN, Line
 from bench.report.busy_tables import busy_levels, busy_share
 from bench.report.context_tables import ROLES, seconds_per_token
-from bench.report.reading_figures import reading_figures
 from bench.report.summary import Samples
 from bench.report.sweep_tables import Sweep
-from bench.traces.grid import grid_lines, mean_agreement
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _OURS, _PEERS, _REFERENCE = _COLOURS[0], _COLOURS[7], "#000000"

@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench.experiments.copying.copying_tables import copying_headline, copying_tables
+from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
+from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import KEPT, Line
 from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.attention_tables import attention_headline, attention_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
-from bench.report.copying_tables import copying_headline, copying_tables
-from bench.report.exit_loss_tables import exit_loss_headline, exit_loss_tables
-from bench.report.exit_tables import exit_tables, exits_headline
 from bench.report.glance import glance
-from bench.report.reading_tables import reading_tables
 from bench.report.roofline_tables import roofline_headline, roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
 from bench.report.serving_tables import serving_headline, serving_tables

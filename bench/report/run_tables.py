@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.machine.bandwidth import WeightBytes
-from bench.record import BEST_FIXED, PLAIN, Line
-from bench.report.source_tables import source_tables
-from bench.report.summary import Samples
-from bench.report.table import UNKNOWN, Table, number, outputs_text, spread_text, times
-from bench.traces.grid import (
+from bench.grid import (
     ALL,
     LAYERS,
     fixed_from_other_half,
@@ -18,7 +13,12 @@ from bench.traces.grid import (
     pooled,
     with_setting,
 )
-from selfspec.stats import mean
+from bench.machine.bandwidth import WeightBytes
+from bench.record import BEST_FIXED, PLAIN, Line
+from bench.report.source_tables import source_tables
+from bench.report.summary import Samples
+from bench.report.table import UNKNOWN, Table, number, outputs_text, spread_text, times
+from selfspec.engine.stats import mean
 
 TRANSFORMERS = "transformers:generate"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.grid import ALL
 from bench.record import PLAIN, Line
 from bench.report.summary import Samples
 from bench.report.table import UNKNOWN, Table, number
-from bench.traces.grid import ALL
-from selfspec.stats import ratio
+from selfspec.engine.stats import ratio
 
 COLUMNS = (
     "engine",

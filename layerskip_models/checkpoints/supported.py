@@ -64,8 +64,10 @@ def check_transformers(model: Any) -> PreTrainedConfig:
         if hasattr(model, "merge_and_unload"):
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {_MERGE}")
         kind = getattr(getattr(model, "config", None), "model_type", None)
-        needs = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
-        raise ValueError(f"expected a model for text generation, got a {type(model).__name__}{needs}; {_supported()}")
+        observes = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
+        raise ValueError(
+            f"expected a model for text generation, got a {type(model).__name__}{observes}; {_supported()}"
+        )
     config = check_config(model.config, model.config.name_or_path or type(model).__name__)
     if quantisation_of(config) is not None:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from layerskip_models.choices import Detail, Look
+from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS
 from layerskip_models.kernels.native_layers import NativeLayers, Workspace
@@ -39,7 +39,7 @@ class Adapted(Protocol):
 _NONE: Mapping[int, Adapted] = MappingProxyType({})
 
 
-class NativeSteps:
+class NativeForward:
     """Steps for one caller at a time, over the texts of any KV caches. float32, one CPU.
 
     embedding: [vocab, hidden], contiguous. rotary: gives the model's table, which may have grown. adapters: by exit layer,
@@ -99,7 +99,7 @@ class NativeSteps:
         head: str | None = None,
         detail: Detail = "token",
         record: tuple[Tensor, int] | None = None,
-    ) -> list[Look]:
+    ) -> list[HeadOutput]:
         """Tokens through layers [0, stop), at most `STEP_ROWS` of them.
 
         last: float32 [tokens, hidden], contiguous, gets their hidden states. head: "full" or "draft", to look at; None
@@ -119,10 +119,10 @@ class NativeSteps:
         if head is None:
             return []
         if detail == "token":
-            return [Look(token, logit) for token, logit in zip(self._tokens[:count], self._numbers)]
+            return [HeadOutput(token, logit) for token, logit in zip(self._tokens[:count], self._numbers)]
         numbers = self._numbers
         return [
-            Look(self._tokens[i], numbers[i], numbers[count + i], numbers[2 * count + i], numbers[3 * count + i])
+            HeadOutput(self._tokens[i], numbers[i], numbers[count + i], numbers[2 * count + i], numbers[3 * count + i])
             for i in range(count)
         ]
 

@@ -22,7 +22,7 @@ from layerskip_models.parallel.ranks import SMALL, Ranks
 _ATTENTION, _MLP, _NEITHER = range(3)  # `enum Half` of halves.h
 
 
-class NativeHalves:
+class TensorParallelLayers:
     """What `NativeLayers` is for whole layers. layers: of this process's part."""
 
     def __init__(self, layers: NativeLayers, ranks: Ranks) -> None:

@@ -23,7 +23,7 @@ from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear
 from layerskip_models.model import DecoderLayer, LayerSkipModel
 from layerskip_models.norm import RMSNorm
-from layerskip_models.parallel.native_halves import NativeHalves
+from layerskip_models.parallel.native_halves import TensorParallelLayers
 from layerskip_models.parallel.ranks import Ranks
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
 from layerskip_models.parallel.vocabulary import merge, whole_logits
@@ -70,7 +70,7 @@ class ShardedModel(LayerSkipModel):
         self.plan, self.ranks = plan, ranks
         self._layers = [_summed(layer, plan, ranks) for layer in part._layers]
         self._native = None  # whole layers in one call know no sums in between
-        self._halves = None if part._native is None or plan.joint_norms else NativeHalves(part._native, ranks)
+        self._halves = None if part._native is None or plan.joint_norms else TensorParallelLayers(part._native, ranks)
         parts = [Part.of(self.vocab_size, rank, ranks.size) for rank in range(ranks.size)]
         self._sizes, self._first_token = [one.size for one in parts], plan.vocab.start
 

@@ -24,7 +24,7 @@ class Tuning:
     """One row in so many teaches every layer, not its own alone."""
     idle: int = 4
     """Texts in company that know that drafts do not pay learn from one row in so many of those that would teach them."""
-    margin_in_company: float = 0.05
+    margin_in_batch: float = 0.05
     """By which part drafts must beat plain steps in company: texts that draft end at different times, so the last are less
     in company than they were promised."""
     memory: int = 128
@@ -83,7 +83,7 @@ class Tuning:
     """Fewest rounds of each kind; their median counts, so that one in which the thread lost its core is nothing."""
     tolerance: float = 1.3
     """A calibration in quiet is right within a tenth; acting on less would make decisions follow noise."""
-    tolerance_in_company: float = 1.1
+    tolerance_in_batch: float = 1.1
     """Costs of many texts are interpolated, and near the number from which on drafts cease to pay a tenth decides."""
     probe_every: int = 4
     """While kinds are compared, one round in so many is of a kind that there are too few of."""

@@ -56,8 +56,8 @@ class ScaledCost:
         plain = self.cost.autoregressive()
         return plain + self.verify_factor * (self.cost.copying(exit_layer, tried, kept) - plain)
 
-    def in_company(self, texts: int) -> ScaledCost:
-        return replace(self, cost=self.cost.in_company(texts))
+    def for_batch_size(self, texts: int) -> ScaledCost:
+        return replace(self, cost=self.cost.for_batch_size(texts))
 
 
 def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[float, float]:
@@ -95,7 +95,7 @@ class CostDrift:
         self._measured = cost
         self._texts = texts
         alone = texts == 1
-        self._tolerance = TUNING.tolerance if alone else TUNING.tolerance_in_company
+        self._tolerance = TUNING.tolerance if alone else TUNING.tolerance_in_batch
         self._every = TUNING.compare_every if alone else TUNING.compare_every_in_company
         self._current = _Round()
         self._plain = cost.autoregressive()
@@ -109,7 +109,7 @@ class CostDrift:
 
     def observe(self, record: RoundRecord) -> bool:
         """Take a text's round into account; in company those of all texts come in turn. Returns whether the cost changed."""
-        if record.company != self._texts or record.draft_seconds + record.verify_seconds <= 0:
+        if record.batch_size != self._texts or record.draft_seconds + record.verify_seconds <= 0:
             return False
         current = self._current
         current.texts += 1

@@ -29,8 +29,8 @@ from policies.base import NeverStop, check_layers
 from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_number
 from policies.building import Setup
 from policies.copying import MOST
-from policies.cost import CostModel, LayerCost, MeasuredCost, WithPreVerifier
-from policies.records import CopiedRow, DraftRow, Needs, Plan, RoundContext, RoundRecord, Shadow
+from policies.cost import CostModel, LayerCost, MeasuredCost, PacerCost
+from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class AutoExit:
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by how many texts share the passes
         self._earned = self._spent = 0.0  # tokens and cost of the latest rounds
-        self._needs = Needs(
+        self._needs = ObservationSpec(
             confidence=True,
             copies="welcome" if copy else "none",
             shadow_layers=candidates,
@@ -89,7 +89,7 @@ class AutoExit:
         self._texts, self._hopeless = 1, False
         self._plans = 0  # of all texts in company
         # Decided by time already, so texts that learn together may decide by each other's experience as well.
-        timed = cost.cost if isinstance(cost, WithPreVerifier) else cost
+        timed = cost.cost if isinstance(cost, PacerCost) else cost
         self.learns_together = isinstance(timed, MeasuredCost) and not timed.fixed
 
     @classmethod
@@ -107,7 +107,7 @@ class AutoExit:
         return AutoStopping(self.learner)
 
     @property
-    def needs(self) -> Needs:
+    def observes(self) -> ObservationSpec:
         """Fewer of the next prompt's rows when earlier calls have taught enough, none where no draft pays."""
         if self._hopeless or self._idle:
             return replace(self._needs, prompt_rows=0)
@@ -125,7 +125,7 @@ class AutoExit:
         self.learner.begin_text()
         self._earned = self._spent = 0.0
 
-    def expect_company(self, texts: int) -> None:
+    def expect_batch_size(self, texts: int) -> None:
         """So many texts share the passes from now on: with others a row costs less, and a draft gains less."""
         if texts != self._texts:
             self._texts = texts
@@ -137,10 +137,10 @@ class AutoExit:
     def _decide_by_cost(self) -> None:
         """Solve for the present cost in the present company."""
         drift = self._drift
-        cost = self._cost.in_company(self._texts) if drift is None else drift.cost
+        cost = self._cost.for_batch_size(self._texts) if drift is None else drift.cost
         if cost == self.learner.cost:  # company changes nothing, so nothing may change by company
             return
-        self.learner.use_cost(cost, margin=TUNING.margin_in_company if self._texts > 1 else 0.0)
+        self.learner.use_cost(cost, margin=TUNING.margin_in_batch if self._texts > 1 else 0.0)
         self._hopeless = self._texts > 1 and self.learner.hopeless
         if not self._hopeless:
             self.learner.learn()
@@ -151,12 +151,12 @@ class AutoExit:
         if not self._repair:
             return None
         if self._texts not in self._drifts:
-            self._drifts[self._texts] = CostDrift(self._cost.in_company(self._texts), self._texts)
+            self._drifts[self._texts] = CostDrift(self._cost.for_batch_size(self._texts), self._texts)
         return self._drifts[self._texts]
 
     def plan(self, context: RoundContext) -> Plan:
         """What to copy, or the best layer and the cap, or a plain step."""
-        self.expect_company(context.company)
+        self.expect_batch_size(context.batch_size)
         copying = self._copying(context) if context.match_length and self._needs.copies != "none" else None
         if copying is not None:
             return copying
@@ -254,7 +254,7 @@ class AutoStopping(NeverStop):
     """
 
     def __init__(self, learner: AutoLearner) -> None:
-        self.needs = Needs(confidence=True)
+        self.observes = ObservationSpec(confidence=True)
         self._learner = learner
         self._reliability = 1.0
         self._copied, self._cut = 0, False

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from selfspec.engine.stats import GenerationStats
 from selfspec.generator import GenerationResult
-from selfspec.stats import GenerationStats
 
 NEAR_TIE_LOGIT_GAPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.0625, torch.bfloat16: 0.5}
 """Two correct engines may pick different tokens where the top two logits are closer than this: their sums are rounded in

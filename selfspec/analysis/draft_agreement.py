@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.analysis.replay import AgreementTrace, replay
+from selfspec.engine.stats import mean, ratio
 from selfspec.generator import SelfSpecGenerator
-from selfspec.stats import mean, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import selfspec.judge as rounds
+import selfspec.engine.verification as rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import fault
 from layerskip_models.kv_cache import KVCache
@@ -23,12 +23,12 @@ from layerskip_models.prefill import prefill
 from policies import Policy, parse_policy
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.analysis.inspection import kernels_in_words
-from selfspec.calibrate import measured_cost
-from selfspec.eager import EagerPasses
+from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.request import GenerationHost, Request, make_request
+from selfspec.engine.round import decode
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.sequence import Text
 from selfspec.pacer.inference import PreVerifiers
-from selfspec.request import GenerationHost, Request, make_request
-from selfspec.round import decode
-from selfspec.text import Text
 
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 """Largest difference of a logit (of size 10, say) that sums in another order may make."""
@@ -357,6 +357,6 @@ def _decode(
     )
     with torch.inference_mode():
         text = Text(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
-        for _ in decode(text, EagerPasses(model)):
+        for _ in decode(text, EagerRunner(model)):
             pass
     return text

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies import CostModel, LayerCost, Needs, Policy, cost_of_round
+from policies import CostModel, LayerCost, ObservationSpec, Policy, cost_of_round
 from selfspec.analysis.replay import AgreementTrace, Setting, TraceEveryLayer, agreement_trace, fixed_settings
+from selfspec.engine.stats import ratio, sources_text
 from selfspec.generator import GenerationResult
-from selfspec.stats import ratio, sources_text
 
 
 def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
     """The same policy, every round recorded with the shadow tokens of all layers; they cost time, and it learns from them."""
-    return Policy(policy.exit, policy.stopping, policy.name, also=Needs(shadow_layers=tuple(range(1, num_layers))))
+    return Policy(
+        policy.exit, policy.stopping, policy.name, also=ObservationSpec(shadow_layers=tuple(range(1, num_layers)))
+    )
 
 
 def plain_and_watched(num_layers: int) -> Policy:

@@ -15,11 +15,11 @@ from layerskip_models.prefill import prefill
 from policies import CostModel, LayerCost
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
-from selfspec.calibrate import measured_cost
+from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.request import check_ids
+from selfspec.engine.stats import mean
 from selfspec.exits.probe import probe_exits
 from selfspec.generator import SelfSpecGenerator
-from selfspec.request import check_ids
-from selfspec.stats import mean
 
 _CHUNK = 256  # rows per pass over the sample text
 WORTH = 1.1

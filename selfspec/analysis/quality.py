@@ -12,8 +12,8 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
+from selfspec.engine.request import check_ids
 from selfspec.generator import SelfSpecGenerator
-from selfspec.request import check_ids
 
 SAMPLE = Path(__file__).with_name("sample_text.txt")
 """A text of a thousand words, of several kinds, where the user gives none."""

@@ -16,20 +16,20 @@ from functools import cached_property
 
 from torch import Tensor
 
-from policies import CostModel, Needs, Plan, Policy, RoundContext, Unlearning, tokens_per_cost
+from policies import CostModel, ObservationSpec, Plan, Policy, RoundContext, StatelessPolicy, tokens_per_cost
 from policies.acceptance_table import shadow_acceptance
+from selfspec.engine.stats import mean, ratio
 from selfspec.generator import GenerationResult, SelfSpecGenerator
-from selfspec.stats import mean, ratio
 
 GRID_LENGTHS = tuple(range(1, 9))
 """Drafts a round of the fixed settings that others are compared with."""
 
 
-class TraceEveryLayer(Unlearning):
+class TraceEveryLayer(StatelessPolicy):
     """An exit policy that never speculates and asks for the shadow tokens of every layer."""
 
     def __init__(self, num_layers: int, *, learn_every: int = 1) -> None:
-        self.needs = Needs(shadow_layers=tuple(range(1, num_layers)), learn_every=learn_every)
+        self.observes = ObservationSpec(shadow_layers=tuple(range(1, num_layers)), learn_every=learn_every)
 
     def plan(self, context: RoundContext) -> Plan:
         return Plan(exit_layer=None, max_speculations=0)

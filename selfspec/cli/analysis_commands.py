@@ -31,8 +31,8 @@ from selfspec.cli.arguments import (
 )
 from selfspec.cli.display import write_trace
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
-from selfspec.stats import sources_text
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -21,9 +21,8 @@ from layerskip_models.output_paths import output_file, output_folder
 from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.cli.notes import NotesConsole
-from selfspec.parallel.launch import TensorParallel, be_silent_unless_first, divides, speaks
-from selfspec.parallel.stage_messages import DrafterError
-from selfspec.request import check_ids
+from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides, speaks
+from selfspec.engine.request import check_ids
 from selfspec.visible_text import visible
 
 MODEL_PANEL = "Model"
@@ -193,7 +192,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-    except (NonFiniteLogitsError, torch.OutOfMemoryError, RankError, DrafterError) as error:
+    except (NonFiniteLogitsError, torch.OutOfMemoryError, RankError) as error:
         _fail(error, 1)
     except (ValueError, TypeError, OSError) as error:
         _fail(error, 2)

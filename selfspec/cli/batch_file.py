@@ -18,12 +18,12 @@ from layerskip_models.text_files import read_lines, write_text
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
+from selfspec.cache.copy_index import CopyStore
+from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.copy_files import store_of_files
-from selfspec.copying.copy_index import CopyStore
-from selfspec.copying.copy_sources import copies_drafts
-from selfspec.engine import Checked
+from selfspec.distributed.launch import from_first, speaks
+from selfspec.engine.engine import BoundRequest
 from selfspec.messages import Messages, are_messages
-from selfspec.parallel.launch import from_first, speaks
 
 OWN_OPTIONS = (
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
@@ -169,7 +169,7 @@ def generate_file(
         Progress(*columns, TimeRemainingColumn(), console=notes, disable=notes.quiet) as bar,
     ):
         task = bar.add_task("Decoding", total=len(prompts), completed=len(done))
-        checked: list[Checked] = []
+        checked: list[BoundRequest] = []
         asked: list[PromptLine] = []
         for line in left:
             try:
@@ -177,7 +177,7 @@ def generate_file(
                 if (
                     store is not None
                     and "copy_from" not in options
-                    and copies_drafts(line.policy(generator).needs, generator.runner)
+                    and copies_drafts(line.policy(generator).observes, generator.runner)
                 ):
                     options["copy_from"] = store
                 checked.append(generator.check(line.prompt, **options))

@@ -28,8 +28,8 @@ from selfspec.cli.arguments import (
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.copy_files import CopyFromOption, read_copy_files, store_of_files
 from selfspec.cli.display import TextWriter, legend, summary_lines
+from selfspec.distributed.launch import from_first, speaks
 from selfspec.messages import has_template, template_of
-from selfspec.parallel.launch import from_first, speaks
 
 COMMANDS = {
     "/help": "what can be typed",

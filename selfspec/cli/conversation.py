@@ -11,10 +11,10 @@ from transformers import StoppingCriteriaList
 
 from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.cache.copy_index import CopyStore
+from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.interrupt import InterruptCriteria
-from selfspec.copying.copy_index import CopyStore
-from selfspec.copying.copy_sources import copies_drafts
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
 from selfspec.stop_text import before_stop
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
@@ -72,7 +72,7 @@ class Conversation:
     def copy_from(self) -> CopyStore | None:
         """What the next answer's drafts may be copied from; None if its policy copies nothing."""
         if self._copy_from is None or not copies_drafts(
-            self._generator.resolve_policy(self.policy).needs, self._generator.runner
+            self._generator.resolve_policy(self.policy).observes, self._generator.runner
         ):
             return None
         return self._copy_from

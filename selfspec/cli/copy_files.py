@@ -10,8 +10,8 @@ import typer
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
-from selfspec.copying.copy_index import CopyStore
-from selfspec.copying.copy_sources import copies_drafts, how_to_copy
+from selfspec.cache.copy_index import CopyStore
+from selfspec.cache.copy_sources import copies_drafts, how_to_copy
 
 CopyFromOption = Annotated[
     list[Path] | None,
@@ -36,7 +36,7 @@ def store_of_files(
     """
     if not texts:
         return None
-    if policy is not None and not copies_drafts(policy.needs, generator.runner):
+    if policy is not None and not copies_drafts(policy.observes, generator.runner):
         raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: {how_to_copy(policy)}")
     return generator.copy_store(texts)
 

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from policies import RoundRecord
 from selfspec.analysis.comparison import Comparison
+from selfspec.engine.stats import GenerationStats, sources_text
 from selfspec.generator import GenerationResult
-from selfspec.stats import GenerationStats, sources_text
 from selfspec.streaming import Fate
 from selfspec.visible_text import visible, visible_line
 

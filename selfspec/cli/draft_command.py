@@ -26,8 +26,8 @@ from selfspec.cli.arguments import (
     progress,
 )
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.engine.request import check_ids
 from selfspec.integrations.draft_checkpoint import draft_model
-from selfspec.request import check_ids
 
 SHOWN_DRAFTS = (1, 2, 4, 8)
 """Drafts a round that the acceptance is shown for."""

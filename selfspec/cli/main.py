@@ -23,7 +23,6 @@ from selfspec import GenerationResult, SelfSpecGenerator, __version__
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, plain_and_watched, watching_all_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.calibrate import measured_cost
 from selfspec.cli.analysis_commands import inspect_command, trace_command, verify_command
 from selfspec.cli.arguments import (
     POLICY_HELP,
@@ -57,12 +56,12 @@ from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.prompt_input import read_prompt
 from selfspec.cli.serve_command import serve_command
 from selfspec.cli.shared_prompts import generate_shared
-from selfspec.cli.staged_generate import StageDevicesOption, TwoStagesOption, check_beside_two_stages, run_two_stages
+from selfspec.distributed.launch import TensorParallel, from_first, own_device, speaks
+from selfspec.engine.calibrate import measured_cost
 from selfspec.exits.exit_settings import ExitTraining
 from selfspec.exits.train_exit import train_exit
 from selfspec.pacer.fitting import train_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
-from selfspec.parallel.launch import TensorParallel, from_first, own_device, speaks
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 app = typer.Typer(
@@ -100,7 +99,6 @@ _SPECULATION, _TEXT, _OUTPUT, _MANY = "Speculation", "Text", "Output", "Many tex
 
 @app.command()
 def generate(
-    context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
     ] = None,
@@ -150,8 +148,6 @@ def generate(
         typer.Option(help="Tokens drafted per round; 0 is plain decoding.", rich_help_panel=_SPECULATION),
     ] = None,
     copy_from: CopyFromOption = None,
-    two_stages: TwoStagesOption = False,
-    stage_devices: StageDevicesOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of new tokens (default 128).", rich_help_panel=_TEXT)
     ] = None,
@@ -264,13 +260,6 @@ def generate(
             raise ValueError("--svg draws coloured drafts: add --show-drafts")
         if ignore_eos and eos_token_id:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
-        if stage_devices is not None and not two_stages:
-            raise ValueError("--stage-devices says where two stages run: add --two-stages")
-        if two_stages:
-            check_beside_two_stages(context)
-            how = {"exit_layer": exit_layer, "dtype": dtype, "kv_dtype": kv_dtype, "exits": exits}
-            run_two_stages(model, read_prompt(prompt, file), stage_devices, how, options, notes, as_json=as_json)
-            return
         if (prompts is None) != (output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
         if data_parallel and prompts is None:

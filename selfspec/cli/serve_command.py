@@ -8,6 +8,7 @@ import typer
 
 from layerskip_models import DEMO_PATH
 from layerskip_models.parallel.ranks import RankError
+from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.arguments import (
     POLICY_HELP,
     DeviceOption,
@@ -19,10 +20,9 @@ from selfspec.cli.arguments import (
     one_line_errors,
 )
 from selfspec.cli.copy_files import CopyFromOption, read_copy_files
-from selfspec.copying.copy_sources import copies_drafts
+from selfspec.distributed.launch import end_at_once, speaks
+from selfspec.distributed.rank0_engine import watch_followers
 from selfspec.messages import template_of
-from selfspec.parallel.launch import end_at_once, speaks
-from selfspec.parallel.mirrored_engine import watch_followers
 
 _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 
@@ -170,7 +170,7 @@ def serve_command(
         with notes.status("Calibrating ..."):
             app = make_app(generator, settings, watch_followers(generator))
         own = generator.resolve_policy(policy)
-        if settings.copy_from and not copies_drafts(own.needs, generator.runner):
+        if settings.copy_from and not copies_drafts(own.observes, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"

@@ -17,8 +17,8 @@ from rich.console import Console
 from layerskip_models.parallel.ranks import Ranks
 from layerskip_models.text_files import read_lines, write_text
 from selfspec import SelfSpecGenerator
+from selfspec.cache.copy_index import CopyStore
 from selfspec.cli.batch_file import PromptLine, complete_results, generate_file
-from selfspec.copying.copy_index import CopyStore
 
 
 def generate_shared(

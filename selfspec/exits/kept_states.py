@@ -198,7 +198,7 @@ def _metadata(path: Path) -> dict[str, int]:
         return {name: int(value) for name, value in shard.metadata().items()}
 
 
-class KeptStates(Sequence[ExitSequence]):
+class HiddenStateDataset(Sequence[ExitSequence]):
     """What `write_states` left in a folder, as sequences of about `length` rows, of texts in an order that `seed` decides.
 
     Only what is asked for is read. depths: those that are wanted, of the plan's.

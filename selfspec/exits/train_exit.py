@@ -38,7 +38,7 @@ from selfspec.exits.exit_card import card, figure_lines
 from selfspec.exits.exit_fitting import FitSettings, StepFigures, fit, make_optimizer, measure
 from selfspec.exits.exit_settings import DATA_FIELDS, OPERATIONAL_FIELDS, ExitTraining
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import KEPT, KeptStates, StatesPlan, plan_for, states_dtype, write_states
+from selfspec.exits.kept_states import KEPT, HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
 from selfspec.exits.own_answers import OwnAnswers
 from selfspec.exits.training_texts import Example, TextReader, TrainingText, in_shares, sampled_examples
 from selfspec.generator import SelfSpecGenerator
@@ -98,7 +98,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
     adapters = ExitAdapters(described).to(head.weight.device)
     depths = sorted({*described.exit_layers, *described.steering_layers, num_layers})
     train, held_out = (
-        KeptStates(config.states_folder / part, plan, depths, length=config.sequence_length, seed=config.seed)
+        HiddenStateDataset(config.states_folder / part, plan, depths, length=config.sequence_length, seed=config.seed)
         for part in _PARTS
     )
     run = _Run(config, accelerator, adapters, depths, head, train, held_out, output_dir, console)
@@ -287,8 +287,8 @@ class _Run:
     adapters: ExitAdapters
     depths: list[int]
     head: FrozenHead
-    train: KeptStates
-    held_out: KeptStates
+    train: HiddenStateDataset
+    held_out: HiddenStateDataset
     output_dir: Path
     console: Console
 

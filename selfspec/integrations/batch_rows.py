@@ -30,7 +30,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from selfspec.sampling import PREFIX_FREE
+from selfspec.engine.sampling import PREFIX_FREE
 
 _ROW_BY_ROW = (
     ExponentialDecayLengthPenalty,

@@ -32,12 +32,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from policies import Policy
-from selfspec.engine import Checked, Engine
+from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
+from selfspec.engine.stats import GenerationStats
+from selfspec.engine.stopping import StopConditions
 from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
 from selfspec.integrations.live_models import generator_of
-from selfspec.request import Request, encode_prompt, refuse_fields, refuse_processors
-from selfspec.stats import GenerationStats
-from selfspec.stop_conditions import StopConditions
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
@@ -242,7 +242,9 @@ def _requests(
     return requests, together
 
 
-def _run(checked: Sequence[Checked], streamer: BaseStreamer | None) -> tuple[list[list[int]], list[GenerationStats]]:
+def _run(
+    checked: Sequence[BoundRequest], streamer: BaseStreamer | None
+) -> tuple[list[list[int]], list[GenerationStats]]:
     """Decode all rows together. Returns the new tokens of each, and its statistics."""
     results: dict[int, tuple[list[int], GenerationStats]] = {}
     with Engine() as engine:

@@ -22,10 +22,10 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.engine import GenerationResult
+from selfspec.engine.engine import GenerationResult
+from selfspec.engine.stats import GenerationStats
 from selfspec.generator import SelfSpecGenerator
 from selfspec.integrations.log_likelihood import continuation_scores
-from selfspec.stats import GenerationStats
 from selfspec.stop_text import before_stop
 
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"}

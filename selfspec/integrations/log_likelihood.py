@@ -10,8 +10,8 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
-from selfspec.request import check_ids
-from selfspec.runtime.torch_mode import engine_mode
+from selfspec.engine.request import check_ids
+from selfspec.engine.torch_mode import engine_mode
 
 _ROWS = 64  # whose logits are computed at a time
 

@@ -14,6 +14,8 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from policies import ContextStates
 from policies.bounds import MOST_DRAFTS, check_number
+from selfspec.engine.agreement import agree_on_seconds
+from selfspec.engine.torch_mode import engine_mode
 from selfspec.pacer.network import (
     CONFIG_FILE,
     FEATURES,
@@ -24,8 +26,6 @@ from selfspec.pacer.network import (
     lean,
     load_preverifier,
 )
-from selfspec.parallel.agreement import agree_on_seconds
-from selfspec.runtime.torch_mode import engine_mode
 
 _TIMED_POSITIONS, _TIMED_COMMITTED = 320, 4  # of a text while passes are timed, and how many rows each adds to it
 _CHUNK = 1024  # rows per pass over a long context

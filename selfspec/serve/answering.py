@@ -10,8 +10,8 @@ from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.engine import GenerationResult
-from selfspec.sampling import NonFiniteLogitsError
+from selfspec.engine.engine import GenerationResult
+from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog

@@ -24,10 +24,10 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 
 from selfspec import __version__
-from selfspec.engine import GenerationResult
+from selfspec.engine.engine import GenerationResult
+from selfspec.engine.stopping import StopReason
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.token_logprobs import TokenLogprob
-from selfspec.stop_conditions import StopReason
 
 FinishReason = Literal["stop", "length"]
 FINGERPRINT = f"selfspec-{__version__}"

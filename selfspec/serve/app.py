@@ -20,7 +20,7 @@ from layerskip_models.parallel.rank_watch import RankWatch, show_life
 from layerskip_models.parallel.ranks import RankError
 from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec import SelfSpecGenerator
-from selfspec.parallel.mirrored_engine import end_followers, follow, leading_engine
+from selfspec.distributed.rank0_engine import end_followers, follow, leading_engine
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError

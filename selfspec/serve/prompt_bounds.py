@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.request import ContextLengthError, check_context
+from selfspec.engine.request import ContextLengthError, check_context
 
 _USUAL = 8
 """Characters of a token, generously: a text of fewer for each position of the context is made into tokens at once."""

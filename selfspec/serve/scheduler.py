@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from layerskip_models.parallel.ranks import RankError
-from selfspec.engine import Checked, Engine, GenerationResult, Progress
+from selfspec.engine.engine import BoundRequest, Engine, GenerationResult, Progress
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.token_logprobs import LogprobRecorder, TokenLogprob
 
@@ -45,7 +45,7 @@ class Job:
     at work to send what came, which is set when that is done.
     """
 
-    checked: Checked
+    checked: BoundRequest
     deliver: Callable[[Update], threading.Event | None]
     recorder: LogprobRecorder | None = None
     submitted: float = field(default_factory=perf_counter)

@@ -10,7 +10,7 @@ from functools import partial
 
 from policies import CostModel, Policy, PreVerifier, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.calibrate import measured_cost
+from selfspec.engine.calibrate import measured_cost
 from selfspec.serve.server_settings import ANY_POLICY
 
 REPEATING = "auto:cost=layers"

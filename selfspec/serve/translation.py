@@ -19,11 +19,11 @@ from transformers import (
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
-from selfspec.copying.copy_sources import copies_drafts
-from selfspec.engine import Checked
+from selfspec.cache.copy_sources import copies_drafts
+from selfspec.cache.prefix_cache import ANYONE, Owner
+from selfspec.engine.engine import BoundRequest
+from selfspec.engine.request import COLDEST, ContextLengthError, encode_prompt
 from selfspec.messages import ChatTemplate, has_template
-from selfspec.request import COLDEST, ContextLengthError, encode_prompt
-from selfspec.runtime.prefix_cache import ANYONE, Owner
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
     ChatRequest,
@@ -55,7 +55,7 @@ class Choice:
     tokens, if they are asked for. silent: only the prompt is asked for, and the one token that is generated is not shown.
     """
 
-    checked: Checked
+    checked: BoundRequest
     stops: tuple[str, ...]
     echo: str = ""
     recorder: LogprobRecorder | None = None
@@ -235,7 +235,7 @@ class Translator:
             repetition_penalty=body.repetition_penalty,
             eos_token_id=self._end_tokens(body),
             policy=policy,
-            copy_from=self.copies if copies_drafts(policy.needs, self._generator.runner) else None,
+            copy_from=self.copies if copies_drafts(policy.observes, self._generator.runner) else None,
             logits_processor=self._processors(body, len(ids)),
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,

@@ -1,1 +1,0 @@
-"""What adapters behind the exits of a frozen model are worth."""

@@ -1,0 +1,55 @@
+"""`python -m bench.experiments`: the studies. README.md says what each showed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.experiments.copy_index.copy_index_command import copy_index
+from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
+from bench.experiments.copying.copying_gain_command import copying_gain
+from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
+from bench.experiments.exit_losses.exit_losses_command import exit_losses
+from bench.experiments.leaves.leaves_command import leaves
+from bench.experiments.readings.reading_tables import reading_tables
+from bench.experiments.readings.readings import SEGMENT
+from bench.record import read_record, showing
+from bench.report.table import print_tables
+from selfspec.cli.arguments import one_line_errors
+
+app = typer.Typer(
+    help="Studies that are not part of the product.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command()(copying_texts)
+app.command()(copying_accuracy)
+app.command()(copying_gain)
+app.command()(exit_losses)
+app.command()(exit_adapters)
+app.command()(leaves)
+app.command()(copy_index)
+
+
+@app.command(name="readings")
+def show_readings(
+    record: Annotated[Path, typer.Argument(help="A record of selfspec-bench run, made without --no-grid.")],
+    segment: Annotated[int, typer.Option(min=2, help="New tokens in a segment of a text.")] = SEGMENT,
+) -> None:
+    """Analyse the traces in a record, without decoding: how settings transfer between tasks and along a text, the best
+    length of every round, acceptance by position in the draft.
+    """
+    with one_line_errors():
+        lines = read_record(record)
+        with showing(record):
+            found = reading_tables(lines, segment)
+        if not found:
+            raise ValueError(f"{record} holds no traces: measure again with selfspec-bench run, without --no-grid")
+    print_tables(found)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""Does a small model copy, and what do copied drafts gain?"""

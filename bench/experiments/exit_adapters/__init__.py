@@ -1,0 +1,1 @@
+"""What adapters after the exits of a frozen model are worth."""

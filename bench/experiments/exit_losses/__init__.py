@@ -1,0 +1,1 @@
+"""Which loss for the exits: uniform, or weighted by accepted length."""

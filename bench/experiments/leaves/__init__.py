@@ -1,0 +1,1 @@
+"""Would second choices of an exit be worth verifying?"""

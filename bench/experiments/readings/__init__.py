@@ -1,0 +1,1 @@
+"""What recorded rounds say about settings that were not run."""

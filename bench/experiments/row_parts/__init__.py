@@ -1,0 +1,1 @@
+"""How many parts a row needs in the kernels."""

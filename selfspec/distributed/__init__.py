@@ -1,0 +1,1 @@
+"""One engine over several processes: rank 0 decides, the workers follow."""

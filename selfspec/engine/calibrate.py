@@ -1,0 +1,249 @@
+"""Times the engine's hot calls on the running device and fills `policies.MeasuredCost`; once per model and process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import LogitsProcessorList
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.threads import num_threads
+from layerskip_models.kv_cache import KVCache
+from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
+from selfspec.engine.agreement import agree_on_seconds
+from selfspec.engine.hidden_states import HiddenStates
+from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.runners.runner import RunnerName, SequenceRound
+from selfspec.engine.sampling import Sampler
+from selfspec.engine.torch_mode import engine_mode
+
+_CONTEXT = 512  # positions in the cache while timing: in a small model further rows of a pass pay most for attention
+_ROWS = (1, 2, 3, 4, 5, 7, 9, 13)
+_DRAFTS = 4
+_SECONDS = 0.6  # for all timings together, once each has two
+_REPEATS = 24
+
+_measuring = threading.Lock()
+_measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
+
+
+def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
+    """The model's costs on its device: calibrated on the first call, remembered as long as the model lives."""
+    with _measuring:  # two calibrations at once would time each other
+        costs = _measured.setdefault(model, {})
+        if runner not in costs:
+            costs[runner] = calibrate(model, runner)
+        return costs[runner]
+
+
+def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
+    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike.
+
+    It stays as it is: policies do not repair it by what rounds take.
+    """
+    with _measuring:
+        _measured.setdefault(model, {})[runner] = replace(cost, fixed=True)
+
+
+def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
+    """Time layers and head over some numbers of rows, and a draft step; lower quartiles, all candidates taken in turn.
+
+    Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
+    the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 512 positions while it runs.
+    """
+    context = timed_context(model)
+    rows_timed = tuple(rows for rows in _ROWS if rows < context)
+    cache = KVCache(model, context)
+    with engine_mode(model.device), model.on_one_team():
+        own = torch.Generator(model.device)
+        for stored in cache.memory:
+            # Not leftover memory: infinities there are slow on some processors.
+            stored.normal_(generator=own if stored.device == own.device else None)
+        make = _captured_calls if runner == "captured" else _eager_calls
+        # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
+        # what of the weights fits there.
+        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model)
+        adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
+    layers, heads = passes[-2::-2], passes[::-2]
+    if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
+        layers = [max(both - head, 0.1 * both) for both, head in zip(layers, heads)]
+    # Captured layers are timed without the first, which only ever runs for one row.
+    timed_layers = model.num_layers - 1 if runner == "captured" else model.num_layers
+    layer_seconds = _every_row(rows_timed, [value / timed_layers for value in layers])
+    head_seconds = _every_row(rows_timed, heads)
+    step = draft / _DRAFTS - layer_seconds[0] - head_seconds[0]
+    dtype = str(model.dtype).removeprefix("torch.")
+    return MeasuredCost(
+        num_layers=model.num_layers,
+        layer_seconds=layer_seconds,
+        head_seconds=head_seconds,
+        draft_seconds=max(step, -0.9 * head_seconds[0]),
+        adapter_seconds=adapter_seconds,
+        description=f"{model.device.type} {dtype}, {num_threads()} threads, {runner}",
+    )
+
+
+def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
+    """What each exit's adapter adds to a draft step: a draft with it less the same draft without."""
+    exits = sorted(model.adapters)
+    makers = [_draft_calls(one, cache, runner) for one in (model, model.with_adapters({}))]
+    calls = [make(exit_layer) for exit_layer in exits for make in makers]
+    seconds = _timed(calls, model)
+    added = [max(with_it - bare, 0.0) / _DRAFTS for with_it, bare in zip(seconds[::2], seconds[1::2])]
+    return tuple(zip(exits, added))
+
+
+def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
+    """Makes drafts of `_DRAFTS` steps at an exit layer, all by the same passes."""
+    if runner == "captured":
+        captured = CudaGraphRunner(model, cache, cleared=True)
+        captured.reserve(_DRAFTS + 1)
+        return lambda exit_layer: partial(captured.draft, [_turn(model, cache, exit_layer)])
+    passes = EagerRunner(model)
+
+    def make(exit_layer: int) -> Callable[[], object]:
+        turn = _turn(model, cache, exit_layer)
+
+        def draft() -> None:
+            cache.declare(turn.length - 1)
+            passes.draft([turn])
+
+        return draft
+
+    return make
+
+
+def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+    """All layers and the head over each number of rows, in turn, and a draft of `_DRAFTS` steps."""
+    context = cache.max_length
+    steps = model.steps()
+
+    def layers(rows: int) -> Callable[[], object]:
+        hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
+        last = model.num_layers
+
+        def run() -> object:
+            cache.declare(context - rows)
+            if steps is not None:
+                return steps.rows(hidden, ((cache, rows),), 0, last)
+            return model.run_layers(hidden, 0, last, cache)
+
+        return run
+
+    def head(rows: int) -> Callable[[], object]:
+        hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
+        return lambda: model.choices(hidden).tokens.tolist()
+
+    # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
+    passes = [call(rows) for rows in rows_timed for call in (layers, head)]
+    return [*passes, _draft_calls(model, cache, "eager")(1)]
+
+
+def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
+    """The same from captures; layers without the first, and the draft's last row runs its layer as well."""
+    runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
+    runner.reserve(max(rows_timed))
+    context = cache.max_length
+    turn = _turn(model, cache, 1)
+    calls: list[Callable[[], object]] = []
+    for rows in rows_timed:
+        # Where the row counts that are captured fit: in the last positions of a cache others may be.
+        calls += [partial(runner.layers, rows, max(context - 2 * rows, 0)), partial(runner.head, rows)]
+    return [*calls, partial(runner.draft, [turn])]
+
+
+def _turn(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
+    """A round of `_DRAFTS` drafts at one exit, looked at one by one, at the end of a text."""
+    policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
+    context = cache.max_length
+    return SequenceRound(
+        cache=cache,
+        tokens=torch.zeros(1, context + 1, dtype=torch.long, device=model.device),
+        length=context - _DRAFTS - 1,
+        pending=0,
+        remaining=_DRAFTS + 1,
+        exit_layer=exit_layer,
+        max_speculations=_DRAFTS,
+        sampler=Sampler(LogitsProcessorList(), None),
+        policy=policy,
+        observes=ObservationSpec(confidence=True),
+        eos=frozenset(),
+        states=None,
+        learns=False,
+        learns_next=False,
+    )
+
+
+def timed_context(model: LayerSkipModel) -> int:
+    """Positions in the cache while `calibrate` times."""
+    return min(_CONTEXT, model.max_positions)
+
+
+def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of one learning step over each number of rows: every candidate layer's through norm, head and softmax.
+
+    layers: the candidates. Timed as `calibrate` times.
+    """
+    states = HiddenStates(model, layers, max_rows=max(rows))
+    row = model.embed(torch.zeros(max(rows), dtype=torch.long, device=model.device))
+    for layer in layers:
+        states.capture(0, layer, row)
+    target = torch.zeros(max(rows), dtype=torch.long, device=model.device)
+
+    def learn(count: int) -> Callable[[], object]:
+        return lambda: states.shadow_tokens(count, target[:count])
+
+    with engine_mode(model.device), model.on_one_team():
+        return dict(zip(rows, _timed([learn(count) for count in rows], model)))
+
+
+def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[float]:
+    """Seconds of each call, the calls taken in turn: the lower quartile, since a busy machine only ever adds.
+
+    Where several processes hold the model, each makes the same calls, and takes rank 0's times.
+    """
+    device = model.device
+    for call in calls:
+        call()
+    seconds: list[list[float]] = [[] for _ in calls]
+    started = perf_counter()
+    for repeat in range(_REPEATS):
+        if repeat >= 2 and agree_on_seconds(model, perf_counter() - started) > _SECONDS:
+            break
+        for call, times in zip(calls, seconds):
+            synchronize(device)
+            start = perf_counter()
+            call()
+            synchronize(device)
+            times.append(perf_counter() - start)
+    return model.agree([sorted(times)[len(times) // 4] for times in seconds])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on the device, so that the clock sees it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # not the whole device: another thread may be capturing on it
+
+
+def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:
+    """Seconds for 1, 2, .. rows from those of some: interpolated, and never less than for fewer rows."""
+    rising = list(seconds)
+    for index in range(1, len(rising)):
+        rising[index] = max(rising[index], rising[index - 1])
+    filled: list[float] = []
+    for rows in range(rows_timed[0], rows_timed[-1] + 1):
+        after = next(index for index, timed in enumerate(rows_timed) if timed >= rows)
+        if rows_timed[after] == rows:
+            filled.append(rising[after])
+        else:
+            low, high = rows_timed[after - 1], rows_timed[after]
+            share = (rows - low) / (high - low)
+            filled.append(rising[after - 1] * (1 - share) + rising[after] * share)
+    return tuple(filled)

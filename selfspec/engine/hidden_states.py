@@ -1,0 +1,156 @@
+"""What was seen of a text's hidden states between the layers: for policies that learn from them or look back at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip_models import LayerSkipModel
+from policies import Shadow, ShadowTokens
+from selfspec.engine.shadow import DeferredShadow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHiddenStates:
+    """What a finished text leaves of its rows' hidden states: at these layers, [layers, max_length, hidden]."""
+
+    layers: tuple[int, ...]
+    rows: Tensor
+
+
+class HiddenStates:
+    """The rows of one round at every layer, and the rows of the whole text at the layers that a policy looks back at.
+
+    shadow_layers: candidate exit layers, whose states are learned from. context_layers: those kept for the whole text of at
+    most `max_length` rows (`policies.ContextStates`). max_rows: most rows of a round; see `reserve`.
+    """
+
+    def __init__(
+        self,
+        model: LayerSkipModel,
+        shadow_layers: tuple[int, ...],
+        context_layers: tuple[int, ...] = (),
+        *,
+        max_rows: int = 8,
+        max_length: int = 0,
+    ) -> None:
+        self._model = model
+        self.layers = shadow_layers
+        self.max_length = max_length
+        self._slot = {layer: slot for slot, layer in enumerate(context_layers)}
+        self._watched = {*shadow_layers, *context_layers}
+        self._candidates = torch.tensor(shadow_layers, dtype=torch.long, device=model.device) - 1
+        self._context = self._empty(len(context_layers), max_length)
+        self.num_committed = 0
+        self.round = self._empty(model.num_layers, max_rows)
+        """[layers, rows, hidden]: what layer l puts out for a round's rows is at [l]. Passes may write to it themselves."""
+
+    def _empty(self, *shape: int) -> Tensor:
+        model = self._model
+        return torch.empty(*shape, model.hidden_size, dtype=model.dtype, device=model.device)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HiddenStates:
+        """Itself: a policy that is copied for another text drops what it knew of this one."""
+        return self
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a round that there is room for."""
+        return self.round.shape[1]
+
+    def reserve(self, rows: int) -> None:
+        """Room for rounds of so many rows. What was seen of this round is lost if there was none."""
+        if self.max_rows < rows:
+            self.round = self._empty(self._model.num_layers, rows)
+
+    def watches(self, start: int, stop: int) -> bool:
+        """Whether running layers [start, stop) yields anything to keep."""
+        return any(start < layer <= stop for layer in self._watched)
+
+    def capture(self, first_row: int, layers_done: int, hidden: Tensor) -> None:
+        """Keep the output of one layer for rows first_row .. of this round."""
+        if layers_done in self._watched:
+            self.round[layers_done - 1, first_row : first_row + hidden.shape[0]] = hidden
+
+    def capture_at(self, rows: Tensor, layers_done: int, hidden: Tensor) -> None:
+        """The same for rows that only the device knows, int64 [rows]; equal ones bring equal states."""
+        if layers_done in self._watched:
+            self.round[layers_done - 1].index_copy_(0, rows, hidden)
+
+    def take(self, first_row: int, start: int, outputs: Tensor) -> None:
+        """The same for all layers of a pass at once: outputs [layers, rows, hidden], of layers from `start` on."""
+        count, rows, _ = outputs.shape
+        self.round[start : start + count, first_row : first_row + rows] = outputs
+
+    def capture_prompt(self, learned: int, first: int, layers_done: int, hidden: Tensor) -> None:
+        """While a prompt is read: rows from position `first` on. The last `learned` of them become the round's rows."""
+        slot = self._slot.get(layers_done)
+        if slot is not None:
+            self._context[slot, first : first + hidden.shape[0]] = hidden
+            self.num_committed = first + hidden.shape[0]
+        if learned and layers_done in self.layers:
+            last = hidden[-learned:]
+            self.round[layers_done - 1, : last.shape[0]] = last
+
+    def commit(self, position: int, rows: int) -> None:
+        """So many of the round's first rows stay, from this position of the text on."""
+        self.show(position, rows)
+        self.num_committed = position + rows
+
+    def forget(self, rows: int) -> None:
+        """Keep at most the text's first `rows` rows: those behind them were not committed after all."""
+        self.num_committed = min(self.num_committed, rows)
+
+    def show(self, position: int, rows: int) -> None:
+        """Let so many of the round's first rows be seen from this position on, though they may yet be rejected.
+
+        Drafts that follow a copy look back at the copied rows. The next round writes over those that were rejected.
+        """
+        for layer, slot in self._slot.items():
+            self._context[slot, position : position + rows] = self.round[layer - 1, :rows]
+
+    @property
+    def kept(self) -> PrefixHiddenStates | None:
+        """What a later text with the same beginning may go on from; None if nothing was kept for the whole text."""
+        return PrefixHiddenStates((*self._slot,), self._context) if self._slot else None
+
+    def adopt(self, kept: PrefixHiddenStates | None, rows: int) -> bool:
+        """Take over the first rows of an earlier text that began alike. False if a layer of them is missing."""
+        if kept is None or not {*self._slot} <= {*kept.layers}:
+            return not self._slot
+        for layer, slot in self._slot.items():
+            self._context[slot, :rows] = kept.rows[kept.layers.index(layer), :rows]
+        self.num_committed = rows
+        return True
+
+    def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
+        """[stop - start, hidden] of the rows at these positions; see `policies.ContextStates`."""
+        return self._context[self._slot[exit_layer], start:stop]
+
+    def shadow_tokens(self, num_rows: int, target_tokens: Tensor, p: Tensor | None = None) -> Shadow:
+        """Norm + head over the round's rows 0 .. num_rows-1 at the candidate layers, in pieces that need little memory.
+
+        target_tokens: int64 [num_rows]. p: processed target distributions [num_rows, vocab] when sampling. Without them, on a
+        CPU, a layer is computed when somebody asks for it.
+        """
+        model = self._model
+        hidden = self.round[self._candidates, :num_rows]  # a copy, which the next round does not write to
+        if p is None and model.device.type == "cpu":
+            return DeferredShadow(model, self.layers, hidden, target_tokens)
+        shape = len(self.layers), num_rows
+        if model.adapters:
+            hidden = torch.stack([model.at_exit(rows, layer) for rows, layer in zip(hidden, self.layers)])
+        choices = model.draft_choices(hidden.view(-1, model.hidden_size), "confidence")
+        tokens = choices.tokens.view(shape)
+        probabilities = None
+        if p is not None:
+            probabilities = p.unsqueeze(0).expand(len(self.layers), -1, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return ShadowTokens(
+            layers=self.layers,
+            tokens=tokens,
+            confidences=choices.confidences.view(shape),
+            target_tokens=target_tokens,
+            target_probabilities=probabilities,
+        )

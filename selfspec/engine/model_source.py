@@ -1,0 +1,131 @@
+"""Where a generator's model comes from, and which copy of it a call runs on."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints.conversion import why_not_shared
+from layerskip_models.checkpoints.supported import check_transformers
+from layerskip_models.exits.lean import ExitsChoice, with_exits
+from selfspec.cache.pool import KVCachePool
+from selfspec.cache.prefix_cache import PrefixCache
+from selfspec.engine.runners.runner import RunnerChoice, resolve_runner
+from selfspec.engine.weight_watch import WeightWatch
+from selfspec.pacer.inference import PreVerifiers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundModel:
+    """One copy of the weights with all that belongs to it: what a call holds from its start to its end."""
+
+    model: LayerSkipModel
+    runners: KVCachePool
+    preverifiers: PreVerifiers
+
+
+class ModelSource:
+    """Hands every call the model to run on, and notices when the weights of a transformers model have changed.
+
+    On a CPU they are copied, and then copied again. On CUDA the model's parameters are made views of the engine's tensors, so
+    what is written to them in place is there already, and graphs stay; only what was read with the old ones is forgotten.
+    Threads may share a source. A call keeps what it was handed; where weights are shared, do not write while it runs.
+    """
+
+    def __init__(
+        self,
+        model: LayerSkipModel | PreTrainedModel,
+        runner: RunnerChoice,
+        prefixes: PrefixCache | None = None,
+        exits: ExitsChoice = "auto",
+        kv_dtype: str | torch.dtype = "auto",
+    ) -> None:
+        self._runner: RunnerChoice = runner
+        self._kv_dtype = kv_dtype
+        self._exits: ExitsChoice = exits
+        self._prefixes = PrefixCache() if prefixes is None else prefixes
+        self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
+        self._source = None if isinstance(model, LayerSkipModel) else model
+        self._watch: WeightWatch | None = None
+        if isinstance(model, LayerSkipModel):
+            self.current = self._bound(model if exits == "auto" else with_exits(model, exits))
+        else:
+            self.current = self._copied(model)
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The checkpoint's own generation configuration; of a transformers model, as it is now."""
+        return self.current.model.generation_config if self._source is None else self._source.generation_config
+
+    def bind(self) -> BoundModel:
+        """The model for a call that begins now."""
+        if self._source is None:
+            return self.current
+        with self._lock:
+            if self._watch is None or self._watch.changed():
+                self._renew(self._source)
+            return self.current
+
+    def called(self, seconds: float) -> None:
+        """A call took so long: looking for changed weights may take a small share of that."""
+        if self._source is not None:
+            with self._lock:
+                if self._watch is not None:
+                    self._watch.called(seconds)
+
+    def refresh(self) -> None:
+        """Take the weights as they are now. No text that was read with the old ones is used any more."""
+        if self._source is None:
+            self.current.runners.forget()
+        else:
+            with self._lock:
+                self._renew(self._source)
+
+    def _renew(self, source: PreTrainedModel) -> None:
+        if self._watch is None or self._watch.moved() or why_not_shared(source) is not None:
+            self.current = self._copied(source)
+        else:
+            self.current.runners.forget()
+            self._watch = WeightWatch(source)
+
+    def _copied(self, source: PreTrainedModel) -> BoundModel:
+        self._watch = None  # should this fail, the next call tries again
+        check_transformers(source)
+        if why_not_shared(source) is None:
+            bound = self._bound(self._with_exits(from_transformers(source, share=True)))
+            self._watch = WeightWatch(source)  # now that all parameters are where they will stay
+            return bound
+        # Made before the weights are read: an update that comes while they are being copied is noticed at the next call.
+        watch = WeightWatch(source)
+        bound = self._bound(self._with_exits(from_transformers(source)))
+        self._watch = watch
+        return bound
+
+    def _with_exits(self, model: LayerSkipModel) -> LayerSkipModel:
+        """What lies beside the checkpoint is not for weights that have changed since they were loaded."""
+        try:
+            return with_exits(model, self._exits)
+        except ValueError as error:
+            if self._exits != "auto":
+                raise
+            warnings.warn(f"exits are bare: {error}", RuntimeWarning, stacklevel=2)
+            return model
+
+    def _bound(self, model: LayerSkipModel) -> BoundModel:
+        runner = self._runner
+        if len(set(model.layer_devices)) > 1:
+            if runner == "captured":
+                raise ValueError("rounds of a model on several devices are not captured: take runner='auto' or 'eager'")
+            runner = "eager"
+        if self._kv_dtype != "auto":
+            model = model.with_kv_dtype(self._kv_dtype)
+        pool = KVCachePool(model, resolve_runner(runner, model.device), self._prefixes, self._give_up_graphs)
+        return BoundModel(model, pool, PreVerifiers(model))
+
+    def _give_up_graphs(self) -> None:
+        self._runner = "eager"  # for later copies of the weights as well

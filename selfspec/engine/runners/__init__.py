@@ -1,0 +1,1 @@
+"""What runs rows through the model: called from Python, or replayed as CUDA graphs."""

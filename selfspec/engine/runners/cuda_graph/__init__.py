@@ -1,0 +1,1 @@
+"""Rows through the model as captured CUDA graphs."""

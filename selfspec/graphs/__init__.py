@@ -1,1 +1,0 @@
-"""Captured rounds: the passes of a round run as CUDA graphs."""

@@ -1,0 +1,190 @@
+"""What `--explain`, `trace` and `inspect` say, on runs small enough to check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip_models import from_transformers
+from policies import LayerCost, MeasuredCost, RoundRecord, cost_of_round, draft_passes
+from selfspec import SelfSpecGenerator
+from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
+from selfspec.analysis.inspection import inspect_model, inspection_lines, text_agreement
+from selfspec.analysis.replay import replay, trace_agreement
+from selfspec.analysis.trace_plot import plot_trace, trace_lines
+from tiny_llama import tiny_llama, tiny_tokenizer
+
+PROMPT = [5, 3, 7, 1]
+OPTIONS = {"max_new_tokens": 40, "eos_token_id": []}
+
+
+@pytest.fixture(scope="module")
+def generator() -> SelfSpecGenerator:
+    model = from_transformers(tiny_llama(seed=4, late_scale=0.9, dtype=torch.float64), layout="plain")
+    return SelfSpecGenerator(model, tiny_tokenizer(), policy="ls:2-3")
+
+
+def watched(generator: SelfSpecGenerator, policy: str):  # type: ignore[no-untyped-def]
+    resolved = watching_all_layers(generator.resolve_policy(policy), generator.model.num_layers)
+    return generator.generate(PROMPT, policy=resolved, trace=True, **OPTIONS)  # type: ignore[arg-type]
+
+
+def test_a_run_explains_itself(generator: SelfSpecGenerator) -> None:
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
+    result = watched(generator, "ls:2-3")
+    explanation = explain(result, 4, cost)
+    assert sum(explanation.phases.values()) == pytest.approx(1.0, abs=0.05)
+    assert explanation.layers_speedup == pytest.approx(result.stats.etpl * 4)
+    assert explanation.exact
+    assert explanation.full_acceptance_speedup >= explanation.cost_speedup
+    # The setting that ran is among the replayed ones, with what it really did.
+    own = next(setting for setting in explanation.by_layers if setting.policy == "ls:2-3")
+    assert own.tokens_per_cost == pytest.approx(result.stats.etpl)
+    rounds = replay(trace_agreement(generator, torch.tensor(PROMPT), 40), 2, 3)
+    assert explanation.cost_speedup == pytest.approx(rounds.num_tokens * cost.autoregressive() / rounds.cost(cost))
+    text = "\n".join(explanation_lines(explanation, cost))
+    assert "replayed from this run" in text
+    assert "largest loss is" in text
+    assert explanation.settings[0].policy in text
+
+
+def test_watching_does_not_change_the_output(generator: SelfSpecGenerator) -> None:
+    plain = generator.generate(PROMPT, num_speculations=0, **OPTIONS)  # type: ignore[arg-type]
+    for policy in ("auto:cost=layers", "del", "spide:1"):
+        assert watched(generator, policy).new_tokens == plain.new_tokens
+
+
+def test_a_sampled_run_is_an_estimate_and_says_so(generator: SelfSpecGenerator) -> None:
+    policy = watching_all_layers(generator.resolve_policy("ls:1-2"), 4)
+    result = generator.generate(PROMPT, policy=policy, trace=True, do_sample=True, seed=1, **OPTIONS)  # type: ignore[arg-type]
+    explanation = explain(result, 4, LayerCost(4))
+    assert not explanation.exact
+    assert "estimated from 100% of the positions" in "\n".join(explanation_lines(explanation, LayerCost(4)))
+
+
+def test_one_token_leaves_nothing_to_explain(generator: SelfSpecGenerator) -> None:
+    policy = watching_all_layers(generator.resolve_policy("ls:1-2"), 4)
+    result = generator.generate(PROMPT, policy=policy, trace=True, max_new_tokens=1)
+    assert "nothing to explain" in "\n".join(explanation_lines(explain(result, 4, LayerCost(4)), LayerCost(4)))
+
+
+def round_of(exit_layer: int | None, tried: int, copied: int, drafted: int, accepted: int) -> RoundRecord:
+    return RoundRecord(
+        index=0, num_committed_before=5, exit_layer=exit_layer, max_speculations=drafted, num_accepted=accepted,
+        draft_tokens=tuple(range(copied + drafted)), tokens=tuple(range(accepted + 1)), loaded_layers=4,
+        stop_cause="cap", num_copied=copied, num_tried=tried,
+    )  # fmt: skip
+
+
+def test_rounds_that_copy_cost_what_their_passes_cost() -> None:
+    """Rows through the first layers with a look at each, drafts behind them one by one, the rest over all that is kept."""
+    cost = MeasuredCost(
+        num_layers=4, layer_seconds=(1.0, 1.5, 2.0, 2.5, 3.0), head_seconds=(10.0, 20.0, 30.0, 40.0, 50.0)
+    )
+    assert cost_of_round(round_of(None, 0, 0, 0, 0), cost) == cost.autoregressive() == 14
+    assert cost_of_round(round_of(2, 0, 0, 2, 1), cost) == cost.round(2, 2)
+    # Straight to verification: 4 layers and the head over 4 rows.
+    assert cost_of_round(round_of(None, 3, 3, 0, 2), cost) == 4 * 2.5 + 40
+    # 3 + 1 rows through 2 layers and 4 looks; 1 is kept and 2 more drafted: 2 rows through 2 layers, one more look; then 4
+    # rows through 2 layers and the head.
+    assert cost_of_round(round_of(2, 3, 1, 2, 2), cost) == 2 * 2.5 + 40 + 2 * 2 * 1.0 + 10 + 2 * 2.5 + 40
+    # The same, stopped before a third draft: the last row was looked at, too. Nothing drafted behind a copy: no single row.
+    stopped = replace(round_of(2, 3, 1, 2, 2), stop_cause="before_draw")
+    assert cost_of_round(stopped, cost) == cost_of_round(round_of(2, 3, 1, 2, 2), cost) + 10
+    assert cost_of_round(round_of(2, 3, 1, 0, 1), cost) == 2 * 2.5 + 40 + 2 * 1.5 + 20
+    rounds = [
+        round_of(2, 3, 1, 2, 2),
+        stopped,
+        round_of(2, 3, 1, 0, 1),
+        round_of(None, 3, 3, 0, 2),
+        round_of(2, 0, 0, 2, 1),
+    ]
+    assert [draft_passes(record) for record in rounds] == [(2, False), (3, True), (1, True), (0, False), (2, False)]
+
+
+def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerator, tmp_path: Path) -> None:
+    plain = generator.generate(PROMPT, policy="ar", **OPTIONS)  # type: ignore[arg-type]
+    store = [plain.sequences[0].tolist()]
+    policy = watching_all_layers(generator.resolve_policy("copy:5+ls:2-2"), 4)
+    prompt = plain.sequences[0, :12]
+    result = generator.generate(prompt, policy=policy, copy_from=store, trace=True, max_new_tokens=30, eos_token_id=[])
+    stats = result.stats
+    assert stats.num_copied_accepted > 0 and result.trace is not None
+    cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
+    rounds = sum(cost_of_round(record, cost) for record in result.trace)
+    explanation = explain(result, 4, cost)
+    assert explanation.cost_speedup == pytest.approx((stats.num_new_tokens - 1) * cost.autoregressive() / rounds)
+    text = "\n".join(explanation_lines(explanation, cost))
+    assert f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted; drafted by" in text
+    assert "these settings copy nothing" in text
+    lines = trace_lines(result.trace)[1:]
+    assert sum(line.count("=") for line in lines) == stats.num_copied_accepted
+    assert sum(line.count("+") for line in lines) == stats.num_accepted - stats.num_copied_accepted
+    straight = [round_of(None, 3, 3, 0, 2)]
+    assert trace_lines(straight)[1].split() == ["0", "copy", "==x"]
+    picture = tmp_path / "trace.svg"
+    plot_trace(result.trace, 4, result.policy, picture)
+    assert "accepted, copied" in picture.read_text(encoding="utf-8")
+
+
+def test_a_run_that_copies_nothing_does_not_speak_of_copies(generator: SelfSpecGenerator, tmp_path: Path) -> None:
+    result = watched(generator, "ls:2-3")
+    assert "cop" not in "\n".join(explanation_lines(explain(result, 4, LayerCost(4)), LayerCost(4)))
+    plot_trace(result.trace or (), 4, result.policy, tmp_path / "trace.svg")
+    assert "accepted, copied" not in (tmp_path / "trace.svg").read_text(encoding="utf-8")
+
+
+def test_a_line_per_round(generator: SelfSpecGenerator) -> None:
+    result = generator.generate(PROMPT, policy="del", trace=True, **OPTIONS)  # type: ignore[arg-type]
+    assert result.trace is not None
+    lines = trace_lines(result.trace)
+    assert len(lines) == 1 + result.stats.rounds
+    assert sum(line.count("+") for line in lines) == result.stats.num_accepted
+    assert all(record.threshold is not None and record.acceptance for record in result.trace if record.num_drafted)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ending"), [("del", "png"), ("ls:1-2", "svg"), ("ar", "png"), ("auto:cost=layers", "pdf")]
+)
+def test_a_picture_is_drawn(generator: SelfSpecGenerator, policy: str, ending: str, tmp_path: Path) -> None:
+    result = generator.generate(PROMPT, policy=policy, trace=True, **OPTIONS)  # type: ignore[arg-type]
+    path = tmp_path / f"trace.{ending}"
+    plot_trace(result.trace or (), 4, result.policy, path)
+    assert path.stat().st_size > 5000
+
+
+def test_no_round_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no round to draw"):
+        plot_trace((), 4, "ar", tmp_path / "trace.png")
+
+
+def test_text_agreement_is_that_of_full_passes(generator: SelfSpecGenerator) -> None:
+    llama = tiny_llama(seed=4, late_scale=0.9, dtype=torch.float64)
+    ids = torch.arange(40) % 24
+    hidden = llama.model(ids[None], output_hidden_states=True).hidden_states
+    states = [*hidden[1:-1], None]
+    final = llama(ids[None]).logits[0].argmax(-1)
+    expected = [
+        float((llama.lm_head(llama.model.norm(state))[0].argmax(-1) == final).double().mean())
+        for state in states
+        if state is not None
+    ]
+    assert text_agreement(generator.model, ids) == pytest.approx(expected)
+
+
+def test_an_inspection_has_a_verdict(generator: SelfSpecGenerator) -> None:
+    seen: list[str] = []
+    texts = ["a bed, a fig. " * 4, "ab", "a cab, head. be a bed"]
+    inspection = inspect_model(generator, texts, max_new_tokens=12, repeats=1, advance=seen.append)
+    assert len(inspection.text_agreement) == len(inspection.own_agreement) == 3
+    assert inspection.comparison.outputs_equal
+    lines = inspection_lines(inspection)
+    assert any(line.startswith("layers ran on ") for line in lines)
+    assert lines[-1] == inspection.verdict()
+    assert any(word in lines[-1] for word in ("worth it", "hardly"))
+    assert seen[-1] == "comparing with plain decoding"
+    with pytest.raises(ValueError, match="at least 4 tokens"):
+        inspect_model(generator, ["ab"])

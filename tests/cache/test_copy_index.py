@@ -1,0 +1,179 @@
+"""The index of earlier places against a search of the whole text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.copying import SHORTEST
+from selfspec.cache import copy_index
+from selfspec.cache.copy_index import LONGEST, CopyIndex, CopyStore
+
+# Few different tokens, so that suffixes occur again, and pieces that are repeated, so that long ones do.
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=8).flatmap(
+    lambda pieces: st.lists(st.sampled_from(pieces or [[0]]), max_size=8).map(
+        lambda chosen: [token for piece in (*pieces, *chosen) for token in piece]
+    )
+)
+
+
+def indexed(text: list[int], read: int = 0, store: CopyStore | None = None) -> CopyIndex:
+    """Of which the first `read` tokens are a prompt."""
+    index = CopyIndex(store)
+    index.read(torch.tensor(text[:read], dtype=torch.long))
+    for token in text[read:]:
+        index.append(token)
+    return index
+
+
+def searched(text: list[int], others: list[list[int]] | None = None) -> tuple[int, list[int]]:
+    """By looking everywhere: how long the longest suffix is that occurred before, and what may have followed it."""
+    for length in range(len(text) - 1, SHORTEST - 1, -1):
+        suffix = text[-length:]
+        if length <= LONGEST:
+            for end in range(len(text) - 1, length - 1, -1):
+                if text[end - length : end] == suffix:
+                    return length, [text[end]]
+            for other in others or []:
+                for end in range(len(other) - 1, length - 1, -1):
+                    if other[end - length : end] == suffix:
+                        return length, [other[end]]
+        else:
+            ends = [end for end in range(len(text) - 1, length - 1, -1) if text[end - length : end] == suffix]
+            if ends:
+                return length, [text[end] for end in ends]
+    return 0, []
+
+
+@given(text=TEXTS)
+def test_finds_the_longest_suffix_that_occurred_before_and_its_most_recent_place(text: list[int]) -> None:
+    length, following = searched(text)
+    match = indexed(text).match
+    if length == 0:
+        assert match is None
+    elif length <= LONGEST:
+        assert match == (length, following[0])
+    else:
+        assert match is not None and match.length >= LONGEST
+        end = match.length
+        places = [i for i in range(end, len(text)) if text[i - end : i] == text[-end:]]
+        assert match.token in [text[place] for place in places]
+
+
+@given(text=TEXTS, data=st.data())
+def test_a_prompt_that_is_read_at_once_is_as_one_that_comes_token_by_token(
+    text: list[int], data: st.DataObject
+) -> None:
+    read = data.draw(st.integers(0, len(text)))
+    more = data.draw(st.lists(st.integers(0, 3), max_size=10))
+    one, other = indexed(text + more), indexed(text + more, read)
+    assert len(one) == len(other) == len(text + more)
+    if one.match is None or one.match.length <= LONGEST:
+        assert one.match == other.match
+        assert one.continuation(7) == other.continuation(7)
+
+
+@given(text=TEXTS.filter(lambda text: len(text) > 3), count=st.integers(0, 20))
+def test_continues_as_the_text_did_and_round_and_round_in_a_loop(text: list[int], count: int) -> None:
+    index = indexed(text)
+    copied = index.continuation(count)
+    if index.match is None:
+        assert copied == []
+        return
+    assert len(copied) == count
+    assert copied[:1] == [index.match.token][:count]
+    # Every copied token stands one period behind what it copies, as in a text that goes on like that for ever.
+    whole = text + copied
+    assert any(
+        all(whole[len(text) + i] == whole[len(text) + i - period] for i in range(count))
+        and text[-index.match.length :] == text[-index.match.length - period : -period]
+        for period in range(1, len(text))
+    )
+
+
+@given(text=TEXTS, others=st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=3))
+def test_a_store_is_asked_where_the_text_has_no_place_as_long(text: list[int], others: list[list[int]]) -> None:
+    store = CopyStore(others)
+    assert len(store) == sum(len(other) + 1 for other in others)
+    index = indexed(text, len(text) // 2, store)
+    alone = indexed(text)
+    match = index.match
+    if match is None:
+        return
+    if alone.match is not None and alone.match.length >= match.length:
+        assert match.length <= LONGEST or match.length == alone.match.length
+    else:
+        suffix = text[-match.length :]
+        assert any(
+            (*suffix, match.token) == tuple(other[i : i + match.length + 1]) for other in others for i in range(9)
+        )
+
+
+def test_copies_from_a_store_end_with_its_text() -> None:
+    index = indexed([7, 1, 2], store=CopyStore([[1, 2, 3, 4], [5, 6]]))
+    assert index.match == (2, 3)
+    assert index.continuation(9) == [3, 4]
+    assert indexed([7, 3, 4], store=CopyStore([[1, 2, 3, 4], [5, 6]])).match is None  # nothing came after it
+    assert indexed([9, 4, 5], store=CopyStore([[1, 2, 3, 4], [5, 6]])).match is None  # two texts are not one
+
+
+def test_the_text_itself_comes_before_a_store_that_is_alike() -> None:
+    assert indexed([1, 2, 8, 0, 1, 2], store=CopyStore([[1, 2, 9]])).match == (2, 8)
+
+
+def test_follows_a_match_however_long_it_becomes() -> None:
+    text = [*range(100), *range(60)]
+    assert indexed(text).match == (60, 60)
+    assert indexed(text, len(text)).match == (4 * LONGEST, 60)  # found at once, it is measured so far and no further
+    assert indexed([*text, 60, 61], len(text)).match == (4 * LONGEST + 2, 62)
+
+
+def test_token_zero_is_a_token() -> None:
+    assert indexed([0, 0, 5, 1, 0, 5]).match == (2, 1)
+
+
+def test_the_oldest_places_are_forgotten_and_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_index, "GENERATION", 700)
+    index = indexed([*range(1000), 400, 401])
+    assert index.match is None  # 600 tokens ago: forgotten
+    index = indexed([*range(1000), 950, 951])
+    assert index.match == (2, 952)
+    assert len(index._own._young) + len(index._own._old) <= 2 * (700 + LONGEST)
+
+
+def test_an_empty_prompt_is_read() -> None:
+    assert indexed([]).match is None and indexed([]).continuation(3) == []
+
+
+def test_a_store_s_text_that_the_whole_text_is_the_end_of() -> None:
+    """Both are alike from the text's first token on: there is nothing before it to compare."""
+    index = indexed([5] * LONGEST, LONGEST, CopyStore([[5] * 100]))
+    assert index.match is None  # the store's text ends there, too
+    index.append(5)
+    assert index.match is not None and index.match.token == 5
+
+
+@given(text=TEXTS, others=st.lists(TEXTS, max_size=3), read=st.integers(0, 40))
+def test_what_an_index_says_is_so(text: list[int], others: list[list[int]], read: int) -> None:
+    """Every match is a suffix of the text, no longer than it, that stands before the token it names, here or in the store."""
+    index = CopyIndex(CopyStore(others))
+    index.read(torch.tensor(text[:read], dtype=torch.long))
+    for end in range(min(read, len(text)), len(text) + 1):
+        if index.match is not None:
+            length, token = index.match
+            assert SHORTEST <= length <= end
+            wanted = [*text[end - length : end], token]
+            places = [text[:end], *others]
+            assert any(one[i : i + length + 1] == wanted for one in places for i in range(len(one) - length))
+        if end < len(text):
+            index.append(text[end])
+
+
+def test_a_match_as_long_as_the_text() -> None:
+    text = [*range(4 * LONGEST)]
+    store = CopyStore([[*text, 77]])
+    for length in range(SHORTEST, len(text)):
+        beginning = text[:length]
+        assert indexed(beginning, length, store).match == (length, text[length])

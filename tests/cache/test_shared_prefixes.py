@@ -1,0 +1,244 @@
+"""Nobody learns from the server how another client's prompt begins; one owner's texts share what they can."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, repeat
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip_models import DEMO_PATH, from_transformers
+from layerskip_models.kv_cache import KVCache
+from running_server import RunningServer, running_server
+from selfspec import SelfSpecGenerator
+from selfspec.cache import pool as kv_cache_pool
+from selfspec.cache import slots
+from selfspec.cache.pool import KVCachePool
+from selfspec.cache.prefix_cache import Owner, PrefixCache, num_alike
+from selfspec.cache.slots import CacheSlot, IdlePlaces
+from selfspec.distributed import rank0_engine
+from test_serve import post, wait_until
+from tiny_llama import VOCAB_SIZE, tiny_llama
+
+SECRET = [*range(300, 324)]
+UNKNOWN = [371, 306, 355]
+"""The end of the victim's prompt, one token of `CANDIDATES` after the other."""
+CANDIDATES = [306, 355, 371]
+
+
+def cached(server: RunningServer, prompt: list[int], **fields: Any) -> int:
+    """What a request is told of its prompt."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0, "policy": "ar", **fields}
+    status, answer, _ = post(server, "/v1/completions", json.dumps(body).encode())
+    assert status == 200, answer
+    found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(found, int)
+    return found
+
+
+def guessed(server: RunningServer, names: Iterator[dict[str, str]]) -> list[int]:
+    """The published attack: of several next tokens, the one with which the server knows most of a prompt."""
+    found: list[int] = []
+    for _ in UNKNOWN:
+        counts = {token: cached(server, [*SECRET, *found, token, 1, 2], **next(names)) for token in CANDIDATES}
+        best = max(CANDIDATES, key=lambda token: counts[token])
+        if counts[best] == min(counts.values()):
+            return found
+        found.append(best)
+    return found
+
+
+@pytest.fixture
+def rows_used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Owner, Owner, int]]:
+    """Whose text a new one goes on from, whose that was, and how many rows: also what no answer tells, such as time."""
+    used: list[tuple[Owner, Owner, int]] = []
+    plain = KVCachePool._most_alike
+
+    def watched(pool: KVCachePool, prompt: Any, owner: Owner) -> Any:
+        place, rows = plain(pool, prompt, owner)
+        if place is not None:
+            used.append((owner, place.owner, rows))
+        return place, rows
+
+    monkeypatch.setattr(KVCachePool, "_most_alike", watched)
+    return used
+
+
+STRANGERS: list[dict[str, str]] = [
+    {},
+    {"cache_salt": "other{}"},
+    {"cache_salt": "mine", "user": "eve{}"},
+    {"user": "bob"},
+]
+VICTIMS: list[dict[str, str]] = [{}, {"cache_salt": "mine"}, {"cache_salt": "mine", "user": "bob"}]
+
+
+def test_a_prompt_cannot_be_guessed_token_by_token(rows_used: list[tuple[Owner, Owner, int]]) -> None:
+    """While the victim's text is decoded, and when it is complete. The same guesses tell all with the victim's own names."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH, prefix_cache="64MB")
+    number = count()
+    with running_server(generator) as server:
+        for victim in VICTIMS:
+            body = {
+                "model": "demo",
+                "prompt": [*SECRET, *UNKNOWN],
+                "max_tokens": 1900,
+                "logit_bias": {"0": -100},
+                **victim,
+            }
+            connection = http.client.HTTPConnection(server.base[7:], timeout=60)
+            before = server.metric("generated_tokens_total")
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            wait_until(lambda: server.metric("generated_tokens_total") > before)  # noqa: B023
+            for living in (True, False):
+                assert server.app.state.scheduler.decoding == living
+                for stranger in STRANGERS:  # each name once: an attacker may be told of texts of its own
+                    names = ({k: v.format(next(number)) for k, v in stranger.items()} for _ in repeat(None))
+                    rows_used.clear()
+                    assert guessed(server, names) == [], (victim, stranger, living)
+                    assert rows_used == []
+                if victim and not living:
+                    assert guessed(server, repeat(victim)) == UNKNOWN, victim
+                    assert rows_used and all(new == old for new, old, _ in rows_used)
+                if living:
+                    connection.close()  # what was read stays, as at the end of a text
+                    wait_until(lambda: server.app.state.scheduler.decoding == 0)
+
+
+def test_an_operator_may_share_all() -> None:
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    with running_server(generator, share_prefixes=True) as server:
+        assert cached(server, SECRET) == 0
+        assert cached(server, SECRET) > 0
+
+
+def test_the_other_processes_of_a_model_hear_whose_a_text_is() -> None:
+    """Each process has a pool of its own, and they must use the same rows."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    for owner in (Owner("a"), Owner("b", lasts=False)):
+        checked = generator.check(SECRET, max_new_tokens=3, do_sample=False, policy="ar")
+        checked = replace(checked, request=replace(checked.request, owner=owner))
+        heard: list[Any] = []
+        ranks: Any = SimpleNamespace(from_first=lambda tell, heard=heard: heard.extend(tell().events))
+        policies: Any = SimpleNamespace(pass_seconds={})
+        with rank0_engine.Rank0Engine(ranks, checked.policy, OrderedDict(), policies, []) as engine:
+            engine.cancel(engine.join(checked))
+        assert rank0_engine._checked(generator, heard[0], checked.policy, None, []).request.owner == owner
+
+
+def pool_of(num_bytes: int) -> KVCachePool:
+    model = from_transformers(tiny_llama(seed=2, max_position_embeddings=128), layout="plain")
+    return KVCachePool(model, "eager", PrefixCache(num_bytes=num_bytes, use="always"))
+
+
+def leave_text(pool: KVCachePool, tokens: list[int], owner: Owner) -> int:
+    """A text that is read and ends; how many of its rows came from an earlier one."""
+    prompt = torch.tensor(tokens)
+    with pool.lend(len(tokens) + 1, prompt, owner) as place:
+        found = place.cache.length
+        place.cache.declare(len(tokens))
+        place.leave(prompt, None)
+    return found
+
+
+def test_owners_share_nothing_in_the_pool() -> None:
+    pool, text = pool_of(1 << 30), [*range(30)]
+    assert leave_text(pool, text, Owner("a")) == 0
+    assert leave_text(pool, text, Owner("b")) == 0
+    assert leave_text(pool, [*text, 5], Owner("a")) == 30
+    assert leave_text(pool, text, Owner("once", lasts=False)) == 0
+    assert leave_text(pool, text, Owner("once", lasts=False)) == 0
+    assert pool.kept_texts.count == 2
+
+
+@pytest.mark.parametrize("owner", [Owner("a"), Owner("a", lasts=False)])
+def test_what_a_text_costs_the_pool_does_not_grow_with_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, owner: Owner
+) -> None:
+    """Caches are measured as they come and go, and a prompt is compared with the two texts beside it."""
+    work: Counter[str] = Counter()
+    measure = KVCache.num_bytes.fget
+    assert measure is not None
+
+    def measured(cache: KVCache) -> int:
+        work["measured"] += 1
+        return measure(cache)  # type: ignore[no-any-return]
+
+    def compared(tokens: torch.Tensor, prompt: torch.Tensor) -> int:
+        work["compared"] += 1
+        return num_alike(tokens, prompt)
+
+    monkeypatch.setattr(KVCache, "num_bytes", property(measured))
+    for module in (slots, kv_cache_pool):
+        monkeypatch.setattr(module, "num_alike", compared)
+    found = []
+    pool = pool_of(1 << 30)
+    for number in range(201):
+        digits = [number // VOCAB_SIZE**place % VOCAB_SIZE for place in range(4)]
+        leave_text(pool, [*digits, *[1] * 60], Owner("a"))
+        if number in (5, 200):
+            work.clear()
+            leave_text(pool, [1, 0, 0, 0, 5, 6], owner)
+            found.append(dict(work))
+    assert found[0] == found[1]
+    assert found[1].get("compared", 0) <= 4 and found[1]["measured"] <= 8
+
+
+def test_no_more_than_some_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_pool, "MOST_KEPT", 3)
+    pool = pool_of(1 << 30)
+    for token in range(5):
+        leave_text(pool, [token] * 9, Owner(str(token)))
+    assert pool.kept_texts.count == 3
+    assert [leave_text(pool, [token] * 9, Owner(str(token))) for token in (4, 1)] == [9, 0]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_idle_places_are_found_as_by_looking_at_all_of_them(seed: int) -> None:
+    """Against a plain list: the longest common beginning, texts that are a beginning of another, and the sum of bytes."""
+    random = Random(seed)
+    owners = Owner("a"), Owner("b"), Owner("a", lasts=False)
+
+    def some_text() -> torch.Tensor:
+        return torch.tensor(random.choices([0, 1, 300], k=random.randint(0, 5)), dtype=torch.long)
+
+    def some_place(max_length: int) -> CacheSlot:
+        cache: Any = SimpleNamespace(num_bytes=random.randint(1, 9), max_length=max_length)
+        return CacheSlot(cache, tokens=some_text(), owner=random.choice(owners))
+
+    idle, listed = IdlePlaces(), []
+    for _ in range(random.randint(0, 60)):
+        at = random.randrange(len(listed)) if listed else 0
+        match random.choice(["add", "add", "remove", "replace"]) if listed else "add":
+            case "add":
+                listed.append(some_place(random.randint(5, 12)))
+                idle.add(listed[-1])
+            case "remove":
+                idle.remove(listed.pop(at))
+            case "replace":  # by a copy without spare room
+                other = some_place(5)
+                other.cache.max_length = max(1, len(other.tokens))
+                idle.replace(listed[at], other)
+                listed[at] = other
+    assert [*idle] == listed and idle.num_bytes == sum(place.num_bytes for place in listed)
+    assert idle.num_texts == sum(len(place.tokens) > 0 for place in listed)
+    assert idle.with_spare_room() is next((place for place in listed if place.has_spare_room), None)
+    if listed:
+        assert idle.oldest() is listed[0]
+        assert idle.oldest(but=listed[0]) is listed[min(1, len(listed) - 1)]
+    for owner in owners:
+        prompt = some_text()
+        alike = {place: num_alike(place.tokens, prompt) for place in listed if place.owner == owner}
+        found, rows = idle.most_alike(prompt, owner)
+        assert rows == max(alike.values(), default=0) and (alike[found] == rows if found else not rows)
+        assert {*idle.beginnings_of(prompt, owner)} == {
+            place for place in listed if not len(place.tokens) or alike.get(place) == len(place.tokens)
+        }

@@ -1,0 +1,317 @@
+"""`selfspec chat`: commands, answers, Ctrl-C, and where an answer ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from layerskip_models import from_transformers
+from selfspec import SelfSpecGenerator
+from selfspec.cli.arguments import notes_console, one_line_errors
+from selfspec.cli.chat_command import COMMANDS, Chat
+from selfspec.cli.chat_text import StopTrimmer
+from selfspec.cli.conversation import Conversation
+from selfspec.cli.display import TextWriter
+from selfspec.cli.main import app
+from selfspec.cli.notes import NotesConsole
+from selfspec.messages import ChatTemplate
+from selfspec.stop_text import before_stop
+from selfspec.streaming import Fate
+from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
+
+TEMPLATE = ChatTemplate("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+
+
+class Talk:
+    """A chat over a tiny model: what is typed goes in, what is shown comes out."""
+
+    def __init__(self, stops: tuple[str, ...] = (), max_new_tokens: int = 20, positions: int = 512) -> None:
+        model = from_transformers(tiny_llama(seed=3, max_position_embeddings=positions), layout="plain")
+        self.generator = SelfSpecGenerator(model, tiny_tokenizer(), "ls:2-4", prefix_cache=1)
+        self.pieces: list[tuple[str, Fate]] = []
+        self.conversation = Conversation(
+            self.generator,
+            ChatTemplate(TEMPLATE.source, stops),
+            {"do_sample": False, "eos_token_id": []},
+            max_new_tokens=max_new_tokens,
+            write=self.write,
+        )
+        self.conversation.use_policy("ls:2-4")
+        self.notes = Console(
+            file=io.StringIO(), record=True, width=200, force_terminal=False, highlight=False, markup=False
+        )
+
+    def write(self, text: str, fate: Fate) -> None:
+        self.pieces.append((text, fate))
+
+    def type(self, *lines: str | BaseException) -> str:
+        """Returns what was said beside answers."""
+        left: Iterator[str | BaseException] = iter([*lines, EOFError()])
+
+        def read_line(prompt: str) -> str:
+            line = next(left)
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        writer = TextWriter(Console(file=io.StringIO()))
+        Chat(self.conversation, writer, self.notes).run(read_line)
+        return self.notes.export_text()
+
+    @property
+    def answers(self) -> list[str]:
+        return [message["content"] for message in self.conversation.messages if message["role"] == "assistant"]
+
+
+def test_a_conversation_is_one_prompt_and_what_was_read_is_kept() -> None:
+    talk = Talk()
+    talk.type("a bed", "cab")
+    first, second = talk.answers
+    expected = SelfSpecGenerator(talk.generator.model, tiny_tokenizer()).generate(
+        f"a bed\n{first}\ncab\n", max_new_tokens=20, eos_token_id=[]
+    )
+    assert second == expected.text
+    assert talk.conversation.last is not None
+    assert talk.conversation.last.stats.num_reused_tokens >= len("a bed\n")
+    assert "".join(text for text, _ in talk.pieces) == first + second
+    said = talk.type("/stats")
+    assert "tokens/s" in said and "of them read for this answer" in said
+
+
+def test_commands(tmp_path: Path) -> None:
+    talk = Talk()
+    said = talk.type("/help")
+    assert all(usage in said for usage in COMMANDS)
+    assert "no answer yet" in talk.type("/stats")
+    talk.type("/system be", "a bed")
+    assert [message["role"] for message in talk.conversation.messages] == ["system", "user", "assistant"]
+    assert "system: be" in talk.type("/system")
+    assert "system: fig" in talk.type("/system fig")
+    assert talk.conversation.messages[0]["content"] == "fig"
+    said = talk.type("/policy ar", "/policy", "/policy ls:9-1", "a")
+    assert "policy: ar" in said and "exit_layer must be in" in said
+    assert talk.conversation.last is not None
+    assert talk.conversation.last.policy == "ar"
+    assert "no command /nonsense: /help lists them" in talk.type("/nonsense")
+    file = tmp_path / "talk.json"
+    assert "say where" in talk.type("/save")
+    assert "user: a bed" in talk.type(f"/save {file}", "/history")
+    other = Talk()
+    other.conversation.load(file)
+    assert other.conversation.messages == talk.conversation.messages == json.loads(file.read_text())
+    talk.type("/clear")
+    assert talk.conversation.messages == [{"role": "system", "content": "fig"}]
+    talk.type("/exit", "a bed")
+    assert not talk.answers
+
+
+def test_what_is_shown_steers_no_terminal(tmp_path: Path) -> None:
+    """A saved conversation may be a stranger's, and a model may write anything."""
+    hostile = "a\x1b]0;title\x07 \x9b2J \x85\x7f\r\x08 [bold]b[/]"
+    talk = Talk()
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps([{"role": role, "content": hostile} for role in ("system", hostile)]))
+    talk.conversation.load(file)
+    raw = io.StringIO()
+    talk.notes = NotesConsole(file=raw, record=True, width=200, force_terminal=True)
+    talk.type("/history", "/system", "/nonsense\x1b[2J")
+    shown = raw.getvalue()
+    assert shown.count("␛]0;title␇ \\x9b2J \\x85␡␍␈ [bold]b[/]") == 4
+    assert "no command /nonsense␛[2J" in shown
+    steering = [*map(chr, range(32)), "\x7f", *map(chr, range(0x80, 0xA0))]
+    assert not [one for one in steering if one in shown and one not in "\t\n"]
+    raw = io.StringIO()
+    writer = TextWriter(Console(file=raw, force_terminal=True, color_system=None))
+    writer.write_token(hostile, "target")
+    assert not [one for one in steering if one in raw.getvalue()]
+
+
+def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ValueError("no model \x9b2J\x1b[31m called so")
+    assert capsys.readouterr().err == "error: no model \\x9b2J␛[31m called so\n"
+    assert isinstance(notes_console(quiet=False), NotesConsole)
+
+
+def test_a_template_that_fails_ends_no_chat() -> None:
+    talk = Talk()
+    talk.conversation._template = ChatTemplate("{{ 1 / 0 }}")
+    assert talk.type("a", "/system").count("the chat template fails on these messages (ZeroDivisionError") == 1
+
+
+def test_a_message_of_several_lines() -> None:
+    talk = Talk()
+    talk.type('"""a', 'bed"""', '"""', "fig", '"""', "", "  ")
+    assert [m["content"] for m in talk.conversation.messages if m["role"] == "user"] == ["a\nbed", "fig"]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation() -> None:
+    """And at the prompt it drops the line."""
+    talk = Talk(max_new_tokens=200)
+    full = Talk(max_new_tokens=200)
+    full.type("a bed")
+    write = talk.write
+
+    before = signal.getsignal(signal.SIGINT)  # a process in the background may ignore it
+
+    def interrupted(text: str, fate: Fate) -> None:
+        write(text, fate)
+        if sum(len(piece) for piece, _ in talk.pieces) > 20:
+            talk.conversation._write = write
+            os.kill(os.getpid(), signal.SIGINT)
+
+    talk.conversation._write = interrupted
+    said = talk.type("a bed", KeyboardInterrupt())
+    assert "stopped; the conversation goes on" in said and "Ctrl-D leaves" in said
+    (answer,) = talk.answers
+    assert 20 < len(answer) < len(full.answers[0])
+    assert full.answers[0].startswith(answer)
+    assert signal.getsignal(signal.SIGINT) is before
+    talk.type("cab")
+    assert len(talk.answers) == 2
+    assert "interrupted" not in talk.type("/stats")
+
+
+def test_a_second_ctrl_c_ends_it_at_once() -> None:
+    talk = Talk(max_new_tokens=200)
+
+    def twice(text: str, fate: Fate) -> None:
+        talk.write(text, fate)
+        talk.conversation._write = talk.write
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    talk.conversation._write = twice
+    talk.type("a bed")
+    assert talk.answers == ["".join(text for text, _ in talk.pieces)]
+    assert talk.conversation.last is None
+
+
+def test_a_full_conversation_says_so_and_stays_as_it_is() -> None:
+    talk = Talk(max_new_tokens=500, positions=64)
+    talk.type("a bed")
+    assert talk.conversation.last is not None
+    assert talk.conversation.last.stats.num_new_tokens == 64 - len("a bed\n")
+    before = [*talk.conversation.messages]
+    assert "the model has room for 64: begin a new one with /clear" in talk.type("cab")
+    assert talk.conversation.messages == before
+
+
+def test_an_answer_ends_before_its_stop_string() -> None:
+    free = Talk(max_new_tokens=40)
+    free.type("a bed")
+    stop = free.answers[0][17:20]
+    talk = Talk(stops=(stop,), max_new_tokens=40)
+    talk.type("a bed")
+    assert talk.answers == [free.answers[0].partition(stop)[0]]
+    assert "".join(text for text, _ in talk.pieces) == talk.answers[0]
+
+
+def test_drafts_are_shown_on_request() -> None:
+    talk = Talk()
+    talk.type("/drafts", "a bed")
+    fates = {fate for _, fate in talk.pieces}
+    assert "accepted" in fates and "rejected" in fates
+    assert "".join(text for text, fate in talk.pieces if fate != "rejected") == talk.answers[0]
+    assert "drafts are not shown" in talk.type("/drafts")
+
+
+@given(
+    words=st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(["accepted", "bonus", "rejected"])), max_size=30),
+    stops=st.lists(st.text(alphabet="abce ", min_size=1, max_size=4), max_size=3),
+)
+def test_a_trimmed_stream_is_the_trimmed_text(words: list[tuple[str, Fate]], stops: list[str]) -> None:
+    """And nothing is held back that cannot become a stop string."""
+    written: list[tuple[str, Fate]] = []
+    trimmer = StopTrimmer(stops, lambda text, fate: written.append((text, fate)))
+    seen = ""
+    for word, fate in words:
+        trimmer.push(word, fate)
+        seen += word if fate != "rejected" else ""
+        out = "".join(text for text, its_fate in written if its_fate != "rejected")
+        held = before_stop(seen, stops)[len(out) :]
+        assert before_stop(seen, stops).startswith(out)
+        assert not held or seen != before_stop(seen, stops) or any(stop.startswith(held) for stop in stops)
+    trimmer.finish()
+    assert "".join(text for text, fate in written if fate != "rejected") == before_stop(seen, stops)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """With the demo, from a pipe; and what it says of a model without a template."""
+    lines = "Tom has 3 apples.\n/stats\n/exit\n"
+    result = CliRunner().invoke(app, ["chat", "--max-new-tokens", "12", "--policy", "ls:2-4"], input=lines)
+    assert result.exit_code == 0, result.output
+    assert "/help lists the commands" in result.stderr
+    assert "12 tokens in" in result.stderr
+    assert result.stdout.strip()
+    tiny_llama(seed=3).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["chat", str(tmp_path)], input="a\n")
+    assert result.exit_code == 2
+    assert (
+        "has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain" in result.stderr
+    )
+    result = CliRunner().invoke(app, ["chat", "--temperature", "0.5"], input="a\n")
+    assert result.exit_code == 2
+    assert "add --do-sample" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a pseudo-terminal of Linux")
+def test_in_a_terminal() -> None:
+    """Ctrl-C as the terminal sends it: the answer stops, the next message is answered, and the arrow key brings it back."""
+    import pty
+
+    code = """
+import fcntl, os, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from selfspec.cli.main import main
+main()
+"""
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-c", code, "chat", "--max-new-tokens", "1900", "--policy", "ls:2-4", "--show-drafts"]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=environment)
+    os.close(inside)
+    shown = ""
+
+    def wait_for(text: str, least: int = 0) -> None:
+        nonlocal shown
+        start, deadline = len(shown), time.monotonic() + 60
+        while text not in shown[start:] or len(shown) - start < least:
+            assert time.monotonic() < deadline, shown
+            shown += os.read(terminal, 4096).decode("utf-8", "replace")
+
+    try:
+        wait_for("> ")
+        os.write(terminal, b"Tom has 3 apples.\n")
+        wait_for("\x1b[", least=200)  # coloured
+        os.write(terminal, b"\x03")
+        wait_for("stopped; the conversation goes on")
+        os.write(terminal, b"/history\n")
+        wait_for("assistant:")
+        os.write(terminal, b"\x1b[A\x1b[A\n")  # the first line again
+        wait_for("apples.", least=200)
+        os.write(terminal, b"\x03")
+        wait_for("> ")
+        os.write(terminal, b"/exit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

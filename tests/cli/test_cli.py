@@ -1,0 +1,498 @@
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from layerskip_models import DEMO_PATH
+from selfspec import GenerationStats, SelfSpecGenerator, __version__
+from selfspec.cli.display import TextWriter
+from selfspec.cli.main import app
+from selfspec.cli.prompt_input import EXAMPLE_PROMPT
+from tiny_llama import tiny_llama, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "a bed, a fig"
+BASE = ["--max-new-tokens", "30", "--policy", "ls:1-3"]
+STRUCK = re.compile(r"\x1b\[[\d;]*\b9;[\d;]*m.*?\x1b\[0m", re.S)  # 9 is "struck through"
+ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
+
+
+def checkpoint_model():
+    """It writes varied text and has drafts of every fate."""
+    return tiny_llama(seed=4, late_scale=0.9, max_position_embeddings=128)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    checkpoint_model().save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return SelfSpecGenerator.from_pretrained(folder).generate(PROMPT, max_new_tokens=30, policy="ls:1-3")
+
+
+def invoke(*arguments, **options):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def generate(folder, *arguments, **options):
+    return invoke("generate", "--model", folder, *BASE, *arguments, **options)
+
+
+def test_text_on_stdout_and_summary_on_stderr(folder, expected):
+    result = generate(folder, PROMPT)
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    stats = expected.stats
+    for part in (
+        "30 tokens in ",
+        "tokens/s; first token after ",
+        "stop reason: length",
+        f"policy ls:1-3: {stats.rounds} rounds, acceptance rate {stats.acceptance_rate:.3f}",
+        f"{stats.accepted_per_round:.2f} accepted/round, {stats.tokens_per_round:.2f} tokens/round",
+    ):
+        assert part in result.stderr
+    assert "eTPL" not in result.stderr  # --explain has it
+    assert "\x1b" not in result.output
+
+
+def test_quiet_leaves_the_text_alone(folder, expected):
+    result = generate(folder, PROMPT, "--quiet")
+    assert (result.stdout, result.stderr) == (expected.text + "\n", "")
+
+
+def test_prompt_from_file_and_standard_input(folder, expected, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT + "\n", encoding="utf-8")
+    for arguments, piped in ((["--file", path], None), (["-"], PROMPT), ([], PROMPT + "\n"), ([], PROMPT + "\r\n")):
+        assert generate(folder, *arguments, input=piped).stdout == expected.text + "\n"
+    path.write_text(PROMPT + "\n\n", encoding="utf-8")  # one newline goes, a second one is meant
+    again = SelfSpecGenerator.from_pretrained(folder).generate(PROMPT + "\n", max_new_tokens=30, policy="ls:1-3")
+    assert generate(folder, "--file", path).stdout == again.text + "\n" != expected.text + "\n"
+
+
+def test_json_is_one_object_with_every_statistic(folder, expected):
+    result = generate(folder, PROMPT, "--json")
+    assert result.stdout.count("\n") == 1
+    found = json.loads(result.stdout)
+    assert found["text"] == expected.text
+    assert found["token_ids"] == expected.new_tokens
+    assert (found["stop_reason"], found["policy"], found["model"]) == ("length", "ls:1-3", folder)
+    assert found["num_prompt_tokens"] == expected.stats.num_prompt_tokens
+    assert found["comparison"] is None
+    assert set(found["stats"]) == {field.name for field in fields(GenerationStats)}
+    timed = re.compile("seconds|per_second|time_to")
+    for name, value in expected.stats.as_dict().items():
+        assert timed.search(name) or found["stats"][name] == value
+
+
+def test_compare_reports_speed_and_equality(folder, expected):
+    result = generate(folder, PROMPT, "--compare", "--repeats", "2")
+    assert result.stdout == expected.text + "\n"
+    assert "median of 2 alternated pairs" in result.stderr
+    assert re.search(r"speed-up \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\); outputs equal\n", result.stderr)
+
+    found = json.loads(generate(folder, PROMPT, "--compare", "--repeats", "2", "--json").stdout)["comparison"]
+    assert found["outputs_equal"] is True
+    assert found["repeats"] == len(found["runs"]) == len(found["baseline_runs"]) == 2
+    assert all(run["num_drafted"] == expected.stats.num_drafted for run in found["runs"])
+    assert all(run["num_drafted"] == 0 and run["num_new_tokens"] == 30 for run in found["baseline_runs"])
+    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(found["runs"], found["baseline_runs"])]
+    assert found["speedup"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_compare_shows_the_prompt_beside_the_text(folder, expected):
+    result = generate(folder, PROMPT, "--compare", "--repeats", "1")
+    assert result.stdout == expected.text + "\n"
+    assert f"prompt:\n{PROMPT}\n" in result.stderr
+    assert PROMPT not in generate(folder, PROMPT).stderr
+
+
+def test_compare_of_sampled_texts_claims_no_equality(folder):
+    result = generate(folder, PROMPT, "--compare", "--repeats", "1", "--do-sample", "--seed", "5")
+    assert "outputs not compared" in result.stderr
+    assert "outputs equal" not in result.stderr
+
+
+def test_compare_needs_room_for_the_text_only(folder):
+    """The warm-up must not run past the context that the text itself fills."""
+    prompt = "a" * 125
+    result = invoke("generate", "--model", folder, prompt, "--max-new-tokens", "3", "--compare", "--repeats", "1")
+    assert result.exit_code == 0
+    result = invoke("generate", "--model", folder, prompt, "--compare", "--repeats", "1")
+    assert "3 tokens in" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--exit-layer", "2", "--num-speculations", "2"], {"exit_layer": 2, "num_speculations": 2}),
+        (["--num-speculations", "0"], {"num_speculations": 0}),
+        (["--eos-token-id", "3", "--eos-token-id", "5"], {"eos_token_id": [3, 5]}),
+        (["--stop-strings", "a", "--stop-strings", "be"], {"stop_strings": ["a", "be"]}),
+        (["--repetition-penalty", "1.4"], {"repetition_penalty": 1.4}),
+        (
+            ["--do-sample", "--seed", "7", "--temperature", "1.5", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.02"],
+            {"do_sample": True, "seed": 7, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
+        ),
+        (["--dtype", "float64"], {}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_reach_generate(folder, expected, arguments, options):
+    if not {"exit_layer", "num_speculations"} & set(options):  # auto's measured cost differs from process to process
+        arguments, options = [*arguments, "--policy", "auto:cost=layers"], {**options, "policy": "auto:cost=layers"}
+    generator = SelfSpecGenerator.from_pretrained(folder)
+    wanted = generator.generate(PROMPT, max_new_tokens=30, **options)
+    result = invoke("generate", PROMPT, "--model", folder, "--max-new-tokens", "30", "--json", *arguments)
+    found = json.loads(result.stdout)
+    assert (found["token_ids"], found["stop_reason"]) == (wanted.new_tokens, wanted.stop_reason)
+    assert (found["policy"], found["stats"]["rounds"]) == (wanted.policy, wanted.stats.rounds)
+
+
+def test_ignore_eos(tmp_path, expected):
+    """The checkpoint's own end token is ignored."""
+    model = checkpoint_model()
+    model.generation_config.eos_token_id = expected.new_tokens[4]
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert json.loads(generate(tmp_path, PROMPT, "--json").stdout)["stop_reason"] == "eos"
+    found = json.loads(generate(tmp_path, PROMPT, "--json", "--ignore-eos").stdout)
+    assert (found["stop_reason"], found["token_ids"]) == ("length", expected.new_tokens)
+
+
+def test_trace_has_a_line_per_round(folder, expected, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    assert generate(folder, PROMPT, "--trace", path).exit_code == 0
+    rounds = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [r["index"] for r in rounds] == list(range(expected.stats.rounds))
+    assert [t for r in rounds for t in r["tokens"]] == expected.new_tokens[1:]
+    assert sum(r["loaded_layers"] for r in rounds) == expected.stats.loaded_layers
+
+
+def test_show_drafts_in_colour_adds_only_struck_drafts(folder, expected, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    result = generate(folder, PROMPT, "--show-drafts", color=True)
+    written = result.stdout.removeprefix(f"\x1b[2m{PROMPT}\x1b[0m")  # a terminal shows the prompt first
+    assert written != result.stdout
+    assert ESCAPE.sub("", STRUCK.sub("", written)) == expected.text + "\n"
+    stats = expected.stats
+    assert stats.num_drafted > stats.num_accepted > 0  # or the next lines would show nothing
+    assert STRUCK.search(written)
+    for style in ("\x1b[32m", "\x1b[1;33m", "\x1b[36m"):  # accepted, corrected, bonus
+        assert style in written
+    assert "accepted draft" in ESCAPE.sub("", result.stderr)
+
+
+def test_show_drafts_without_colour_is_the_text(folder, expected):
+    result = generate(folder, PROMPT, "--show-drafts")
+    assert result.stdout == expected.text + "\n"
+    assert "FORCE_COLOR" in result.stderr
+
+
+def test_no_color_keeps_the_strike_and_drops_the_colours(folder, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    written = generate(folder, PROMPT, "--show-drafts", color=True).stdout
+    assert "\x1b[2;9m" in written
+    assert not re.search(r"\x1b\[[\d;]*3\dm", written)
+
+
+def test_drafts_as_a_picture(folder, expected, tmp_path):
+    path = tmp_path / "new" / "drafts.svg"
+    assert generate(folder, PROMPT, "--show-drafts", "--svg", path).stdout == expected.text + "\n"
+    picture = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(picture)
+    styles = dict(re.findall(r"\.[\w-]+-(r\d+) \{ ([^}]*)\}", picture))
+    drawn: dict[str, str] = {}
+    for element in root.iter("{http://www.w3.org/2000/svg}text"):
+        name = element.get("class", "").rpartition("-")[2]
+        drawn[name] = drawn.get(name, "") + (element.text or "")
+    struck = "".join(text for name, text in drawn.items() if "line-through" in styles.get(name, ""))
+    assert "dropped" in struck
+    assert len(struck) > len("dropped draft")  # the legend, and drafts
+    assert len({styles[name] for name in drawn if name in styles}) >= 5  # the prompt and the fates
+    assert "url(http" not in picture
+
+
+ERRORS = {
+    "exit layer": ([PROMPT, "--exit-layer", "9"], "exit_layer must be in [1, 3] for this 4-layer model, got 9"),
+    "policy": ([PROMPT, "--policy", "deep"], "policy 'deep': unknown policy"),
+    "both": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2"], "give policy, or exit_layer"),
+    "both in comparison": ([PROMPT, "--policy", "ls:1-2", "--exit-layer", "2", "--compare"], "give policy, or exit_"),
+    "no folder": ([PROMPT, "--model", "./not/there"], "no checkpoint folder at ./not/there"),
+    "a file for a folder": ([PROMPT, "--model", "LATIN"], "LATIN is a file: give the folder"),
+    "empty folder": ([PROMPT, "--model", "EMPTY"], "EMPTY holds no checkpoint: it has no config.json"),
+    "not safetensors": ([PROMPT, "--model", "BROKEN"], "model.safetensors is incomplete or damaged"),
+    "no weights": ([PROMPT, "--model", "WEIGHTLESS"], "WEIGHTLESS has no model.safetensors: only safetensors"),
+    "no tokenizer": ([PROMPT, "--model", "SPEECHLESS"], "SPEECHLESS has no tokenizer that can be loaded: save one"),
+    "unfinished training": ([PROMPT, "--model", "UNFINISHED"], "UNFINISHED holds a training run that is not finished"),
+    "not on the hub": ([PROMPT, "--model", "not/there"], "neither a folder here nor in the local cache"),
+    "negative length": ([PROMPT, "--max-new-tokens", "-3"], "max_new_tokens must be an integer of at least 1, got -3"),
+    "not text": (["a\udcff"], "the prompt is not UTF-8 text"),
+    "empty stdin": (["-"], "standard input is empty"),
+    "empty pipe": ([], "standard input is empty"),
+    "no file": (["--file", "not-there.txt"], "no file not-there.txt: give the path of a UTF-8 text file"),
+    "two prompts": ([PROMPT, "--file", "not-there.txt"], "give a prompt or --file, not both"),
+    "not UTF-8": (["--file", "LATIN"], "is not UTF-8 text (byte 1)"),
+    "greedy temperature": ([PROMPT, "--temperature", "0.5", "--top-k", "3"], "--temperature, --top-k has no effect"),
+    "range": ([PROMPT, "--do-sample", "--top-p", "1.5"], "top_p must be"),
+    "length": ([PROMPT, "--max-new-tokens", "500"], "lower max_new_tokens"),
+    "dtype": ([PROMPT, "--dtype", "int3"], "dtype must be one of"),
+    "device": ([PROMPT, "--device", "cuda:99"], "'cuda:99' is not available"),
+    "eos": ([PROMPT, "--ignore-eos", "--eos-token-id", "1"], "give --ignore-eos or --eos-token-id, not both"),
+    "json drafts": ([PROMPT, "--json", "--show-drafts"], "leave out --show-drafts"),
+    "picture of nothing": ([PROMPT, "--svg", "x.svg"], "--svg draws coloured drafts: add --show-drafts"),
+    "trace": ([PROMPT, "--trace", "/proc/trace.jsonl"], "cannot write /proc/trace.jsonl"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_mistakes_end_with_2_and_one_line(folder, case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, message = ERRORS[case]
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "LATIN").write_bytes("käse".encode("latin-1"))
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
+    (tmp_path / "BROKEN" / "model.safetensors").write_bytes(b"nothing of the kind")
+    for name in ("SPEECHLESS", "WEIGHTLESS"):
+        shutil.copytree(folder, tmp_path / name)
+    (tmp_path / "WEIGHTLESS" / "model.safetensors").unlink()
+    for file in (tmp_path / "SPEECHLESS").glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "UNFINISHED" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no waiting for a network
+    arguments = [str(tmp_path / a) if a.isupper() else a for a in arguments]
+    result = invoke("generate", "--model", folder, *arguments, input="")
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_unknown_options_and_commands_are_refused(folder):
+    assert generate(folder, PROMPT, "--num-beams", "3").exit_code == 2
+    assert invoke("nonsense").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "status", "message"),
+    [
+        (float("nan"), 2, "holds NaN or infinite weights, first in model.norm.weight"),
+        (3e38, 1, "the logits hold NaN"),  # finite weights whose products are not
+    ],
+)
+def test_a_model_without_a_distribution_is_one_line(tmp_path, factor, status, message):
+    model = tiny_llama(seed=3)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(factor)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    result = generate(tmp_path, PROMPT)
+    assert result.exit_code == status
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_temperature_zero_is_greedy_on_the_command_line_too(folder, expected):
+    for flags in (["--temperature", "0"], ["--do-sample", "--temperature", "0"]):
+        assert generate(folder, PROMPT, *flags).stdout == expected.text + "\n"
+
+
+def test_the_folder_of_a_training_run_stands_for_its_model(folder, expected, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # the run's own, of no model
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(folder, tmp_path / "model")
+    result = generate(tmp_path, PROMPT)
+    assert result.stdout == expected.text + "\n", result.stderr
+
+
+def test_our_own_fault_is_not_dressed_up_as_the_callers(folder, monkeypatch):
+    def fail(self, text, style=None):
+        raise ValueError("a fault in here")
+
+    monkeypatch.setattr(TextWriter, "write", fail)
+    result = generate(folder, PROMPT)
+    assert isinstance(result.exception, RuntimeError)
+    assert "a fault in here" in str(result.exception.__cause__)
+
+
+def test_a_character_that_the_output_cannot_hold_is_shown_by_number():
+    buffer = io.BytesIO()
+    file = io.TextIOWrapper(buffer, encoding="latin-1")
+    TextWriter(Console(file=file)).write("ä and 数")
+    assert buffer.getvalue() == "ä and \\u6570".encode("latin-1")
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    file = io.StringIO()
+    TextWriter(Console(file=file, force_terminal=True, color_system=None)).write("a\x1b[2Jb\r\n\tc")
+    assert file.getvalue() == "a␛[2Jb␍\n\tc"
+
+
+@pytest.fixture
+def press_ctrl_c(monkeypatch):
+    """Ctrl-C, pressed when the given chunks of text are written."""
+    write = TextWriter.write
+
+    def arm(*chunks):
+        count = 0
+
+        def pressing(self, text, style=None):
+            nonlocal count
+            write(self, text, style)
+            count += 1
+            if count in chunks:
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(TextWriter, "write", pressing)
+
+    handler = signal.getsignal(signal.SIGINT)
+    yield arm
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_keeps_the_text_and_sums_up(folder, expected, press_ctrl_c):
+    press_ctrl_c(3)
+    result = generate(folder, PROMPT, "--compare")
+    assert result.exit_code == 130
+    assert 0 < len(result.stdout.removesuffix("\n")) < len(expected.text)
+    assert expected.text.startswith(result.stdout.removesuffix("\n"))
+    assert "stop reason: interrupted" in result.stderr
+    assert "speed-up" not in result.stderr
+
+
+def test_a_second_ctrl_c_ends_at_once(folder, expected, press_ctrl_c):
+    press_ctrl_c(3, 4)
+    result = generate(folder, PROMPT)
+    assert result.exit_code == 130
+    assert expected.text.startswith(result.stdout)
+    assert "tokens/s" not in result.stderr
+
+
+def test_version_and_help():
+    assert invoke("--version").stdout == f"selfspec {__version__}\n"
+    text = invoke("generate", "--help", env={"COLUMNS": "120"}).stdout
+    commands = invoke("--help", env={"COLUMNS": "120"}).stdout
+    assert commands.index("generate") < commands.index("inspect") < commands.index("train")
+    for option in ("--policy", "--exit-layer", "--num-speculations", "--compare", "--show-drafts", "--json"):
+        assert option in text
+
+
+def test_train_is_wired_to_the_recipe(tmp_path):
+    result = invoke("train", "--data", tmp_path / "missing.txt", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "missing.txt" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def run_as_a_person(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "selfspec.cli.main", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=300,
+        **options,
+    )
+
+
+def test_the_demo_as_a_person_runs_it():
+    """`make demo`, shorter: no prompt, no terminal, a comparison on the checkpoint that ships."""
+    result = run_as_a_person("generate", "--compare", "--max-new-tokens", "24", stdin=subprocess.DEVNULL)
+    errors = result.stderr.decode()
+    assert result.returncode == 0, errors
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    assert result.stdout.decode() == generator.generate(EXAMPLE_PROMPT, max_new_tokens=24).text + "\n"
+    assert "speed-up" in errors
+    assert "outputs equal" in errors
+    assert "Warning" not in errors
+
+
+@pytest.mark.slow
+def test_a_pipe_as_a_person_runs_it(folder, expected):
+    result = run_as_a_person("generate", "--model", folder, *BASE, "--quiet", input=PROMPT.encode() + b"\n")
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.decode() == expected.text + "\n"
+
+
+def test_explain_says_what_fixed_settings_would_have_given(folder):
+    result = generate(folder, PROMPT, "--explain", "--ignore-eos")
+    assert result.exit_code == 0, result.stderr
+    for part in (
+        "time: prefill",
+        "the largest loss is",
+        "fixed settings, replayed from this run",
+        "tokens per layer against plain: ls:",
+    ):
+        assert part in result.stderr
+    explained = json.loads(generate(folder, PROMPT, "--explain", "--json").stdout)["explanation"]
+    assert any("replayed" in line for line in explained)
+    assert json.loads(generate(folder, PROMPT, "--json").stdout)["explanation"] is None
+
+
+@pytest.mark.parametrize("policy", ["auto", "del+spide:tau=0.6", "ar"])
+def test_policies_by_name(folder, expected, policy):
+    result = invoke("generate", "--model", folder, "--max-new-tokens", "30", "--policy", policy, PROMPT, "--explain")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == expected.text + "\n"
+    assert f"policy {policy}: " in result.stderr
+
+
+def test_trace_draws_and_prints(folder, tmp_path):
+    picture = tmp_path / "trace.png"
+    arguments = ["trace", PROMPT, "--model", folder, "--policy", "del", "--max-new-tokens", "20"]
+    result = invoke(*arguments, "-o", picture)
+    assert result.exit_code == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.stdout.startswith("round  exit  drafts")
+    records = tmp_path / "trace.jsonl"
+    assert invoke(*arguments, "-o", records).exit_code == 0
+    rounds = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(rounds) == len(result.stdout.splitlines()) - 1
+    for record in rounds:  # of the layers that DEL had to look at, the chosen one among them
+        assert str(record["exit_layer"]) in record["acceptance"]
+        assert set(record["acceptance"]) <= {"1", "2", "3"}
+
+
+def test_trace_refuses(folder, tmp_path):
+    result = invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "trace.gif")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert ".png, .svg, .pdf, .jsonl" in result.stderr
+    assert invoke("trace", PROMPT, "--model", folder, "-o", tmp_path / "no" / "trace.png").exit_code == 2
+    wrong = invoke("trace", PROMPT, "--model", folder, "--policy", "dell")
+    assert wrong.exit_code == 2
+    assert "unknown policy 'dell'; did you mean del" in wrong.stderr
+
+
+def test_inspect_has_a_verdict(folder, tmp_path):
+    sample = tmp_path / "sample.txt"
+    sample.write_text("a bed, a fig. a cab be a head", encoding="utf-8")
+    result = invoke("inspect", folder, "--text", sample, "--max-new-tokens", "10", "--repeats", "1")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("exit_layer")
+    assert len([line for line in lines if line.strip()[:1] in "123"]) == 3
+    assert "best fixed setting by prediction: ls:" in result.stdout
+    assert invoke("inspect", folder, "--text", tmp_path / "none.txt").exit_code == 2

@@ -1,0 +1,139 @@
+"""`selfspec generate --prompts FILE --output FILE`: results as they come, resumed where a run broke off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
+from selfspec.engine.engine import Engine, Progress
+from tiny_llama import tiny_llama, tiny_tokenizer
+
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "a bed, a fig"},
+    {"prompt": "a", "id": "second", "do_sample": True, "seed": 7, "max_new_tokens": 9},
+    {"prompt": "b", "stop_strings": ["a"], "policy": "ar"},
+    {"prompt": "c", "max_new_tokens": 100_000},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny_llama(seed=4, max_position_embeddings=128).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def written(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def generate(folder: Path, prompts: Path, output: Path, *more: str) -> Result:
+    arguments = ["generate", "--model", str(folder), "--prompts", str(prompts), "--output", str(output)]
+    return CliRunner().invoke(app, [*arguments, "--policy", "ls:2-3", "--max-new-tokens", "20", "-q", *more])
+
+
+def results(path: Path) -> dict[Any, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines)
+    return {line["id"]: line for line in lines}
+
+
+def test_every_line_is_what_generate_gives(folder: Path, tmp_path: Path) -> None:
+    """With options of its own before the command's; what cannot be decoded says why, and the others are complete."""
+    done = generate(folder, written(tmp_path / "p.jsonl", PROMPTS), tmp_path / "o.jsonl")
+    assert done.exit_code == 1, done.output
+    found = results(tmp_path / "o.jsonl")
+    assert found.keys() == {1, "second", 3, 4}
+    assert "exceed this model's context" in found[4]["error"]
+    generator = SelfSpecGenerator.from_pretrained(folder)
+    for line, place in zip(PROMPTS[:3], (1, "second", 3)):
+        options = {"policy": "ls:2-3", "max_new_tokens": 20, **{k: v for k, v in line.items() if k != "id"}}
+        alone = generator.generate(**options)
+        assert (found[place]["token_ids"], found[place]["text"]) == (alone.new_tokens, alone.text)
+        assert found[place]["stop_reason"] == alone.stop_reason
+
+
+def test_conversations_are_answered_by_the_chat_template(folder: Path, tmp_path: Path) -> None:
+    talking = tmp_path / "talking"
+    shutil.copytree(folder, talking)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}, {% endfor %}"
+    tokenizer.save_pretrained(talking)
+    messages = [{"role": "user", "content": "a bed"}, {"role": "assistant", "content": "a fig"}]
+    lines: list[dict[str, Any]] = [{"messages": [*messages, {"role": "user", "content": "a"}]}, {"prompt": "a"}]
+    done = generate(talking, written(tmp_path / "p.jsonl", lines), tmp_path / "o.jsonl")
+    assert done.exit_code == 0, done.output
+    found = results(tmp_path / "o.jsonl")
+    generator = SelfSpecGenerator.from_pretrained(talking)
+    alone = generator.generate(messages=lines[0]["messages"], policy="ls:2-3", max_new_tokens=20)
+    assert found[1]["token_ids"] == alone.new_tokens
+    assert found[1]["messages"] == lines[0]["messages"]
+    assert found[2]["prompt"] == "a"
+    without = generate(folder, tmp_path / "p.jsonl", tmp_path / "without.jsonl")
+    assert without.exit_code == 1
+    assert "no chat template" in results(tmp_path / "without.jsonl")[1]["error"]
+
+
+def test_a_second_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a run that broke off within a line: complete results stay as they are, the rest is decoded, and only that."""
+    prompts, output = written(tmp_path / "p.jsonl", PROMPTS[:3]), tmp_path / "o.jsonl"
+    assert generate(folder, prompts, output).exit_code == 0
+    complete = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    output.write_text(complete[0] + complete[1][:40], encoding="utf-8")
+    joined: list[int] = []
+    step = Engine.step
+
+    def counted(self: Engine) -> list[Progress]:
+        joined.append(len(self))
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    assert generate(folder, prompts, output, "--batch-size", "1").exit_code == 0
+    assert set(joined) == {1}  # never more at a time than --batch-size
+    again = results(output)
+    assert output.read_text(encoding="utf-8").startswith(complete[0])
+    assert {key: line["token_ids"] for key, line in again.items()} == {
+        line["id"]: line["token_ids"] for line in map(json.loads, complete)
+    }
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "message"),
+    [
+        ([{"text": "a"}], [], 'line 1 must be an object with "prompt"'),
+        ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], [], "line 1 must be an object"),
+        ([{"messages": "a"}], [], "line 1 must be an object"),
+        ([{"prompt": "a", "temprature": 1}], [], "'temprature' is no option"),
+        ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], [], "same id twice"),
+        ([], [], "holds no prompts"),
+        ([{"prompt": "a"}], ["--compare"], "--prompts takes no single prompt"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    folder: Path, tmp_path: Path, lines: list[dict[str, Any]], more: list[str], message: str
+) -> None:
+    result = generate(folder, written(tmp_path / "p.jsonl", lines), tmp_path / "o.jsonl", *more)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_results_of_other_prompts_are_not_touched(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "o.jsonl"
+    assert generate(folder, written(tmp_path / "p.jsonl", PROMPTS[:1]), output).exit_code == 0
+    before = output.read_bytes()
+    other = generate(folder, written(tmp_path / "q.jsonl", [{"prompt": "another"}]), output)
+    assert other.exit_code == 2
+    assert "is no result of these prompts" in other.stderr
+    assert output.read_bytes() == before

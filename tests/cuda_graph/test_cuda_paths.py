@@ -1,0 +1,143 @@
+"""What differs on CUDA, on a CPU: layouts of attention's results, rotary in real numbers, which kernels may be chosen."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.backends import cuda as backends
+from transformers import LlamaForCausalLM
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints import conversion
+from layerskip_models.kv_cache import KVCache
+from selfspec import SelfSpecGenerator
+from selfspec.engine.attention_backends import without_cudnn
+from selfspec.engine.runners.cuda_graph.forward import StaticForward
+from tiny_llama import full_logits, reference_greedy, tiny_llama
+
+TEXT = [3, 8, 1, 0, 22, 5, 7]
+SHAPES = [(2, 1), (4, 2), (4, 4)]  # heads, key-value heads
+
+
+def as_on_cuda(llama: LlamaForCausalLM) -> LayerSkipModel:
+    """The lean model, on the paths that it takes on CUDA."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion, "interleaves", lambda device: False)
+        model = from_transformers(llama, layout="plain")
+    for name, value in (("_unfused", False), ("_groups_rows", True)):
+        assert hasattr(model, name)  # or nothing would be switched
+        setattr(model, name, value)
+    return model
+
+
+@pytest.fixture
+def cuda_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's result as its CUDA kernels lay it out: [batch, rows, heads, head_dim] in memory, then transposed."""
+    plain = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        return plain(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+
+
+@pytest.mark.usefixtures("cuda_layout")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
+def test_rows_in_any_number_on_the_paths_of_cuda(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """One row, several at the text's beginning and several behind others; eager and with positions on the device."""
+    llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=dtype, seed=3)
+    model = as_on_cuda(llama)
+    cache, static_cache = KVCache(model, 16), KVCache(model, 16)
+    static_cache.keys.zero_()
+    static_cache.values.zero_()
+    forward = StaticForward(model, static_cache)
+    with torch.inference_mode():
+        hidden = model.embed(torch.tensor(TEXT))
+        states, static = [], []
+        for start, stop in ((0, 3), (3, 4), (4, 7)):
+            rows = hidden[start:stop]
+            states.append(model.run_layers(rows, 0, 4, cache))
+            static.append(forward.run(rows, 0, 4, torch.arange(start, stop), 16))
+        for rows in (states, static):
+            bound = 0.3 if dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(model.logits(torch.cat(rows)), full_logits(llama, TEXT), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+def test_the_model_s_own_text_on_the_paths_of_cuda(runner: Any) -> None:
+    """In float64, where equality is exact."""
+    for heads, kv_heads in SHAPES:
+        llama = tiny_llama(heads=heads, kv_heads=kv_heads, dtype=torch.float64, seed=3)
+        engine = SelfSpecGenerator(as_on_cuda(llama), runner=runner)
+        for policy in ("ar", "ls:2-3"):
+            result = engine.generate(TEXT, max_new_tokens=20, policy=policy)
+            assert result.new_tokens == reference_greedy(llama, TEXT, max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 0.0), (torch.float16, 0.0)]
+)
+def test_rotary_in_real_numbers_is_the_complex_one(dtype: torch.dtype, bound: float) -> None:
+    llama = tiny_llama(heads=4, kv_heads=2, dtype=dtype, seed=3)
+    theirs, ours = from_transformers(llama, layout="plain"), as_on_cuda(llama)
+    theirs._half = dtype.itemsize == 2  # on a CPU such a model computes in float32, on CUDA in its own dtype
+    theirs.prepare(32)
+    ours.prepare(32)
+    assert theirs.rotary.is_complex()
+    assert not ours.rotary.is_complex()
+    heads = torch.randn(5, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    halves = heads.unflatten(-1, (2, -1))
+    expected, found = rearrange(halves, "... half pair -> ... (pair half)").clone(), heads.clone()
+    positions = torch.tensor([0, 7, 7, 30, 2])
+    theirs._rotate(expected, 6, theirs.rotary[positions])
+    ours._rotate(found, 6, ours.rotary[positions])
+    pairs = rearrange(found, "... (half pair) -> ... (pair half)", half=2)
+    torch.testing.assert_close(pairs, expected, rtol=0, atol=bound)
+    assert torch.equal(found[:, 6:], heads[:, 6:])
+    assert not torch.equal(found[1:, :6], heads[1:, :6])
+
+
+def switches() -> tuple[bool, ...]:
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
+
+
+def test_cudnn_is_off_until_the_last_one_leaves() -> None:
+    """The switches are the process's: a thread that leaves must not switch it on for one that is still inside."""
+    before = switches()
+    assert without_cudnn(torch.device("cpu")) is not without_cudnn(torch.device("cuda"))
+    with without_cudnn(torch.device("cpu")):
+        assert switches() == before
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with without_cudnn(torch.device("cuda")):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    try:
+        backends.enable_math_sdp(False)  # as somebody may have set it
+        with pytest.raises(KeyError), without_cudnn(torch.device("cuda")):
+            assert switches() == (True, True, True, False)
+            thread.start()
+            assert entered.wait(10)
+            raise KeyError
+        assert switches() == (True, True, True, False)
+        leave.set()
+        thread.join()
+        assert switches() == (before[0], before[1], False, before[3])
+    finally:
+        backends.enable_math_sdp(True)
+    assert switches() == before

@@ -1,0 +1,131 @@
+"""Acceptance keeps the target's distribution exactly: by algebra, with numbers small enough to check by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selfspec.engine import accept
+from selfspec.engine.accept import accept_greedy, accept_sampled, acceptance_probabilities, residual
+from strategies import distributions, pairs
+
+ALMOST_ONE = 1 - 2**-24  # the largest float32 below 1: the most a uniform number can be
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def output_law(p: Tensor, q: Tensor) -> Tensor:
+    """P(token) of one draft from q, accepted or replaced: q a + P(reject) residual, all in float64."""
+    a = torch.zeros_like(p)
+    drawn = (q > 0).nonzero()[:, 0]
+    a[drawn] = acceptance_probabilities(p.expand(len(drawn), -1), q.expand(len(drawn), -1), drawn)
+    rejected = (q * (1 - a)).sum()
+    weights = accept.residual(p, q)
+    return q * a + rejected * weights / weights.sum()
+
+
+@given(pair=pairs())
+@settings(max_examples=500)
+@example(pair=(double(0.5, 0.3, 0.2), double(0.2, 0.5, 0.3)))
+@example(pair=(double(0.6, 0.4), double(0.6, 0.4)))
+@example(pair=(double(0.6, 0.4, 0.0), double(0.0, 0.0, 1.0)))
+def test_output_law_is_p(pair: tuple[Tensor, Tensor]) -> None:
+    p, q = pair
+    assert (output_law(p, q) - p).abs().max() <= 1e-12
+
+
+def test_that_property_sees_an_epsilon_in_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest habit in published code, max(p - q, 0) + 1e-9, moves the law by more than the property allows."""
+    monkeypatch.setattr(accept, "residual", lambda p, q: (p - q).clamp(min=0.0) + 1e-9)
+    with pytest.raises(AssertionError):
+        test_output_law_is_p()
+
+
+@given(pair=pairs(), data=st.data())
+@settings(max_examples=200)
+def test_a_uniform_number_accepts_with_that_probability(pair: tuple[Tensor, Tensor], data: st.DataObject) -> None:
+    """`accept_sampled` accepts exactly when u < min(1, p/q), whatever the side of the ratio u is taken on."""
+    p, q = pair
+    draft = data.draw(st.sampled_from((q > 0).nonzero()[:, 0].tolist()))
+    drafts = torch.tensor([draft])
+    ratio = float(acceptance_probabilities(p[None], q[None], drafts)[0])
+    assert ratio == min(1.0, float(p[draft] / q[draft]))
+    for u in (0.0, ratio * (1 - 1e-9), ratio * (1 + 1e-9), ALMOST_ONE):
+        if u < 1:
+            accepted, weights = accept_sampled(torch.stack([p, p]), q[None], drafts, double(u))
+            assert accepted == int(u < ratio)
+            assert torch.equal(weights, p if accepted else residual(p, q))
+
+
+def test_golden() -> None:
+    # sum of min(p, q) = .2 + .3 + .2 = .7; max(0, p - q) = (.3, 0, 0), so a rejection always gives token 0
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    drafts = torch.arange(3)
+    rates = acceptance_probabilities(p.expand(3, -1), q.expand(3, -1), drafts)
+    assert rates.tolist() == pytest.approx([1.0, 0.6, 2 / 3])
+    assert float((q * rates).sum()) == pytest.approx(0.7)
+    weights = residual(p, q)
+    assert (weights / weights.sum()).tolist() == pytest.approx([1.0, 0.0, 0.0])
+
+
+@given(q=distributions(4), draft=st.integers(0, 3))
+def test_a_token_that_the_target_never_says_is_never_accepted(q: Tensor, draft: int) -> None:
+    p = torch.full((4,), 1 / 3, dtype=torch.float64)
+    p[draft] = 0.0
+    accepted, weights = accept_sampled(
+        torch.stack([p, p]), q[None], torch.tensor([draft]), torch.zeros(1, dtype=torch.float64)
+    )
+    assert accepted == 0
+    assert weights[draft] == 0.0
+
+
+@given(p=distributions(5), draft=st.integers(0, 4))
+def test_equal_distributions_always_accept(p: Tensor, draft: int) -> None:
+    """p = q divides nothing by nothing and rejects nothing, at the largest uniform number too."""
+    if p[draft] == 0:
+        return  # could not have been drawn
+    bonus = p.flip(0)
+    accepted, weights = accept_sampled(
+        torch.stack([p, bonus]), p[None], torch.tensor([draft]), torch.tensor([ALMOST_ONE], dtype=torch.float64)
+    )
+    assert accepted == 1
+    assert torch.equal(weights, bonus)
+
+
+def test_an_empty_residual_falls_back_on_p() -> None:
+    p = torch.tensor([0.5, 0.5])
+    assert torch.equal(residual(p, p.clone()), p)
+
+
+@pytest.mark.parametrize(
+    ("uniforms", "accepted"),
+    [([0.9, 0.9, 0.9], 0), ([0.4, 0.9, 0.0], 1), ([0.4, 0.4, 0.9], 2), ([0.4, 0.4, 0.4], 3), ([0.9, 0.0, 0.0], 0)],
+)
+def test_the_first_rejection_ends_the_round(uniforms: list[float], accepted: int) -> None:
+    """Drafts with p/q = 1/2 each: nothing behind a rejection counts, whatever its uniform number."""
+    p = torch.tensor([[0.25, 0.75, 0.0], [0.25, 0.0, 0.75], [0.25, 0.5, 0.25], [0.0, 0.0, 1.0]])
+    q = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.25, 0.25]])
+    number, weights = accept_sampled(p, q, torch.zeros(3, dtype=torch.long), torch.tensor(uniforms))
+    assert number == accepted
+    expected = p[3] if accepted == 3 else residual(p[accepted], q[accepted])
+    assert torch.equal(weights, expected)
+
+
+def test_no_draft_gives_the_targets_own_distribution() -> None:
+    p = torch.tensor([[0.1, 0.9]])
+    none = torch.zeros(0, dtype=torch.long)
+    accepted, weights = accept_sampled(p, torch.zeros(0, 2), none, torch.zeros(0))
+    assert accepted == 0
+    assert torch.equal(weights, p[0])
+
+
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=7, max_size=7))
+def test_greedy_accepts_the_longest_common_prefix(drafts: list[int], target: list[int]) -> None:
+    accepted = accept_greedy(drafts, target)
+    assert drafts[:accepted] == target[:accepted]
+    assert accepted == len(drafts) or drafts[accepted] != target[accepted]

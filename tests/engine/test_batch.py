@@ -1,0 +1,333 @@
+"""`generate_batch`: many prompts a few at a time, each with its own options, and each the text that it would be alone."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine_errors import Raising
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from companies import LAYOUTS, generator_of, needs_native
+from layerskip_models import from_transformers
+from layerskip_models.linear import Layout
+from policies import parse_policy
+from selfspec import BatchError, SelfSpecGenerator
+from selfspec.batch import DEFAULT_BATCH_SIZE
+from selfspec.engine.engine import BoundRequest, Engine, GenerationResult, Progress
+from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
+
+PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], [*range(20)], [7, 7], [11, 3, 5]]
+FEW = {"max_new_tokens": 12, "policy": "ls:2-3"}
+
+
+@pytest.fixture
+def most_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts were in an engine at its steps."""
+    seen: list[int] = []
+    step = Engine.step
+
+    def counted(self: Engine) -> list[Progress]:
+        seen.append(len(self))
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    return seen
+
+
+def texts(results: list[GenerationResult]) -> list[list[int]]:
+    return [result.new_tokens for result in results]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_are_those_of_generate_in_the_order_of_the_prompts(layout: Layout) -> None:
+    generator = generator_of(layout)
+    lengths = [9, 25, 1, 14, 30, 3]
+    for options in ({}, {"do_sample": True, "seed": 3}, {"repetition_penalty": 1.2}):
+        found = generator.generate_batch(PROMPTS, max_new_tokens=lengths, policy="ls:2-3", batch_size=3, **options)
+        for prompt, length, result in zip(PROMPTS, lengths, found):
+            alone = generator.generate(prompt, max_new_tokens=length, policy="ls:2-3", **options)
+            assert torch.equal(result.sequences, alone.sequences)
+            assert (result.text, result.stop_reason, result.policy) == (alone.text, alone.stop_reason, alone.policy)
+            assert (result.stats.rounds, result.stats.num_accepted) == (alone.stats.rounds, alone.stats.num_accepted)
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9), max_size=9),
+    batch_size=st.integers(1, 12),
+    data=st.data(),
+)
+@settings(max_examples=25)
+def test_never_more_than_the_batch_size_at_once(
+    llama64: LlamaForCausalLM, prompts: list[list[int]], batch_size: int, data: st.DataObject
+) -> None:
+    """And as many as that while there are any left."""
+    lengths = [data.draw(st.integers(1, 14)) for _ in prompts]
+    generator = SelfSpecGenerator(from_transformers(llama64, layout="plain"), policy="ls:2-3")
+    seen: list[tuple[int, int]] = []
+    complete: list[int] = []
+    step = Engine.step
+
+    def counted(self: Engine) -> list[Progress]:
+        seen.append((len(self), len(complete)))
+        return step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", counted)
+        found = generator.generate_batch(
+            prompts, batch_size=batch_size, max_new_tokens=lengths, on_result=lambda index, _: complete.append(index)
+        )
+    expected = [reference_greedy(llama64, prompt, max_new_tokens=n) for prompt, n in zip(prompts, lengths)]
+    assert texts(found) == expected
+    assert sorted(complete) == [*range(len(prompts))]
+    for at_once, done in seen:
+        assert at_once == min(batch_size, len(prompts) - done)
+
+
+def test_the_default_batch_size(most_at_once: list[int]) -> None:
+    generator_of("plain").generate_batch([[1]] * (DEFAULT_BATCH_SIZE + 3), **FEW)
+    assert max(most_at_once) == most_at_once[0] == DEFAULT_BATCH_SIZE
+
+
+def test_results_come_as_soon_as_they_are_complete() -> None:
+    generator = generator_of("plain")
+    came: list[tuple[int, GenerationResult]] = []
+    lengths = [30, 4, 20, 2, 9, 12]
+    found = generator.generate_batch(
+        PROMPTS, max_new_tokens=lengths, policy="ar", batch_size=2, on_result=lambda *one: came.append(one)
+    )
+    # 0 has 30 tokens to come; beside it 1 (4), then 2 (20), 3 (2); when 0 and 3 are done, 4 and 5.
+    assert [index for index, _ in came[:2]] == [1, 2]
+    assert sorted(index for index, _ in came) == [*range(6)]
+    assert all(result is found[index] for index, result in came)
+
+
+def test_breaking_off_in_on_result_ends_the_batch() -> None:
+    generator = generator_of("plain")
+    policy = parse_policy("fs:2-3", num_layers=4)
+    came: list[int] = []
+
+    def stop(index: int, result: GenerationResult) -> None:
+        came.append(index)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate_batch(PROMPTS, max_new_tokens=[20, 3, 20, 20, 20, 20], policy=policy, on_result=stop)
+    assert came == [1]
+    before = policy.state()
+    generator.generate([1], max_new_tokens=9, policy=policy)
+    assert policy.state() != before  # it is free: nobody is using it any more
+
+
+class StopAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def biased(token: int) -> LogitsProcessorList:
+    return LogitsProcessorList([SequenceBiasLogitsProcessor([[[token], 8.0]])])
+
+
+PER_TEXT: dict[str, tuple[Any, list[Any]]] = {
+    "max_new_tokens": (7, [1, 3, 20]),
+    "do_sample": (True, [True, False, True]),
+    "temperature": (0.5, [0.5, 1.0, 2.0]),
+    "top_k": (4, [1, 3, 9]),
+    "repetition_penalty": (1.3, [1.3, 0.8, 1.0]),
+    "eos_token_id": ([9, 11, 23], [[9], [], [4, 5]]),
+    "stop_strings": (["a", "b", "c"], [["a"], None, ["b", "cab"]]),
+    "policy": ("dv:1", ["ar", "ls:1-2", parse_policy("dv:2", num_layers=4)]),
+    "generation_config": (
+        GenerationConfig(no_repeat_ngram_size=2),
+        [GenerationConfig(no_repeat_ngram_size=2), None, GenerationConfig(suppress_tokens=[3])],
+    ),
+    "logits_processor": (biased(5), [biased(5), None, biased(9)]),
+    "stopping_criteria": (StoppingCriteriaList([StopAt(9)]), [StoppingCriteriaList([StopAt(9)]), None, None]),
+    "trace": (True, [True, False, True]),
+}
+
+
+@pytest.mark.parametrize("name", PER_TEXT)
+def test_an_option_for_all_and_one_for_each(name: str, llama64: LlamaForCausalLM) -> None:
+    """Of options that are lists themselves, a list of lists has one for each text; one list is for all."""
+    generator = SelfSpecGenerator(from_transformers(llama64, layout="plain"), tiny_tokenizer())
+    prompts = [[5, 1, 7], [2], [9, 9, 3]]
+    common: dict[str, Any] = {"max_new_tokens": 15, "policy": "ls:2-3"}
+    if name in ("temperature", "top_k", "do_sample"):
+        common |= {"do_sample": True, "seed": 6}
+    for_all, for_each = PER_TEXT[name]
+    found = []
+    for value_given, values in ((for_all, [for_all] * 3), (for_each, for_each)):
+        results = generator.generate_batch(prompts, **{**common, name: value_given})
+        for prompt, value, result in zip(prompts, values, results):
+            alone = generator.generate(prompt, **{**common, name: value})
+            assert result.new_tokens == alone.new_tokens
+            assert (result.stop_reason, result.policy) == (alone.stop_reason, alone.policy)
+            assert (result.trace is None) == (alone.trace is None)
+        found.append([(result.new_tokens, result.policy, result.trace is None) for result in results])
+    assert found[0] != found[1]
+
+
+def test_seeds_and_generators() -> None:
+    """A seed is each text's own; a generator that is given for all is used by all, in the order in which they draw."""
+    generator = generator_of("plain")
+    options = {"max_new_tokens": 15, "policy": "ls:2-3", "do_sample": True}
+    same = generator.generate_batch([[5, 1, 7]] * 3, seed=4, **options)
+    assert texts(same)[0] == texts(same)[1] == texts(same)[2]
+    seeds = generator.generate_batch([[5, 1, 7]] * 3, seed=[4, 5, 4], **options)
+    assert texts(seeds)[0] == texts(seeds)[2] == texts(same)[0] != texts(seeds)[1]
+    own = [torch.Generator().manual_seed(seed) for seed in (4, 5, 4)]
+    assert texts(generator.generate_batch([[5, 1, 7]] * 3, generator=own, **options)) == texts(seeds)
+    one = [
+        texts(generator.generate_batch([[5, 1, 7]] * 3, generator=torch.Generator().manual_seed(4), **options))
+        for _ in range(2)
+    ]
+    assert one[0] == one[1]
+    assert len({tuple(text) for text in one[0]}) > 1
+
+
+def test_prompts_of_every_kind() -> None:
+    generator = generator_of("plain")
+    prompts: list[Any] = ["a bed", [5, 1, 7], torch.tensor([2, 9]), torch.tensor([[2, 9]])]
+    found = generator.generate_batch(prompts, **FEW)
+    assert texts(found) == [generator.generate(prompt, **FEW).new_tokens for prompt in prompts]
+    assert texts(generator.generate_batch(["a bed"], **FEW)) == texts(found)[:1]
+    assert texts(generator.generate_batch(tuple(prompts[:2]), **FEW)) == texts(found)[:2]
+    assert generator.generate_batch([], **FEW) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "message"),
+    [
+        ("a bed", {}, TypeError, "takes a list of prompts"),
+        (torch.tensor([[1, 2], [3, 4]]), {}, TypeError, "takes a list of prompts"),
+        (PROMPTS[:3], {"seed": [1, 2]}, ValueError, "seed has 2 values for 3 prompts"),
+        (PROMPTS[:3], {"max_new_tokens": [1, 2, 3, 4]}, ValueError, "max_new_tokens has 4 values for 3 prompts"),
+        (PROMPTS[:3], {"policy": []}, ValueError, "policy has 0 values for 3 prompts"),
+        (PROMPTS[:3], {"stop_strings": [["a"], ["b"]]}, ValueError, "stop_strings has 2 values for 3 prompts"),
+        (PROMPTS[:3], {"eos_token_id": [[1], None]}, ValueError, "eos_token_id has 2 values for 3 prompts"),
+        (PROMPTS[:3], {"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ([[5], [], [3]], {}, ValueError, "text 1: "),
+        ([[5], [3], [99]], {}, ValueError, "text 2: "),
+        ([[5], 7.5], {}, (ValueError, TypeError), "text 1: "),
+        ([[5], [3] * 80], {}, ValueError, "text 1: "),
+        ([[5], [3]], {"policy": ["ar", "dell"]}, ValueError, "text 1: .*unknown policy"),
+        ([[5], [3]], {"max_new_tokens": [4, 0]}, ValueError, "text 1: .*max_new_tokens"),
+        ([[5], [3]], {"max_new_tokn": 4}, TypeError, "no argument 'max_new_tokn': did you mean max_new_tokens?"),
+        ([[5], [3]], {"streamer": None}, TypeError, "no argument 'streamer'(?!: did you mean streamer)"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_said_before_anything_runs(
+    prompts: Any, options: dict[str, Any], error: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = SelfSpecGenerator(generator_of("plain").model, tiny_tokenizer(), "ls:2-3")
+    monkeypatch.setattr(type(generator.model), "run_layers", lambda *_: pytest.fail("ran"))
+    with pytest.raises(error, match=message):
+        generator.generate_batch(prompts, **options)
+
+
+def test_a_text_that_cannot_be_completed_leaves_the_others() -> None:
+    """The error holds their results, and why there is none; callers hear of those that are complete."""
+    generator = generator_of("plain")
+    expected = generator.generate_batch(PROMPTS, **FEW)
+    broken: list[Any] = [None] * 6
+    broken[1], broken[4] = (LogitsProcessorList([Raising(length)]) for length in (1, 6))
+    came: list[int] = []
+    with pytest.raises(
+        BatchError, match=r"2 of 6 texts could not be completed; text 1: a fault of a processor"
+    ) as caught:
+        generator.generate_batch(
+            PROMPTS, logits_processor=broken, batch_size=2, on_result=lambda index, _: came.append(index), **FEW
+        )
+    error = caught.value
+    assert [*error.errors] == [1, 4]
+    assert all(isinstance(one, ZeroDivisionError) for one in error.errors.values())
+    assert [result is None for result in error.results] == [False, True, False, False, True, False]
+    for index in (0, 2, 3, 5):
+        result = error.results[index]
+        assert result is not None and result.new_tokens == expected[index].new_tokens
+    assert sorted(came) == [0, 2, 3, 5]
+    with pytest.raises(BatchError, match="1 of 1 texts"):
+        generator.generate_batch([[1, 2]], logits_processor=LogitsProcessorList([Raising(1)]), **FEW)
+
+
+def test_a_text_that_cannot_even_join_leaves_the_others() -> None:
+    """A policy that one text cannot be given a copy of, say."""
+    generator = generator_of("plain")
+    policy = parse_policy("fs:2-3", num_layers=4)
+    policy.stopping.lock = threading.Lock()  # type: ignore[union-attr]
+    with pytest.raises(BatchError, match=r"1 of 3 texts.*text 1: policy 'fs:2-3' is in use") as caught:
+        generator.generate_batch([[5], [6], [7]], max_new_tokens=9, policy=[policy, policy, "ar"])
+    assert [result is None for result in caught.value.results] == [False, True, False]
+
+
+def test_a_text_s_time_begins_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its time limit nor its seconds count how long it waited for others."""
+    clock, ended, joined = [1000.0], [], []
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    join = Engine.join
+
+    def watched(engine: Engine, checked: BoundRequest, following: int = 0) -> int:
+        joined.append(checked.started + checked.calibration_seconds)
+        return join(engine, checked, following)
+
+    def on_result(index: int, result: GenerationResult) -> None:
+        clock[0] += 100
+        ended.append(perf_counter())
+
+    monkeypatch.setattr(Engine, "join", watched)
+    results = generator_of("plain").generate_batch(
+        [[5, 1], [5, 2], [5, 3]],
+        batch_size=1,
+        max_new_tokens=6,
+        policy="ar",
+        generation_config=GenerationConfig(max_time=50),
+        on_result=on_result,
+    )
+    assert [result.stop_reason for result in results] == ["length"] * 3
+    assert all(start > end for start, end in zip(joined[1:], ended))
+
+
+def test_texts_share_the_time_that_judging_all_of_them_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("selfspec.engine.round.perf_counter", lambda: float(next(ticks)))
+    results = generator_of("plain").generate_batch([[5, 1], [5, 2]], max_new_tokens=3, policy="ar")
+    assert [result.stats.accept_seconds // 1000 for result in results] == [1, 1]  # two rounds of 1000, halved
+
+
+POLICIES = ["ls:2-4", "dv:2", "svip:2", "adaedl:2", "del", "copy:3", "auto:cost=layers", "spide:2", "fs:2-3"]
+
+
+@needs_native
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_seed_repeats_a_text_whose_policy_begins_afresh(policy: str) -> None:
+    """In any company: by a policy object of its own, or by a name whose policy takes nothing along to the next text."""
+    prompts, seeds = [[5, 1, 7], [2, 8], [5, 1]], [3, 4, 5]
+    own = lambda: parse_policy(policy, num_layers=4)  # noqa: E731
+    common: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True}
+    alone = [
+        generator_of("native").generate(prompt, seed=seed, policy=own(), **common).new_tokens
+        for prompt, seed in zip(prompts, seeds)
+    ]
+    together = generator_of("native").generate_batch(prompts, seed=seeds, policy=[own() for _ in prompts], **common)
+    assert [result.new_tokens for result in together] == alone
+    if not own().learns:
+        named = generator_of("native").generate_batch(prompts, seed=seeds, policy=policy, **common)
+        assert [result.new_tokens for result in named] == alone

@@ -1,0 +1,104 @@
+"""Calibrated costs: shape and order of the numbers, remembered per model. No test looks at how fast anything is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import selfspec.engine.calibrate
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.choices import Choices
+from policies import AutoExit, MeasuredCost
+from selfspec import SelfSpecGenerator
+from selfspec.engine.calibrate import _every_row, calibrate, measured_cost
+from tiny_llama import tiny_llama
+
+
+def test_it_times_every_number_of_rows() -> None:
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    cost = calibrate(model)
+    assert isinstance(cost, MeasuredCost)
+    assert cost.num_layers == model.num_layers
+    assert len(cost.layer_seconds) == len(cost.head_seconds) == 13
+    for seconds in (cost.layer_seconds, cost.head_seconds):
+        assert all(0 < a <= b for a, b in itertools.pairwise(seconds))
+    assert cost.description.startswith("cpu float32")
+
+
+def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts rows instead: a pass takes 4 s for every row, a head 1 s, and a draft of 4 steps 20 s."""
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    ran: list[float] = []
+    run_layers, choices = LayerSkipModel.run_layers, LayerSkipModel.choices
+
+    def counted_layers(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Tensor:
+        ran.append(4.0 * len(hidden))
+        return run_layers(self, hidden, *rest)
+
+    def counted_head(self: LayerSkipModel, hidden: Tensor, *rest: Any) -> Choices:
+        ran.append(1.0 * len(hidden))
+        return choices(self, hidden, *rest)
+
+    def timed(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+        seconds = []
+        for call in calls[:-1]:
+            ran.clear()
+            call()
+            seconds.append(sum(ran))
+        return [*seconds, 20.0]
+
+    monkeypatch.setattr(LayerSkipModel, "run_layers", counted_layers)
+    monkeypatch.setattr(LayerSkipModel, "choices", counted_head)
+    monkeypatch.setattr(selfspec.engine.calibrate, "_timed", timed)
+    cost = calibrate(model)
+    assert cost.layer_seconds == pytest.approx([4 * rows / model.num_layers for rows in range(1, 14)])
+    assert cost.head_seconds == pytest.approx(range(1, 14))
+    assert cost.draft_seconds == pytest.approx(20 / 4 - 4 / model.num_layers - 1)
+
+
+def test_once_per_model() -> None:
+    model = from_transformers(tiny_llama(seed=1), layout="plain")
+    assert measured_cost(model) is measured_cost(model)
+    assert measured_cost(from_transformers(tiny_llama(seed=2), layout="plain")) is not measured_cost(model)
+
+
+def test_rows_between_the_timed_ones() -> None:
+    # 2 rows came out cheaper than 1: held at 1. Halfway between 2 and 4 rows: (1 + 3) / 2.
+    assert _every_row((1, 2, 4), [1.0, 0.5, 3.0]) == (1.0, 1.0, 2.0, 3.0)
+
+
+def test_a_generator_calibrates_for_auto_and_keeps_what_it_learned() -> None:
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(seed=1), layout="plain"), policy="auto")
+    policy = generator.resolve_policy()
+    assert isinstance(policy.exit, AutoExit)
+    assert isinstance(policy.exit.learner.cost, MeasuredCost)
+    assert generator.resolve_policy("auto") is policy
+    fresh = policy.exit.state()
+    generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
+    learned = policy.exit.state()
+    assert learned != fresh
+    generator.generate([1, 2, 3, 4], max_new_tokens=12, eos_token_id=[])
+    assert policy.exit.state() != learned
+    policy.reset()
+    assert policy.exit.state() == fresh
+
+
+def test_a_device_that_works_behind_the_hosts_back(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """On CUDA every timing waits for the device's stream on both sides."""
+    waits = []
+
+    def current_stream(device):  # type: ignore[no-untyped-def]
+        return SimpleNamespace(synchronize=lambda: waits.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    from selfspec.engine import calibrate as module
+
+    model = SimpleNamespace(device=SimpleNamespace(type="cuda"), num_ranks=1, agree=lambda numbers: numbers)
+    module._timed([lambda: None], model)  # type: ignore[arg-type]
+    assert len(waits) == 2 * module._REPEATS

@@ -1,0 +1,133 @@
+"""How often the host reads from a device: on CUDA each copy waits for all that was launched before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from layerskip_models.attention import repeat_rows
+from layerskip_models.choices import Choices, HeadOutput
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.transfer import read_rows, sent
+from policies import ShadowTokens
+from policies.acceptance_table import AcceptanceTable, Bins, read_shadow
+from pretended_devices import PretendedDevices
+from selfspec.engine.runners.cuda_graph.forward import StaticForward
+from selfspec.engine.sampling import Sampler
+from selfspec.engine.verification import judge_greedy
+from test_cuda_paths import TEXT, as_on_cuda
+from tiny_llama import tiny_llama
+
+DEVICE = torch.device("xla:0")
+READS = (Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__)
+
+
+class Reads(TorchFunctionMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS and not args[0].is_cpu:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def both(read: Callable[[torch.device], Any]) -> int:
+    """How often a device was read from, for what is the same from the host's memory."""
+    expected = read(torch.device("cpu"))
+    with PretendedDevices(), Reads() as reads:
+        assert read(DEVICE) == expected
+    return reads.count
+
+
+def choices(device: torch.device) -> Choices:
+    numbers = torch.tensor([[1.5, math.inf, -2.0], [0.5, 0.25, 1.0]])
+    return Choices(torch.tensor([7, 1 << 40, 0]).to(device), numbers.to(device))
+
+
+def test_tokens_and_numbers_come_in_one_copy() -> None:
+    assert both(lambda device: choices(device).read()) == 1
+    assert both(lambda device: HeadOutput.first(choices(device))[:3]) == 1
+    assert both(lambda device: read_rows(torch.tensor([3]).to(device), torch.tensor([[0.5]]).to(device))) == 1
+
+
+def shadow(device: torch.device, probabilities: bool = False) -> ShadowTokens:
+    return ShadowTokens(
+        layers=(1, 2),
+        tokens=torch.tensor([[3, 4, 5], [3, 9, 5]]).to(device),
+        confidences=torch.tensor([[0.5, 0.25, 0.75], [1.0, 0.125, 0.5]]).to(device),
+        target_tokens=torch.tensor([3, 4, 6]).to(device),
+        target_probabilities=torch.full((2, 3), 0.25).to(device) if probabilities else None,
+    )
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_what_is_learned_from_comes_in_one_copy(probabilities: bool) -> None:
+    assert both(lambda device: shadow(device).rows_of(2)) == 1
+    assert both(lambda device: list(read_shadow(shadow(device, probabilities)))) == 1
+
+    def learned(device: torch.device) -> Any:
+        table = AcceptanceTable((1, 2), bins=Bins((0.5,), (0.4, 0.8)))
+        confidences = table.observe_shadow(shadow(device, probabilities))
+        return confidences, table.state()
+
+    assert both(learned) == 1
+
+
+def test_greedy_rows_are_judged_from_one_copy() -> None:
+    logits = torch.eye(4)[[2, 1, 3]]
+
+    def judged(device: torch.device) -> Any:
+        sampler = Sampler([], None)  # type: ignore[arg-type]
+        verdict = judge_greedy(sampler, logits.to(device), torch.zeros(1, 9, dtype=torch.long), 3, [2, 1])
+        return verdict.num_accepted, verdict.block
+
+    assert both(judged) == 1
+
+
+def test_what_is_sent_is_what_was_there() -> None:
+    tensor = torch.tensor([1.0, math.nan])
+    assert sent(tensor, torch.device("cpu")) is tensor
+
+
+# Masks
+
+
+def test_masks_have_rows_of_a_multiple_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernel that takes them copies them in every layer."""
+    strides: list[int] = []
+    plain = F.scaled_dot_product_attention
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        if options.get("attn_mask") is not None:
+            strides.append(options["attn_mask"].stride(-2))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for heads, kv_heads in ((4, 4), (4, 2)):
+        model = as_on_cuda(tiny_llama(heads=heads, kv_heads=kv_heads, seed=3))
+        cache, static_cache = KVCache(model, 13), KVCache(model, 13)
+        with torch.inference_mode():
+            for memory in static_cache.memory:
+                memory.zero_()
+            hidden = model.embed(torch.tensor(TEXT))
+            for start, stop in ((0, 4), (4, 7)):
+                model.run_layers(hidden[start:stop], 0, 4, cache)
+                StaticForward(model, static_cache).run(hidden[start:stop], 0, 4, torch.arange(start, stop), 13)
+    assert len(strides) > 20
+    assert all(stride % 8 == 0 for stride in strides), strides
+
+
+def test_rows_of_a_mask_are_repeated_in_order() -> None:
+    mask = torch.randn(3, 13)
+    repeated = repeat_rows(mask, 4)
+    assert torch.equal(repeated, mask.repeat_interleave(4, dim=0))
+    assert repeated.stride() == (16, 1)

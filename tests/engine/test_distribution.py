@@ -1,0 +1,426 @@
+"""Sampled text has the model's own distribution, processors on: by enumeration of every random event, and by counting.
+
+Both walk the rounds themselves (`decode`, all that `generate` does but for checking its arguments), a few tokens into an
+8-token run, so that drafts go as deep as they would in the middle of a text. Company changes nothing of that: see
+`test_many_texts.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import product
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import (
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+import selfspec.engine.verification
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
+from policies import DraftRow, NeverStop, Policy, parse_policy
+from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy
+from selfspec.engine.accept import accept_sampled
+from selfspec.engine.draft import Draft
+from selfspec.engine.request import Request
+from selfspec.engine.round import decode
+from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
+from selfspec.engine.runners.eager import EagerRunner, _Scores
+from selfspec.engine.runners.runner import Outcome, RunnerName, SequenceRound
+from selfspec.engine.sampling import Sampler
+from selfspec.engine.sequence import Text
+from tests.fuzz.random_adapters import adapted
+from tiny_llama import full_logits, request_for, tiny_llama
+
+VOCAB_SIZE = 6
+NUM_LAYERS = 3
+PROMPT = [4, 1]
+REPEATING = [4, 1, 2, 5, 4, 1]  # for policies that copy
+RUN_LENGTH = 8
+ENUMERATED_LENGTH = 5  # of the runs whose every course is taken: drafts of up to 4 tokens
+FALSE_ALARMS = 1e-4  # of each policy's goodness-of-fit test
+DRAWS = 20_000
+
+Law = dict[tuple[int, ...], float]
+
+
+@cache
+def _tiny() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE, late_scale=0.4, seed=11)
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return _tiny()
+
+
+@pytest.fixture(scope="module")
+def model(llama: LlamaForCausalLM) -> LayerSkipModel:
+    return adapted(from_transformers(llama, layout="plain"), [1])
+
+
+@pytest.fixture(scope="module")
+def model_in_use(llama: LlamaForCausalLM) -> LayerSkipModel:
+    """On our kernels where they work, as a user has it; enumeration above all runs PyTorch's operators."""
+    native = native_works(torch.device("cpu"), torch.float32)
+    return adapted(from_transformers(llama, layout="native" if native else "plain"), [1])
+
+
+def sampled_run(
+    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: Sequence[int] = PROMPT
+) -> Request:
+    """A sampled run with processors of both kinds: one that looks at the text, and two that do not."""
+    return request_for(
+        model,
+        [*prompt],
+        seed=seed,
+        max_new_tokens=length,
+        do_sample=True,
+        temperature=1.3,
+        top_k=top_k,
+        repetition_penalty=1.2,
+    )
+
+
+def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: Sequence[int] = PROMPT) -> Law:
+    """The joint distribution of the first tokens, by transformers' forward pass and its processors."""
+    processors = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), TopKLogitsWarper(top_k)]
+    )
+    law: Law = {(): 1.0}
+    for _ in range(num_tokens):
+        longer: Law = {}
+        for tokens, probability in law.items():
+            text = [*prompt, *tokens]
+            scores = processors(torch.tensor([text]), full_logits(llama, text)[-1:])
+            for token, p in enumerate(scores.double().softmax(dim=-1)[0].tolist()):
+                if p > 0:
+                    longer[(*tokens, token)] = probability * p
+        law = longer
+    return law
+
+
+def _named(name: str) -> Policy:
+    return named_policy(name, 2, from_transformers(_tiny(), layout="plain"))
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "ar": lambda: parse_policy("ar", num_layers=NUM_LAYERS),
+    "ls:1-3": lambda: parse_policy("ls:1-3", num_layers=NUM_LAYERS),
+    "ls:2-2": lambda: parse_policy("ls:2-2", num_layers=NUM_LAYERS),
+    "stop before a draw": lambda: fixed(1, 4, StopBelow(0.5)),
+    "stop after a draw": lambda: fixed(2, 4, StopAtTokens([0, 2, 5])),
+    "changing plans": lambda: Policy(ScriptedExit([(1, 2), (None, 0), (2, 3)])),
+    **{name: partial(_named, name) for name in EVERY_POLICY},
+}
+
+
+class Oracle(Sampler):
+    """A sampler that takes every possible course in turn, with its probability, instead of drawing one.
+
+    A course is a list of choices. A draw chooses among the tokens with weight; the uniform numbers of a round choose
+    which draft is the first rejected one, if any, whose probability `settle` works out when the round is known.
+    """
+
+    def start(self, script: list[int]) -> None:
+        self.script, self.chosen, self.options = script, [], []
+        self.probability = 1.0
+        self.first_rejected: int | None = None
+
+    def _choose(self, options: int) -> int:
+        step = len(self.chosen)
+        choice = self.script[step] if step < len(self.script) else 0
+        self.chosen.append(choice)
+        self.options.append(options)
+        return choice
+
+    def draw(self, weights: Tensor, where: str) -> int:
+        possible = weights.nonzero()[:, 0].tolist()
+        token = possible[self._choose(len(possible))]
+        self.probability *= float(weights[token].double() / weights.double().sum())
+        return token
+
+    def uniforms(self, count: int, device: torch.device) -> Tensor:
+        self.first_rejected = self._choose(count + 1)
+        numbers = torch.zeros(count)
+        numbers[self.first_rejected : self.first_rejected + 1] = 1 - 2**-24
+        return numbers
+
+    def draw_on_device(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tensor([self.draw(weights, "")]), weights.sum(0, keepdim=True)
+
+    def settle(self, acceptance: tuple[float, ...] | None) -> None:
+        if acceptance is not None and self.first_rejected is not None:
+            for rate in acceptance[: self.first_rejected]:
+                self.probability *= rate
+            for rate in acceptance[self.first_rejected : self.first_rejected + 1]:
+                self.probability *= 1 - rate
+        self.first_rejected = None
+
+
+def next_script(chosen: list[int], options: list[int]) -> list[int] | None:
+    """The next course in depth-first order; None after the last."""
+    script = list(chosen)
+    while script and script[-1] == options[len(script) - 1] - 1:
+        script.pop()
+    if not script:
+        return None
+    script[-1] += 1
+    return script
+
+
+def enumerated_law(
+    model: LayerSkipModel,
+    policy: Policy,
+    num_tokens: int,
+    top_k: int,
+    runner: RunnerName = "eager",
+    prompt: Sequence[int] = PROMPT,
+) -> Law:
+    """The engine's output law: every course of its random events, with its probability."""
+    request = sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt)
+    cache = KVCache(model, len(prompt) + RUN_LENGTH)
+    with torch.inference_mode():
+        captured = CudaGraphRunner(model, cache) if runner == "captured" else None
+    passes = captured or EagerRunner(model)
+    law: Counter[tuple[int, ...]] = Counter()
+    script: list[int] | None = []
+    while script is not None:
+        cache.declare(0)
+        policy.reset()  # the same course must meet the same policy
+        text = Text(model, cache, request, policy)
+        if captured is not None:
+            captured.begin()
+        oracle = Oracle(request.processors, request.generator)
+        oracle.start(script)
+        text.sampler = oracle
+        with torch.inference_mode():
+            for committed in decode(text, passes):
+                if committed.record is not None:
+                    oracle.settle(committed.record.acceptance_probabilities)
+                if text.num_new >= num_tokens or oracle.probability == 0:
+                    break
+        if oracle.probability > 0:
+            first = len(prompt)
+            law[tuple(text.tokens[0, first : first + num_tokens].tolist())] += oracle.probability
+        script = next_script(oracle.chosen, oracle.options)
+    return dict(law)
+
+
+def distance(left: Law, right: Law) -> float:
+    """Total variation between two laws."""
+    return sum(abs(left.get(key, 0.0) - right.get(key, 0.0)) for key in {*left, *right}) / 2
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_law_of_the_first_three_tokens_is_exact(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
+    """No sampling error: what remains is the rounding of float32 distributions."""
+    expected = exact_law(llama, 3, top_k=2)
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if "copy" in name or name == "auto"])
+def test_the_law_is_exact_where_tokens_are_copied(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
+    """From the first round on: what a copied token leaves when it is rejected, and what is drawn behind one that is kept."""
+    prompt = [4, 1, 2, 5, 4, 1, 2] if "min=3" in name else REPEATING
+    expected = exact_law(llama, 3, top_k=2, prompt=prompt)
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, prompt=prompt)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, expected) < 1e-5
+
+
+def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
+    original = EagerRunner._outcome
+
+    def with_exit_q(self: EagerRunner, draft: Draft, scores: _Scores) -> Outcome:
+        draft.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
+        draft.num_copied = 0
+        return original(self, draft, scores)
+
+    monkeypatch.setattr(EagerRunner, "_outcome", with_exit_q)
+    law = enumerated_law(model, POLICIES["copy:4"](), 3, top_k=2, prompt=REPEATING)
+    assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
+
+
+@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+@pytest.mark.parametrize("name", ["ls:1-3", "stop after a draw", "changing plans", "del", "auto:cost=layers"])
+def test_drafts_may_be_chosen_by_another_head(
+    name: str, llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layerskip_models.checkpoints.conversion.DRAFT_HEAD_BYTES", 0)
+    model = from_transformers(llama, layout="native")
+    hidden = torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(model.draft_logits(hidden), model.logits(hidden))
+    assert distance(enumerated_law(model, POLICIES[name](), 3, top_k=2), exact_law(llama, 3, top_k=2)) < 1e-5
+
+
+CAPTURED = ("ar", "ls:1-3", "stop before a draw", "stop after a draw", "changing plans", "auto:cost=layers")
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.usefixtures("small_captures")
+def test_captured_rounds_have_the_same_law(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
+    """Here a token that is dropped was drawn before the decision: every course of that draw is taken, too."""
+    law = enumerated_law(model, POLICIES[name](), 3, top_k=2, runner="captured")
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
+
+
+def test_that_enumeration_sees_a_captured_token_dropped_for_what_it_is(
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner has drawn the token when it asks whether to draw it; a rule that could see it would bend the law."""
+    drawn: list[Tensor] = []
+    original = CudaGraphRunner.start_reading
+
+    def watched(self: CudaGraphRunner, index: int) -> None:
+        drawn[:] = [self._round.looks[index, 2].clone()]
+        original(self, index)
+
+    class SeesTheToken(NeverStop):
+        def stop_before_draw(self, row: DraftRow) -> bool:
+            return int(drawn[0]) in (0, 2, 5)
+
+    monkeypatch.setattr(CudaGraphRunner, "start_reading", watched)
+    law = enumerated_law(model, Policy(ScriptedExit([(2, 2)]), SeesTheToken()), 3, top_k=2, runner="captured")
+    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
+
+
+def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
+    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
+    original = EagerRunner.draft
+
+    def dropping(self: EagerRunner, turns: Sequence[SequenceRound]) -> None:
+        original(self, turns)
+        (draft,) = self._drafts
+        if len(draft.tokens) > 1 and float(draft.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
+            del draft.tokens[-1]
+
+    monkeypatch.setattr(EagerRunner, "draft", dropping)
+    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
+    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
+
+
+def count_runs(
+    model: LayerSkipModel, policy: Policy, draws: int, num_tokens: int, seed: int
+) -> Counter[tuple[int, ...]]:
+    """How often each beginning came out of that many runs, from one seed."""
+    request = sampled_run(model, top_k=3, seed=seed)
+    cache = KVCache(model, len(PROMPT) + RUN_LENGTH)
+    counts: Counter[tuple[int, ...]] = Counter()
+    first, passes = len(PROMPT), EagerRunner(model)
+    with torch.inference_mode():
+        for _ in range(draws):
+            cache.declare(0)
+            text = Text(model, cache, request, policy)
+            for _ in decode(text, passes):
+                if text.num_new >= num_tokens:  # what comes later cannot change these
+                    break
+            counts[tuple(text.tokens[0, first : first + num_tokens].tolist())] += 1
+    return counts
+
+
+def p_value(counts: Counter[tuple[int, ...]], law: Law) -> float:
+    """Chi-square goodness of fit; outcomes expected less than 5 times are pooled. 0 for an impossible outcome."""
+    if any(outcome not in law for outcome in counts):
+        return 0.0
+    draws = sum(counts.values())
+    cells: list[tuple[float, int]] = []
+    rare = (0.0, 0)
+    for outcome, probability in law.items():
+        expected, observed = draws * probability, counts[outcome]
+        if expected < 5:
+            rare = (rare[0] + expected, rare[1] + observed)
+        else:
+            cells.append((expected, observed))
+    if rare[0] > 0:
+        cells.append(rare)
+    statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+# All draws take a minute for each policy. In every run the enumeration above covers all policies, and one of them,
+# which accepts, rejects and drops, is counted with as many draws as find the planted faults below.
+FEWER_DRAWS = DRAWS // 8
+
+
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [
+        pytest.param("stop before a draw", FEWER_DRAWS, marks=pytest.mark.slow),
+        *(pytest.param(name, DRAWS, marks=pytest.mark.slow) for name in POLICIES),
+    ],
+)
+def test_goodness_of_fit(name: str, draws: int, llama: LlamaForCausalLM, model_in_use: LayerSkipModel) -> None:
+    """First 4 of 8 tokens, 3 possible ones each: 81 outcomes. False-alarm rate 1e-4 for each policy; the seed is fixed."""
+    law = exact_law(llama, 4, top_k=3)
+    assert len(law) == 81
+    counts = count_runs(model_in_use, POLICIES[name](), draws, 4, seed=20_000)
+    assert p_value(counts, law) > FALSE_ALARMS
+
+
+def bonus_from_q(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+    accepted, weights = accept_sampled(p, q, drafts, uniforms)
+    return accepted, q[accepted - 1] if accepted == drafts.shape[0] else weights
+
+
+def no_residual(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[int, Tensor]:
+    accepted, _ = accept_sampled(p, q, drafts, uniforms)
+    return accepted, p[accepted]
+
+
+@pytest.mark.parametrize(("fault", "policy"), [(bonus_from_q, "ls:1-1"), (no_residual, "ls:1-3")])
+@pytest.mark.slow
+def test_goodness_of_fit_sees_a_planted_bias(
+    fault: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[int, Tensor]],
+    policy: str,
+    llama: LlamaForCausalLM,
+    model_in_use: LayerSkipModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two faults that published code had: the test objects to them.
+
+    The first needs short drafts, so that bonus tokens fall among the first four.
+    """
+    monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", fault)
+    counts = count_runs(model_in_use, parse_policy(policy, num_layers=NUM_LAYERS), FEWER_DRAWS, 4, seed=1)
+    assert p_value(counts, exact_law(llama, 4, top_k=3)) < FALSE_ALARMS
+
+
+def test_the_statistic_has_its_false_alarm_rate() -> None:
+    """Draws from the law itself are flagged at 5 % in about 5 % of the trials; a law 0.05 away from it is always found."""
+    generator = torch.Generator().manual_seed(5)
+    outcomes = list(product(range(3), repeat=4))
+    weights = torch.rand(81, generator=generator, dtype=torch.float64) ** 2
+    weights /= weights.sum()
+    law = dict(zip(outcomes, weights.tolist()))
+    biased = weights.clone()
+    half = biased[:40].sum()
+    biased[:40] *= 1 + 0.05 / half
+    biased[40:] *= 1 - 0.05 / (1 - half)
+
+    def trial(source: Tensor) -> float:
+        drawn = torch.multinomial(source, DRAWS, replacement=True, generator=generator)
+        counts = torch.bincount(drawn, minlength=81).tolist()
+        return p_value(Counter(dict(zip(outcomes, counts))), law)
+
+    alarms = sum(trial(weights) < 0.05 for _ in range(400))
+    assert 5 <= alarms <= 40  # binomial(400, .05): outside this with probability below 2e-4
+    assert all(trial(biased) < FALSE_ALARMS for _ in range(20))

@@ -1,0 +1,383 @@
+"""`generate` as a whole: statistics that add up, streaming, seeds, failures in the middle, models that are shared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from layerskip_models import LayerSkipModel, from_transformers
+from policies import DraftRow, MeasuredCost, Policy, RoundRecord
+from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
+from selfspec import GenerationResult, NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.integrations.log_likelihood import continuation_scores
+from tiny_llama import full_logits, reference_greedy, request_for, tiny_llama, tiny_tokenizer
+
+PROMPT = [5, 1, 7]
+NUM_LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(num_layers=NUM_LAYERS, dtype=torch.float64, late_scale=0.6, seed=3)
+
+
+@pytest.fixture
+def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(llama, layout="plain"))
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.records: list[RoundRecord] = []
+        self.ends = 0
+
+    def put(self, value: Tensor) -> None:
+        assert value.dtype == torch.int64
+        assert value.dim() == 1
+        self.pieces.append(value.tolist())
+
+    def on_round(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def policies() -> list[Policy | str]:
+    return [
+        "ar",
+        "ls:1-4",
+        "ls:3-2",
+        Policy(ScriptedExit([(1, 5)]), StopBelow(0.5)),
+        Policy(ScriptedExit([(2, 5), (None, 0)]), StopAtTokens(range(12))),
+    ]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("policy", policies(), ids=["ar", "ls:1-4", "ls:3-2", "before", "after"])
+@pytest.mark.parametrize("budget", [1, 2, 7, 30])
+def test_statistics_add_up(engine: SelfSpecGenerator, policy: Policy | str, do_sample: bool, budget: int) -> None:
+    result = engine.generate(
+        PROMPT, max_new_tokens=budget, policy=policy, do_sample=do_sample, seed=2, eos_token_id=[0, 20], trace=True
+    )
+    stats, trace = result.stats, result.trace
+    assert trace is not None
+    assert result.sequences.shape == (1, len(PROMPT) + stats.num_new_tokens)
+    assert result.sequences[0].tolist() == PROMPT + result.new_tokens
+    assert result.new_tokens[1:] == [token for record in trace for token in record.tokens]
+    assert stats.num_prompt_tokens == len(PROMPT)
+    assert stats.rounds == len(trace)
+    assert stats.loaded_layers == sum(record.loaded_layers for record in trace)
+    counted = [record.counted_drafts for record in trace]
+    assert (stats.num_drafted, stats.num_accepted) == (sum(d for d, _ in counted), sum(a for _, a in counted))
+    for index, record in enumerate(trace):
+        assert record.index == index
+        assert record.num_committed_before == len(PROMPT) + 1 + sum(len(r.tokens) for r in trace[:index])
+        last = index == len(trace) - 1
+        expected = record.draft_tokens[: record.num_accepted]
+        assert record.tokens[: record.num_accepted] == expected[: len(record.tokens)]
+        assert len(record.tokens) == record.num_accepted + 1 or (last and len(record.tokens) <= record.num_accepted)
+    if not stats.rounds:
+        assert stats.tokens_per_round is stats.etpl is stats.decode_tokens_per_second is None
+        return
+    round_tokens = stats.num_new_tokens - 1
+    assert stats.tokens_per_round == round_tokens / stats.rounds
+    assert stats.etpl == round_tokens / stats.loaded_layers
+    if stats.num_drafted:
+        assert stats.acceptance_rate == stats.num_accepted / stats.num_drafted
+        assert stats.accepted_per_round == stats.num_accepted / stats.rounds
+    else:
+        assert stats.acceptance_rate is stats.accepted_per_round is None
+    if policy == "ar":
+        assert stats.etpl == 1 / NUM_LAYERS
+        assert stats.num_drafted == 0
+    assert 0 < stats.time_to_first_token <= stats.seconds
+    phases = (
+        stats.calibration_seconds
+        + stats.prefill_seconds
+        + stats.draft_seconds
+        + stats.verify_seconds
+        + stats.accept_seconds
+    )
+    assert phases + stats.learn_seconds + stats.other_seconds == pytest.approx(stats.seconds)
+    decoding_seconds = stats.seconds - stats.calibration_seconds
+    assert stats.tokens_per_second == pytest.approx(stats.num_new_tokens / decoding_seconds)
+
+
+def test_calibration_is_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a policy with measured costs times the model; its tokens per second are those of the later calls."""
+    wait = 0.25
+
+    def calibrate(model: LayerSkipModel, runner: str) -> MeasuredCost:
+        sleep(wait)
+        return MeasuredCost(num_layers=model.num_layers, layer_seconds=(1e-3, 1e-3), head_seconds=(1e-3, 1e-3))
+
+    monkeypatch.setattr("selfspec.generator.measured_cost", calibrate)
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(num_layers=NUM_LAYERS, seed=5)))
+    first, second = (generator.generate([1, 2, 3], max_new_tokens=8).stats for _ in range(2))
+    assert first.calibration_seconds >= wait > second.calibration_seconds
+    assert first.seconds >= wait + first.other_seconds
+    assert first.tokens_per_second == pytest.approx(8 / (first.seconds - first.calibration_seconds))
+    assert first.time_to_first_token > wait
+
+
+def test_nothing_behind_a_stop_is_counted() -> None:
+    """A stop at the second of four accepted drafts: two drafted, two accepted, two committed."""
+    record = RoundRecord(
+        index=0,
+        num_committed_before=4,
+        exit_layer=1,
+        max_speculations=4,
+        draft_tokens=(1, 2, 3, 4),
+        num_accepted=4,
+        tokens=(1, 2),
+        loaded_layers=8,
+        stop_cause="cap",
+    )
+    assert record.counted_drafts == (2, 2)
+
+
+def test_accepted_drafts_behind_a_stop_string_count_nowhere(llama: LlamaForCausalLM) -> None:
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
+    free = reference_greedy(llama, PROMPT, max_new_tokens=30)
+    cut = 0
+    for position in range(1, 25):
+        string = tiny_tokenizer().decode(free[position : position + 2])
+        result = engine.generate(PROMPT, max_new_tokens=30, stop_strings=string, policy="ls:3-6", trace=True)
+        assert result.trace is not None
+        if not result.trace:
+            continue
+        last = result.trace[-1]
+        if len(last.tokens) <= last.num_accepted:
+            cut += 1
+            rest = sum(record.num_drafted for record in result.trace[:-1])
+            assert result.stats.num_drafted == rest + len(last.tokens)
+    assert cut > 0
+
+
+@pytest.mark.parametrize("policy", ["ar", "ls:1-4", "ls:3-2"])
+def test_a_seed_decides_the_output(engine: SelfSpecGenerator, policy: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0, "policy": policy}
+    texts = [engine.generate(PROMPT, seed=seed, **options).new_tokens for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts}) == 3
+    source = torch.Generator().manual_seed(1)
+    assert engine.generate(PROMPT, generator=source, **options).new_tokens == texts[0]
+    assert engine.generate(PROMPT, generator=source, **options).new_tokens != texts[0]  # it has moved on
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    engine.generate(PROMPT, seed=1, **options)
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not touched
+    assert engine.generate(PROMPT, **options).new_tokens != engine.generate(PROMPT, **options).new_tokens
+
+
+@pytest.mark.parametrize("policy", policies(), ids=["ar", "ls:1-4", "ls:3-2", "before", "after"])
+def test_a_streamer_gets_every_committed_token_once(engine: SelfSpecGenerator, policy: Policy | str) -> None:
+    recorder = Recorder()
+    result = engine.generate(PROMPT, max_new_tokens=25, policy=policy, streamer=recorder, trace=True)
+    assert recorder.pieces[0] == PROMPT
+    assert [token for piece in recorder.pieces[1:] for token in piece] == result.new_tokens
+    assert all(recorder.pieces)
+    assert recorder.ends == 1
+    assert tuple(recorder.records) == result.trace
+
+
+class Failing(StopAtTokens):
+    """Raises at the n-th row it is shown."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(())
+        self.left = at
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyError("a policy's own fault")
+        return False
+
+
+@pytest.mark.parametrize("at", [1, 2, 9])
+def test_a_policy_that_raises_leaves_the_generator_usable(
+    llama: LlamaForCausalLM, engine: SelfSpecGenerator, at: int
+) -> None:
+    recorder = Recorder()
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=25)
+    with pytest.raises(KeyError, match="own fault"):
+        engine.generate(
+            PROMPT, max_new_tokens=25, policy=Policy(ScriptedExit([(2, 4)]), Failing(at)), streamer=recorder
+        )
+    assert recorder.ends == 1
+    streamed = [token for piece in recorder.pieces[1:] for token in piece]
+    assert streamed == expected[: len(streamed)]
+    assert engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-4").new_tokens == expected
+
+
+def test_a_streamer_that_raises_leaves_the_generator_usable(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
+    class Breaking(Recorder):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            if len(self.pieces) == 3:
+                raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        engine.generate(PROMPT, max_new_tokens=25, streamer=Breaking())
+    assert engine.generate(PROMPT, max_new_tokens=25).new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=25)
+
+
+def test_a_call_from_within_a_streamer(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
+    """The inner call gets a cache of its own; neither disturbs the other."""
+    inner: list[GenerationResult] = []
+
+    class Nesting(Recorder):
+        def put(self, value: Tensor) -> None:
+            super().put(value)
+            inner.append(engine.generate([9, 9, 2], max_new_tokens=12, policy="ls:1-3"))
+
+    result = engine.generate(PROMPT, max_new_tokens=25, policy="ls:2-4", streamer=Nesting())
+    assert result.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=25)
+    expected = reference_greedy(llama, [9, 9, 2], max_new_tokens=12)
+    assert len(inner) > 3
+    assert all(nested.new_tokens == expected for nested in inner)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("policy", ["ar", "ls:1-4"])
+def test_nan_weights_are_an_error(do_sample: bool, policy: str) -> None:
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.model.layers[-1].mlp.down_proj.weight.fill_(float("nan"))
+    engine = SelfSpecGenerator(from_transformers(broken, layout="plain"))
+    with pytest.raises(NonFiniteLogitsError, match="check the checkpoint's weights and the processors"):
+        engine.generate(PROMPT, max_new_tokens=5, do_sample=do_sample, policy=policy, seed=0)
+
+
+def test_nothing_can_be_drawn_from_a_row_masked_entirely(engine: SelfSpecGenerator) -> None:
+    config = GenerationConfig(suppress_tokens=list(range(24)), max_new_tokens=5)
+    with pytest.raises(NonFiniteLogitsError):
+        engine.generate(PROMPT, generation_config=config, do_sample=True, seed=0)
+
+
+def test_generators_share_a_model(llama: LlamaForCausalLM) -> None:
+    """Interleaved calls with policies of their own, on one set of weights."""
+    model = from_transformers(llama, layout="plain")
+    engines = [SelfSpecGenerator(model, policy=policy) for policy in ("ls:1-3", "ls:3-2", "ar")]
+    assert all(engine.model is model for engine in engines)
+    for prompt in ([1], [2, 3, 4], [9] * 12):
+        expected = reference_greedy(llama, prompt, max_new_tokens=15)
+        for engine in engines:
+            result = engine.generate(prompt, max_new_tokens=15)
+            assert result.new_tokens == expected
+    assert [engine.generate([1], max_new_tokens=2).policy for engine in engines] == ["ls:1-3", "ls:3-2", "ar"]
+
+
+def test_calls_do_not_see_each_other(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
+    """A long text, then short ones, then long again, on one cache."""
+    for num_prompt, budget in ((30, 30), (1, 3), (5, 50), (40, 2), (2, 61)):
+        prompt = [(num_prompt * i) % 24 for i in range(num_prompt)]
+        result = engine.generate(prompt, max_new_tokens=budget, policy="ls:2-5")
+        assert result.new_tokens == reference_greedy(llama, prompt, max_new_tokens=budget)
+
+
+def test_a_transformers_model_stays_as_it_is() -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    before = {name: value.clone() for name, value in llama.state_dict().items()}
+    text = reference_greedy(llama, PROMPT, max_new_tokens=10)
+    logits = full_logits(llama, text)
+    engine = SelfSpecGenerator(llama)
+    assert engine.generate(PROMPT, max_new_tokens=10).new_tokens == text
+    after = llama.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(full_logits(llama, text), logits)
+    assert all(parameter.requires_grad for parameter in llama.parameters())
+    llama(torch.tensor([text]), labels=torch.tensor([text])).loss.backward()  # it can still be trained
+
+
+def test_weights_updated_in_place_are_noticed() -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    engine = SelfSpecGenerator(llama)
+    first = engine.generate(PROMPT, max_new_tokens=12).new_tokens
+    with torch.no_grad():
+        llama.model.layers[0].mlp.down_proj.weight.mul_(-1.0)
+    changed = reference_greedy(llama, PROMPT, max_new_tokens=12)
+    assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == changed
+    assert changed != first
+    llama.load_state_dict(tiny_llama(dtype=torch.float64, seed=3).state_dict())
+    assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == first
+
+
+def test_trace_and_text_only_when_there_is_something(llama: LlamaForCausalLM, engine: SelfSpecGenerator) -> None:
+    assert engine.generate(PROMPT, max_new_tokens=3).trace is None
+    assert engine.generate(PROMPT, max_new_tokens=3).text is None
+    with_text = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
+    result = with_text.generate("bad", max_new_tokens=8)
+    assert result.stats.num_prompt_tokens == 3
+    assert result.text == tiny_tokenizer().decode(result.new_tokens)
+
+
+def test_how_a_call_chooses_its_policy(engine: SelfSpecGenerator) -> None:
+    def name(**options: Any) -> str:
+        return engine.generate(PROMPT, max_new_tokens=3, **options).policy
+
+    assert name() == "auto"
+    assert name(policy="ar") == "ar"
+    assert name(exit_layer=3) == "ls:3-4"  # of a checkpoint without a setting: a quarter of the layers, 4 drafts
+    assert name(num_speculations=2) == "ls:1-2"
+    assert name(exit_layer=2, num_speculations=6) == "ls:2-6"
+    assert name(num_speculations=0) == "ar"
+    assert name(num_speculations=0, exit_layer=2) == "ar"
+    assert name(num_speculations=0, policy="ls:2-6") == "ar"
+    own = SelfSpecGenerator(engine.model, policy="ls:3-1")
+    assert own.generate(PROMPT, max_new_tokens=3).policy == "ls:3-1"
+
+
+def test_a_policy_that_plans_what_the_model_lacks(engine: SelfSpecGenerator) -> None:
+    with pytest.raises(ValueError, match=r"exit_layer must be in \[1, 3\]"):
+        engine.generate(PROMPT, max_new_tokens=5, policy=Policy(ScriptedExit([(4, 2)])))
+
+
+def test_statistics_as_plain_numbers(engine: SelfSpecGenerator) -> None:
+    numbers = engine.generate(PROMPT, max_new_tokens=3, policy="ar").stats.as_dict()
+    assert numbers["acceptance_rate"] is None
+    assert numbers["num_new_tokens"] == 3
+    assert numbers["rounds_by_exit_layer"] == numbers["rounds_by_length"] == {"0": 2}
+    assert json.loads(json.dumps(numbers)) == numbers
+
+
+def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    """The tokenizer of another model, or one with added tokens: the text would end all that share its passes."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    generator = SelfSpecGenerator(from_transformers(tiny_llama()), tokenizer)
+    with generator.engine() as engine:
+        engine.add("ab", max_new_tokens=4, policy="ar")
+        for options in (
+            {"prompt": "ab<new>"},
+            {"messages": [{"role": "user", "content": "ab<new>"}]},
+            {"prompt": "ab", "policy": "copy:3", "copy_from": ["ab<new>"]},
+        ):
+            with pytest.raises(ValueError, match=r"24"):
+                engine.add(**options, max_new_tokens=4)
+        results = [progress.result for _ in range(4) for progress in engine.step()]
+        assert results[-1] is not None
+    with pytest.raises(
+        ValueError, match=r"the tokenizer's ids must be in \[0, 23\].* got 24: is it this model's tokenizer"
+    ):
+        generator.generate_batch(["ab", "<new>"], max_new_tokens=4)
+    request = request_for(generator.model, [5, 1], max_new_tokens=4)
+    with pytest.raises(ValueError, match="got 24"):
+        generator.check_prepared([replace(request, prompt=torch.tensor([24]))])
+    with pytest.raises(ValueError, match="got 24"):
+        continuation_scores(generator.model, [5], [[24]])

@@ -1,0 +1,160 @@
+"""Messages become a prompt by a chat template: the same one whichever way they are given, and one error without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip_models import from_transformers
+from selfspec import SelfSpecGenerator
+from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate, encode_messages, read_template
+from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message.role[0] }} {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "a bed"},
+    {"role": "assistant", "content": "fig"},
+    {"role": "user", "content": "cab"},
+]
+
+
+@pytest.fixture
+def generator() -> SelfSpecGenerator:
+    made = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"), tiny_tokenizer(), policy="ls:2-4")
+    assert made.tokenizer is not None
+    made.tokenizer.chat_template = TEMPLATE.replace("message.role[0]", "'d' if message.role == 'user' else 'a'")
+    return made
+
+
+def ids(generator: SelfSpecGenerator, text: str) -> list[int]:
+    assert generator.tokenizer is not None
+    return generator.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_every_way_to_give_them(generator: SelfSpecGenerator) -> None:
+    prompt = ids(generator, "d a bed\na fig\nd cab\na ")
+    expected = generator.generate(prompt, max_new_tokens=12)
+    options: dict[str, Any] = {"max_new_tokens": 12}
+    assert generator.generate(messages=TALK, **options).sequences.equal(expected.sequences)
+    assert generator.generate(TALK, **options).sequences.equal(expected.sequences)
+    assert "".join(map(str, generator.stream(messages=TALK, **options))) == expected.text
+    both = generator.generate_batch([TALK, TALK[:1]], **options)
+    assert both[0].sequences.equal(expected.sequences)
+    assert both[1].sequences[0, :-12].tolist() == ids(generator, "d a bed\na ")
+    with generator.engine() as engine:
+        engine.add(messages=TALK, **options)
+        results = [progress.result for _ in range(12) for progress in engine.step() if progress.result]
+    assert results[0].sequences.equal(expected.sequences)
+
+
+def test_the_assistants_last_message_is_continued(generator: SelfSpecGenerator) -> None:
+    result = generator.generate(messages=TALK[:2], max_new_tokens=3)
+    assert result.sequences[0, :-3].tolist() == ids(generator, "d a bed\na fig")
+
+
+def test_a_conversation_goes_on_from_what_was_read() -> None:
+    model = from_transformers(tiny_llama(seed=3, max_position_embeddings=512), layout="plain")
+    generator = SelfSpecGenerator(model, tiny_tokenizer(), policy="ls:2-4", prefix_cache="1MB")
+    assert generator.tokenizer is not None
+    generator.tokenizer.chat_template = TEMPLATE.replace("message.role[0]", "'d' if message.role == 'user' else 'a'")
+    talk: list[dict[str, str]] = []
+    before = 0
+    for question in ("a bed", "cab", "fig"):
+        talk.append({"role": "user", "content": question})
+        stats = generator.generate(messages=talk, max_new_tokens=20).stats
+        assert stats.num_reused_tokens >= before  # at least; an answer may have other tokens when it is read
+        before = stats.num_prompt_tokens
+        talk.append({"role": "assistant", "content": "head"})
+    assert before > 30
+
+
+def test_what_is_wrong_with_them(generator: SelfSpecGenerator) -> None:
+    silent = SelfSpecGenerator(generator.model, tiny_tokenizer())
+    for call in (silent.generate, silent.stream, silent.check):
+        with pytest.raises(
+            ValueError, match=r"has no chat template: give a text prompt, or set tokenizer\.chat_template"
+        ):
+            call(messages=TALK)
+    with pytest.raises(ValueError, match="text 1: this model's tokenizer has no chat template"):
+        silent.generate_batch(["a", TALK])
+    with pytest.raises(ValueError, match="messages need a tokenizer"):
+        SelfSpecGenerator(generator.model).generate(messages=TALK)
+    with pytest.raises(ValueError, match="refuses these messages: no tools here"):
+        generator.generate(messages=[{"role": "tool", "content": "a"}])
+    for wrong in ([], [{"content": "a"}], [{"role": 1, "content": "a"}], "a", ["a"]):
+        with pytest.raises(ValueError, match="messages must be a list of"):
+            generator.generate(messages=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a prompt or messages, not both"):
+        generator.generate("a", messages=TALK)
+    with pytest.raises(TypeError, match="takes conversations as its prompts"):
+        generator.generate_batch(["a"], messages=[TALK])
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 2.0 ** 99999 }}", "OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ 'x' * 2 ** 62 }}", "MemoryError"),
+        ("{{ messages[5].content.strip() }}", "messages"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_is_one_error(source: str, kind: str) -> None:
+    tokenizer = tiny_tokenizer()
+    for role in ("user", "developer"):
+        with pytest.raises(ValueError, match=kind) as raised:
+            encode_messages([{"role": role, "content": "a"}], tokenizer, ChatTemplate(source))
+        assert str(raised.value).startswith(("the chat template fails on", "the chat template refuses"))
+
+
+def test_a_role_that_the_template_does_not_know_is_read_as_the_systems_or_refused() -> None:
+    """A template skips a role for which it has no branch, and the model would never see the message."""
+    tokenizer = tiny_tokenizer()
+    talk = [{"role": "developer", "content": "bad cafe"}, {"role": "user", "content": "cab"}]
+    as_system = [{**talk[0], "role": "system"}, talk[1]]
+
+    def read(template: str, messages: list[dict[str, str]]) -> list[int]:
+        return encode_messages(messages, tokenizer, ChatTemplate(template))
+
+    branch = "{% for m in messages %}{% if m.role in KNOWN %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
+    unknowing = branch.replace("KNOWN", "['user', 'system', 'assistant']")
+    assert read(unknowing, talk) == read(unknowing, as_system) != read(unknowing, talk[1:])
+    knowing = branch.replace("KNOWN", "['user', 'developer']")
+    assert read(knowing, talk) != read(knowing, talk[1:])
+    for template, messages in (
+        (branch.replace("KNOWN", "['user']"), talk),
+        (unknowing, [{"role": "critic", "content": "bed"}, talk[1]]),
+    ):
+        with pytest.raises(ValueError, match=r"leaves out messages\[0\], whose role is '(developer|critic)'"):
+            read(template, messages)
+    # Of the roles that all templates know, a template leaves out what it likes.
+    assert read(branch.replace("KNOWN", "['user']"), as_system) == read(branch.replace("KNOWN", "['user']"), talk[1:])
+
+
+def test_templates_by_name_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}", encoding="utf-8")
+    tokenizer = tiny_tokenizer()
+    assert read_template(None) == ChatTemplate()
+    assert read_template("plain") is PLAIN_TEMPLATE
+    found = encode_messages([{"role": "user", "content": "head"}], tokenizer, read_template(str(file)))
+    assert found == [WORDS.index(letter) for letter in "head"]
+    with pytest.raises(FileNotFoundError):
+        read_template(str(tmp_path / "none"))
+
+
+def test_the_plain_template() -> None:
+    from layerskip_models import DEMO_PATH, load_tokenizer
+
+    tokenizer = load_tokenizer(str(DEMO_PATH), local_files_only=True)
+    talk = [{"role": "system", "content": "Be brief."}, *TALK[:2], {"role": "user", "content": " And now? "}]
+    text = tokenizer.decode(encode_messages(talk, tokenizer, PLAIN_TEMPLATE))
+    assert text == "Be brief.\n\nQuestion: a bed\nAnswer: fig\n\nQuestion: And now?\nAnswer:"

@@ -1,0 +1,108 @@
+"""Calls at the same time share a policy's name, not its state."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from policies import DraftRow, PacerStopping, Plan, Policy
+from preverifiers import random_preverification
+from scripted_policies import ScriptedExit, StopBelow
+from selfspec import SelfSpecGenerator
+from tiny_llama import reference_greedy, tiny_llama
+
+PROMPTS = [[5, 1, 7], [9, 2], [3, 3, 8, 1], [11]]
+LENGTH = 24
+
+
+class OneText(StopBelow):
+    """Fails when another text's rows come between the start of a round and its end, as a policy with a state might."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        self.next_row = 0
+        self.rounds = 0
+
+    def start_round(self, plan: Plan) -> None:
+        self.next_row = 0
+        self.rounds += 1
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        assert row.num_drafted == self.next_row, "another text's round"
+        self.next_row += 1
+        return super().stop_before_draw(row)
+
+
+@pytest.mark.parametrize("name", ["custom", "pacer", "auto", "del", "ls:2-6+spide", "fs:2-3", "dv:2"])
+def test_threads_share_a_learning_policy(name: str) -> None:
+    """Every text is exact, and no policy sees two texts at once."""
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    engine = SelfSpecGenerator(llama)
+    policy: str | Policy = name
+    if name == "custom":
+        policy = Policy(ScriptedExit([(2, 6)]), OneText())
+    elif name == "pacer":
+        policy = Policy(ScriptedExit([(2, 6)]), PacerStopping(random_preverification(engine.model), b=2, t=0.3))
+    expected = [reference_greedy(llama, prompt, max_new_tokens=LENGTH) for prompt in PROMPTS]
+    errors: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for _ in range(2):
+                text = engine.generate(PROMPTS[index], max_new_tokens=LENGTH, policy=policy).new_tokens
+                assert text == expected[index]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+def test_a_call_within_a_call_has_a_copy() -> None:
+    """It knows what was learned before; only the outer call's rounds teach the policy itself."""
+    engine = SelfSpecGenerator(tiny_llama(dtype=torch.float64, seed=3), policy="fs:2-3")
+    policy = engine.policy
+    alone = SelfSpecGenerator(engine.model, policy="fs:2-3")
+    texts = [alone.generate(PROMPTS[0], max_new_tokens=LENGTH).new_tokens]
+    learned = alone.policy.state()
+    stream = engine.stream(PROMPTS[0], max_new_tokens=LENGTH)
+    text = next(stream)
+    for piece in stream:
+        inner = engine.generate(PROMPTS[1], max_new_tokens=9)
+        assert inner.policy == "fs:2-3"
+        text += piece
+    assert text == texts[0]
+    assert policy.state() == learned
+    assert engine.policy is policy
+
+
+def test_another_policy_of_the_same_parts_is_in_use_too() -> None:
+    exit_policy, stopping = ScriptedExit([(2, 6)]), OneText()
+    one, other = (Policy(exit_policy, stopping, name=name) for name in ("one", "other"))
+    engine = SelfSpecGenerator(tiny_llama(dtype=torch.float64, seed=3))
+    stream = engine.stream(PROMPTS[0], max_new_tokens=LENGTH, policy=one)
+    next(stream)
+    rounds = stopping.rounds
+    engine.generate(PROMPTS[1], max_new_tokens=LENGTH, policy=other)
+    assert stopping.rounds == rounds
+    stream.close()
+    engine.generate(PROMPTS[1], max_new_tokens=LENGTH, policy=other)
+    assert stopping.rounds > rounds
+
+
+def test_a_policy_that_cannot_be_copied_says_so() -> None:
+    policy = Policy(ScriptedExit([(2, 6)]), OneText(), name="mine")
+    policy.stopping.lock = threading.Lock()  # type: ignore[union-attr]
+    engine = SelfSpecGenerator(tiny_llama(dtype=torch.float64, seed=3), policy=policy)
+    stream = engine.stream(PROMPTS[0], max_new_tokens=LENGTH)
+    next(stream)
+    with pytest.raises(RuntimeError, match="policy 'mine' is in use by another call"):
+        engine.generate(PROMPTS[1], max_new_tokens=5)
+    stream.close()
+    assert engine.generate(PROMPTS[1], max_new_tokens=5).stats.num_new_tokens == 5

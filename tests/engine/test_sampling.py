@@ -1,0 +1,221 @@
+"""Logits processors see exactly the text before the token they judge, and draws come from the generator alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    SuppressTokensLogitsProcessor,
+    TypicalLogitsWarper,
+)
+
+from layerskip_models import from_transformers
+from policies import ObservationSpec, Policy
+from scripted_policies import ScriptedExit
+from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.sampling import PREFIX_FREE, Sampler, confidences, entropies
+from tiny_llama import request_for, tiny_llama
+
+WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
+    EpsilonLogitsWarper: lambda: EpsilonLogitsWarper(0.05),
+    EtaLogitsWarper: lambda: EtaLogitsWarper(0.05),
+    InfNanRemoveLogitsProcessor: InfNanRemoveLogitsProcessor,
+    LogitNormalization: LogitNormalization,
+    MinPLogitsWarper: lambda: MinPLogitsWarper(0.2),
+    SuppressTokensLogitsProcessor: lambda: SuppressTokensLogitsProcessor([1, 4]),
+    TemperatureLogitsWarper: lambda: TemperatureLogitsWarper(0.7),
+    TopKLogitsWarper: lambda: TopKLogitsWarper(3),
+    TopPLogitsWarper: lambda: TopPLogitsWarper(0.8),
+    TypicalLogitsWarper: lambda: TypicalLogitsWarper(0.8),
+}
+
+
+class Spy(LogitsProcessor):
+    """Writes down the text that it is shown with every row, and what it does with it makes the output depend on it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        self.seen.append(tuple(input_ids[0].tolist()))
+        scores[0, int(input_ids.sum()) % scores.shape[1]] += 3.0
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool) -> None:
+    """Draft row j and verified row j see x_0..x_{n-1}, d_1..d_j: no token more, none less. Rows behind the first rejected
+    draft are not processed again."""
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3, late_scale=0.6), layout="plain"))
+    spy = Spy()
+    result = engine.generate(
+        [3, 9, 1],
+        max_new_tokens=24,
+        policy=Policy(ScriptedExit([(1, 3), (None, 0), (2, 2)])),
+        logits_processor=LogitsProcessorList([spy]),
+        do_sample=do_sample,
+        top_k=0,
+        seed=4,
+        eos_token_id=[],
+        trace=True,
+    )
+    text = result.sequences[0].tolist()
+    expected = [tuple(text[:3])]
+    assert result.trace is not None
+    for record in result.trace:
+        before = tuple(text[: record.num_committed_before])
+        prefixes = [before + record.draft_tokens[:j] for j in range(record.num_drafted + 1)]
+        expected += prefixes[:-1] + prefixes[: record.num_accepted + 1] if record.exit_layer is not None else [before]
+    assert spy.seen == expected
+    assert 0 < result.stats.num_accepted < result.stats.num_drafted
+
+
+def test_every_prefix_free_processor_is_tried_here() -> None:
+    assert set(WARPERS) == set(PREFIX_FREE)
+
+
+@given(
+    kinds=st.lists(st.sampled_from(sorted(WARPERS, key=lambda kind: kind.__name__)), max_size=4, unique=True),
+    rows=st.integers(1, 5),
+    seed=st.integers(0, 10_000),
+)
+@settings(max_examples=150)
+def test_all_rows_at_once_equal_row_by_row(kinds: list[type[LogitsProcessor]], rows: int, seed: int) -> None:
+    """Processors that ignore the text take the short way; the result is what the long way gives."""
+    logits = torch.randn(rows, 9, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.arange(12)[None] % 9
+    processors = LogitsProcessorList([WARPERS[kind]() for kind in kinds])
+    at_once = Sampler(processors, None).process(logits.clone(), tokens, 4)
+    one_by_one = torch.cat([processors(tokens[:, : 4 + i], logits[i : i + 1].clone()) for i in range(rows)])
+    torch.testing.assert_close(at_once, one_by_one, rtol=1e-6, atol=1e-6)
+
+
+def test_processing_leaves_the_logits_alone_when_it_looks_at_the_text() -> None:
+    """Repetition penalty writes into what it is given; a verified row's logits are needed again for learning."""
+    logits = torch.ones(3, 9)
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    processed = Sampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0)]), None).process(logits, tokens, 2)
+    assert torch.equal(logits, torch.ones(3, 9))
+    # row i has seen tokens 1 .. 2 + i
+    assert [row.nonzero()[:, 0].tolist() for row in processed == 0.5] == [[1, 2], [1, 2, 3], [1, 2, 3, 4]]
+
+
+def test_draws_follow_the_weights_and_never_take_a_zero() -> None:
+    sampler = Sampler(LogitsProcessorList(), torch.Generator().manual_seed(0))
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0])  # unnormalised: 3/4 and 1/4
+    drawn = [sampler.draw(weights, "here") for _ in range(2000)]
+    assert set(drawn) == {1, 3}
+    assert abs(drawn.count(1) - 1500) < 90  # 4.6 standard deviations of binomial(2000, 3/4)
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]])
+def test_a_row_without_a_distribution_is_an_error(weights: list[float]) -> None:
+    sampler = Sampler(LogitsProcessorList(), torch.Generator())
+    with pytest.raises(NonFiniteLogitsError, match="at position 7"):
+        sampler.draw(torch.tensor(weights), "position 7")
+
+
+def test_uniform_numbers_are_below_one() -> None:
+    sampler = Sampler(LogitsProcessorList(), torch.Generator().manual_seed(0))
+    numbers = sampler.uniforms(10_000, torch.device("cpu"))
+    assert numbers.dtype == torch.float32
+    assert 0 <= float(numbers.min()) < 0.01
+    assert 0.99 < float(numbers.max()) < 1
+
+
+def test_confidence_and_entropy() -> None:
+    # softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4): top-1 probability 1/2, entropy 1.5 ln 2
+    logits = torch.tensor([[2.0, 1.0, 1.0]]).log()
+    assert float(confidences(logits)) == pytest.approx(0.5)
+    assert float(entropies(logits)) == pytest.approx(1.5 * 0.6931472)
+    one_hot = torch.tensor([[0.0, float("-inf"), float("-inf")]])
+    assert float(confidences(one_hot)) == 1.0
+    assert float(entropies(one_hot)) == 0.0
+
+
+def test_confidence_ignores_the_processors() -> None:
+    """A threshold means the same at any temperature: what a policy sees is unfiltered."""
+    engine = SelfSpecGenerator(from_transformers(tiny_llama(seed=3), layout="plain"))
+    seen = []
+    for temperature in (0.5, 1.0):
+        exit_policy = ScriptedExit([(2, 1)], ObservationSpec(confidence=True))
+        engine.generate(
+            [5, 6],
+            max_new_tokens=3,
+            do_sample=True,
+            temperature=temperature,
+            top_k=1,
+            policy=Policy(exit_policy),
+            seed=0,
+        )
+        seen.append(exit_policy.records[0].confidences)
+    assert seen[0] == seen[1]
+    assert seen[0] is not None
+    assert seen[0][0] < 1.0  # of the filtered distribution, top_k = 1, it would be 1
+
+
+def test_request_processors_are_in_transformers_order() -> None:
+    model = from_transformers(tiny_llama(), layout="plain")
+    request = request_for(
+        model, [1], do_sample=True, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1
+    )
+    assert [type(p) for p in request.processors] == [
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        MinPLogitsWarper,
+    ]
+
+
+class InDtype(LogitsProcessor):
+    """Returns scores in another floating type, as processors do that compute in it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.to(self.dtype)
+
+
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_processors_may_return_any_floating_type(dtype: torch.dtype, runner: RunnerName) -> None:
+    """With and without drafts, greedy and sampled; scores that float64 keeps as they are give the same text."""
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)), runner=runner)
+    for policy in ("ar", "ls:2-4"):
+        for options in ({}, {"do_sample": True, "seed": 3}):
+            common = {"max_new_tokens": 20, "policy": policy, **options}
+            found = generator.generate([5, 1, 7], logits_processor=LogitsProcessorList([InDtype(dtype)]), **common)
+            assert len(found.new_tokens) == 20
+            if dtype is torch.float64:
+                same = LogitsProcessorList([InDtype(torch.float32)])
+                assert found.new_tokens == generator.generate([5, 1, 7], logits_processor=same, **common).new_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-40, 1e-30, 1e-19])
+def test_sampling_at_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    generator = SelfSpecGenerator(from_transformers(tiny_llama(late_scale=0.9)))
+    for policy in ("ar", "ls:2-4"):
+        cold = generator.generate([5, 1], max_new_tokens=9, do_sample=True, temperature=temperature, policy=policy)
+        assert cold.new_tokens == generator.generate([5, 1], max_new_tokens=9, policy=policy).new_tokens

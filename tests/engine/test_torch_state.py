@@ -1,0 +1,139 @@
+"""Whatever the caller has set in PyTorch (default dtype, autocast, gradients), the output is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from test_generator import Recorder
+
+from layerskip_models import from_transformers
+from scripted_policies import EVERY_POLICY
+from selfspec import SelfSpecGenerator
+from selfspec.engine.runners.runner import RunnerName
+from tiny_llama import tiny_llama, tiny_tokenizer
+
+PROMPT = [5, 1, 7]
+GREEDY: dict[str, Any] = {"max_new_tokens": 16}
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": 16, "do_sample": True, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8, "seed": 4,
+    "repetition_penalty": 1.1,
+}  # fmt: skip
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+STATES: dict[str, Any] = {
+    "float64": lambda: default_dtype(torch.float64),
+    "float16": lambda: default_dtype(torch.float16),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "meta": lambda: torch.device("meta"),
+}
+
+
+ADAPTIVE = ("ls:2-4", "del", "auto:cost=layers", "ls:1-6+spide", "ls:2-5+svip")
+"""Policies that decide alike in every run."""
+
+
+def texts(engine: SelfSpecGenerator, names: tuple[str, ...] = ADAPTIVE) -> list[list[int]]:
+    """A greedy and a sampled text by each policy, which has learned nothing before."""
+    found = []
+    for name in names:
+        for options in (GREEDY, SAMPLING):
+            engine.resolve_policy(name).reset()
+            found.append(engine.generate(PROMPT, policy=name, **options).new_tokens)
+    return found
+
+
+def engine_for(runner: RunnerName = "eager") -> SelfSpecGenerator:
+    model = from_transformers(tiny_llama(seed=3, late_scale=0.5), layout="plain")
+    return SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
+
+
+@pytest.mark.parametrize(
+    ("state", "runner"),
+    [*((state, "eager") for state in STATES), *((state, "captured") for state in ("float64", "bfloat16", "autocast"))],
+)
+@pytest.mark.usefixtures("small_captures")
+def test_the_callers_state_changes_no_text(state: str, runner: RunnerName) -> None:
+    """The generator is made outside of that state; all that a call allocates is made inside."""
+    names = ADAPTIVE if runner == "eager" else ("ls:2-4", "auto:cost=layers")
+    expected = texts(engine_for(runner), names)
+    engine = engine_for(runner)
+    with STATES[state]():
+        found = texts(engine, names)
+    assert found == expected
+    assert texts(engine, names) == expected  # what the call keeps for later calls serves these, too
+
+
+@pytest.mark.parametrize("state", ["bfloat16", "autocast", "inference_mode"])
+def test_a_generator_made_in_that_state(state: str) -> None:
+    """Weights that were drawn before: copied, calibrated and run inside."""
+    llama = tiny_llama(seed=3, late_scale=0.5)
+    expected = texts(SelfSpecGenerator(from_transformers(llama, layout="plain")))
+    with STATES[state]():
+        engine = SelfSpecGenerator(from_transformers(llama, layout="plain"))
+        assert texts(engine) == expected
+        engine.generate(PROMPT, max_new_tokens=12, policy="auto")  # its costs are measured in here
+    assert texts(engine) == expected
+
+
+def test_every_policy_runs_under_another_default_dtype() -> None:
+    engine = engine_for()
+    expected = {name: engine.generate(PROMPT, policy=name, **GREEDY).new_tokens for name in NAMES}
+    with default_dtype(torch.bfloat16):
+        assert {name: engine.generate(PROMPT, policy=name, **GREEDY).new_tokens for name in NAMES} == expected
+
+
+NAMES = [name for name in EVERY_POLICY if "pacer" not in name and "{" not in name]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, nullcontext])
+def test_callbacks_run_in_the_callers_mode(mode: Any) -> None:
+    """A streamer may train, or run a model of its own under autocast: the engine's mode is not theirs."""
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Watching(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    def now() -> tuple[bool, bool, bool]:
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+    context: AbstractContextManager[Any] = mode()
+    with context, torch.autocast("cpu", torch.bfloat16):
+        expected = now()
+        engine_for().generate(PROMPT, policy="ls:2-4", streamer=Watching(), **GREEDY)
+    assert len(seen) > 2
+    assert set(seen) == {expected}
+
+
+def test_what_is_returned_can_be_trained_on() -> None:
+    """Sequences and streamed blocks are ordinary tensors: an embedding keeps its indices for the backward pass."""
+    llama = tiny_llama(seed=3)
+    kept: list[torch.Tensor] = []
+
+    class Keeping(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            kept.append(value)
+
+    result = SelfSpecGenerator(llama).generate(PROMPT, policy="ls:2-4", streamer=Keeping(), **GREEDY)
+    for ids in (result.sequences, torch.cat(kept)[None]):
+        llama(input_ids=ids, labels=ids).loss.backward()
+    assert not result.sequences.is_inference()

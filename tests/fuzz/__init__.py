@@ -1,0 +1,1 @@
+"""Adversaries that generate cases: calls, errors, changed files and modules."""

@@ -1,0 +1,246 @@
+"""Generated calls against transformers: does the engine do exactly what the model's own `generate` does?
+
+    python -m tests.fuzz.fuzz --cases 10000 --seed 0 --processes 2     # minutes
+    python -m tests.fuzz.fuzz --seed 0 --case 4711                     # one of them again, in full
+
+Greedy texts must be equal in float64. In float32 they may part where transformers' own two best logits are closer than
+`NEAR_TIE_LOGIT_GAPS` (`selfspec.analysis.comparison`); such near-ties are counted. On our own kernels every text must also
+equal plain decoding's, near-ties included. Where transformers raises an exception the engine may do so; where transformers
+goes on, the engine must, except where transformers' scores are NaN: it then takes token 0, and the engine raises. Sampled
+texts are drawn twice from one seed and must be the same. Random models of 20 cases each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+
+import selfspec.engine.runners.cuda_graph.runner
+from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
+from selfspec.engine.sampling import NonFiniteLogitsError
+from tests.fuzz.fuzz_cases import Case, make_case, make_policy, quiet
+from tests.fuzz.fuzz_models import FuzzModel, make_model
+
+CASES_PER_MODEL = 20
+_PROGRESS_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a case ended. kind: one of those that `_check` names; failures begin with "FAILED"."""
+
+    number: int
+    kind: str
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine did what it must not."""
+        return self.kind.startswith("FAILED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What one engine answered: new tokens, or the exception it raised. gaps: between the two best logits of each step."""
+
+    tokens: list[int]
+    error: str | None = None
+    gaps: tuple[float, ...] = ()
+
+
+def _reference(model: FuzzModel, case: Case) -> _Said:
+    ids = torch.tensor([case.prompt])
+    try:
+        out: Any = model.reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=case.config(output_scores=True, return_dict_in_generate=True),
+            tokenizer=model.tokenizer,
+            **case.lists(),
+        )
+    except Exception as error:
+        return _Said(tokens=[], error=type(error).__name__)
+    best = [step[0].topk(2).values.tolist() for step in out.scores]
+    return _Said(
+        tokens=out.sequences[0, len(case.prompt) :].tolist(), gaps=tuple(first - second for first, second in best)
+    )
+
+
+def _engine(model: FuzzModel, case: Case) -> _Said:
+    options: dict[str, Any] = {} if case.sample_seed is None else {"seed": case.sample_seed}
+    try:
+        result = model.engine.generate(
+            case.prompt, generation_config=case.config(), policy=make_policy(case, model), **options, **case.lists()
+        )
+    except Exception as error:
+        return _Said(tokens=[], error=f"{type(error).__name__}: {error}")
+    return _Said(tokens=result.new_tokens)
+
+
+def _with_stop(model: FuzzModel, case: Case) -> Case:
+    """The case with its stop, which is part of what the model says without one (the engine is asked, being faster)."""
+    if case.stop is None:
+        return case
+    kind, position = case.stop
+    text = _engine(model, replace(case, policy="ar", sample_seed=None)).tokens
+    if not text:
+        return case
+    at = min(position, len(text) - 1)
+    if kind == "eos":
+        return replace(case, options={**case.options, "eos_token_id": [text[at], model.vocab_size - 1]})
+    word = model.tokenizer.decode(text[max(0, at - 1) : at + 1])
+    return replace(case, options={**case.options, "stop_strings": [word]})
+
+
+def check(model: FuzzModel, case: Case) -> tuple[str, str]:
+    """(kind of outcome, detail) of one case."""
+    case = _with_stop(model, case)
+    ours = _engine(model, case)
+    if case.sample_seed is not None:
+        again = _engine(model, case)
+        if again != ours:
+            return "FAILED: a seed gave two texts", f"{ours} and {again}"
+        plain = _engine(model, replace(case, policy="ar"))
+        if ours.error and not plain.error and not case.masks_by_text:
+            return "FAILED: raised, where plain decoding goes on", ours.error
+        return ("sampled, raised" if ours.error else "sampled"), ""
+    if model.bitwise and case.policy != "ar":
+        plain = _engine(model, replace(case, policy="ar"))
+        if plain.tokens != ours.tokens or (plain.error is None) != (ours.error is None):
+            return "FAILED: not plain decoding's text", f"{ours}, plain {plain}"
+    theirs = _reference(model, case)
+    if theirs.error:
+        return ("both raised" if ours.error else "only transformers raised"), theirs.error
+    if ours.error and ours.error.startswith(NonFiniteLogitsError.__name__) and any(gap != gap for gap in theirs.gaps):
+        return "NaN refused", ours.error
+    if ours.error:
+        return "FAILED: raised, where transformers goes on", f"{ours.error}; transformers: {theirs.tokens}"
+    at = first_difference(theirs.tokens, ours.tokens)
+    if at is None:
+        return "equal", ""
+    detail = f"transformers {theirs.tokens}, selfspec {ours.tokens}"
+    if at == len(theirs.tokens) or at == len(ours.tokens):
+        return "FAILED: another stop", detail
+    bound = NEAR_TIE_LOGIT_GAPS[model.engine.model.dtype]
+    if not theirs.gaps[at] <= bound:
+        return "FAILED: another token", f"{detail}; the best logits are {theirs.gaps[at]:.3g} apart at {at}"
+    return "near-tie", f"{theirs.gaps[at]:.3g}"
+
+
+def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[Outcome]:
+    """The cases of one model."""
+    model = make_model(Random(f"{seed} model {group}"))
+    outcomes = []
+    for number in numbers:
+        case = make_case(Random(f"{seed} case {number}"), model)
+        kind, detail = check(model, case)
+        outcomes.append(Outcome(number=number, kind=kind, detail=detail))
+    return outcomes
+
+
+def _groups(cases: int, first: int) -> Iterator[tuple[int, list[int]]]:
+    number = first
+    while number < first + cases:
+        group = number // CASES_PER_MODEL
+        stop = min((group + 1) * CASES_PER_MODEL, first + cases)
+        yield group, list(range(number, stop))
+        number = stop
+
+
+def _prepare() -> None:
+    """Of a process: one thread, since the matrices are tiny, and captures at which tiny models have several."""
+    torch.set_num_threads(1)
+    quiet()
+    selfspec.engine.runners.cuda_graph.runner.BLOCK = 2
+    selfspec.engine.runners.cuda_graph.runner.SMALLEST_SPAN = 8
+    selfspec.engine.runners.cuda_graph.runner.SMALLEST_CACHE = 64
+
+
+def _run_group(job: tuple[int, int, list[int]]) -> list[Outcome]:
+    return run_model(*job)
+
+
+def fuzz(seed: int, cases: int, *, first: int = 0, processes: int = 1, minutes: float | None = None) -> list[Outcome]:
+    """Run cases first .. first + cases - 1, fewer if the time ends before; prints failures as they come, and progress."""
+    jobs = [(seed, group, numbers) for group, numbers in _groups(cases, first)]
+    outcomes: list[Outcome] = []
+    started = shown = time.monotonic()
+    if processes == 1:
+        _prepare()
+        results: Iterator[list[Outcome]] = map(_run_group, jobs)
+        pool = None
+    else:
+        pool = multiprocessing.get_context("spawn").Pool(processes, _prepare)
+        results = pool.imap_unordered(_run_group, jobs)
+    try:
+        for part in results:
+            outcomes += part
+            for outcome in part:
+                if outcome.failed:
+                    again = f"python -m tests.fuzz.fuzz --seed {seed} --case {outcome.number}"
+                    print(f"{outcome.kind}: {outcome.detail}\n    {again}")
+            now = time.monotonic()
+            if now - shown > _PROGRESS_SECONDS:
+                shown = now
+                failures = sum(outcome.failed for outcome in outcomes)
+                rate = len(outcomes) / (now - started)
+                print(f"{len(outcomes)} of {cases} cases, {failures} failed, {rate:.0f} a second", file=sys.stderr)
+            if minutes is not None and now - started > 60 * minutes:
+                break
+    finally:
+        if pool is not None:
+            pool.terminate()
+            pool.join()
+    return outcomes
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """How many cases ended how."""
+    count = Counter(outcome.kind for outcome in outcomes)
+    kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(count.items()))
+    return f"{len(outcomes)} cases, {sum(outcome.failed for outcome in outcomes)} failed ({kinds})"
+
+
+def describe(seed: int, number: int) -> Outcome:
+    """Run one case and print all that it is made of."""
+    _prepare()
+    group = number // CASES_PER_MODEL
+    model = make_model(Random(f"{seed} model {group}"))
+    case = _with_stop(model, make_case(Random(f"{seed} case {number}"), model))
+    print(f"model: {model.about}\n{case}")
+    print(f"transformers: {_reference(model, case)}\nselfspec: {_engine(model, case)}")
+    print(f"plain: {_engine(model, replace(case, policy='ar'))}")
+    [outcome] = run_model(seed, group, [number])
+    print(f"{outcome.kind} {outcome.detail}")
+    return outcome
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; its exit status is 1 if a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.fuzz", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000, help="How many (default 1000).")
+    parser.add_argument("--first", type=int, default=0, help="Number of the first case (default 0).")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed (default 0).")
+    parser.add_argument("--minutes", type=float, help="Stop after this time.")
+    parser.add_argument("--processes", type=int, default=1, help="Processes, of one thread each (default 1).")
+    parser.add_argument("--case", type=int, help="Repeat one case and describe it.")
+    given = parser.parse_args(arguments)
+    if given.case is not None:
+        return int(describe(given.seed, given.case).failed)
+    started = time.monotonic()
+    outcomes = fuzz(given.seed, given.cases, first=given.first, processes=given.processes, minutes=given.minutes)
+    print(f"{summary(outcomes)}, seed {given.seed}, {time.monotonic() - started:.0f} s")
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

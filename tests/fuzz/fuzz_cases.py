@@ -1,0 +1,247 @@
+"""What one fuzzed call asks for: a prompt, a policy, settings, stops, processors and criteria, all drawn from one seed."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from policies import MeasuredCost, Policy, parse_policy
+from tests.fuzz.fuzz_models import CONTEXT, FuzzModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call. stop: a stop to be taken from the model's own text, so that it is met, ("eos" or "string", where)."""
+
+    prompt: list[int]
+    policy: str
+    options: dict[str, Any]
+    stop: tuple[str, int] | None
+    processors: list[tuple[str, int]] = field(default_factory=list)
+    criteria: list[tuple[str, int]] = field(default_factory=list)
+    sample_seed: int | None = None
+
+    @property
+    def masks_by_text(self) -> bool:
+        """Whether the text so far decides which tokens are masked: then it may be that some sampled texts end in an error, in
+        which every token is masked, and others do not."""
+        return bool(self.processors) or not {"no_repeat_ngram_size", "bad_words_ids"}.isdisjoint(self.options)
+
+    def config(self, **more: Any) -> GenerationConfig:
+        """The settings; greedy, unless the case samples."""
+        return GenerationConfig(do_sample=self.sample_seed is not None, pad_token_id=0, **{**self.options, **more})
+
+    def lists(self) -> dict[str, Any]:
+        """Fresh processors and criteria of our own."""
+        return {
+            "logits_processor": LogitsProcessorList([PROCESSORS[name](at) for name, at in self.processors]),
+            "stopping_criteria": StoppingCriteriaList([CRITERIA[name](at) for name, at in self.criteria]),
+        }
+
+
+class _Shift(LogitsProcessor):
+    """Prefers tokens by a function of the text."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        favoured = (int(input_ids.sum()) + torch.arange(scores.shape[-1])) % 5 == self.at % 5
+        return torch.where(favoured, scores + 1.5, scores)
+
+
+class _Ban(_Shift):
+    """Masks tokens by a function of the text."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        banned = (int(input_ids[0, -1]) + torch.arange(scores.shape[-1])) % 3 == self.at % 3
+        return scores.masked_fill(banned, -torch.inf)
+
+
+class _MaskAll(_Shift):
+    """Masks everything from a length on."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf) if input_ids.shape[1] >= self.at else scores
+
+
+class _Infinite(_Shift):
+    """Makes one token infinitely likely at one length."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] != self.at:
+            return scores
+        return scores.index_fill(-1, torch.tensor([self.at % scores.shape[-1]]), torch.inf)
+
+
+class _Raise(_Shift):
+    """Raises for texts of a length and longer."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.at:
+            raise LookupError(f"no state for a text of {input_ids.shape[1]} tokens")
+        return scores
+
+
+class _RaiseAt(_Shift):
+    """Raises for texts that end in one token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if int(input_ids[0, -1]) == self.at % scores.shape[-1]:
+            raise LookupError(f"no state behind token {int(input_ids[0, -1])}")
+        return scores
+
+
+class _AtLength(StoppingCriteria):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([input_ids.shape[1] >= self.at])
+
+
+class _AtSum(_AtLength):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([int(input_ids.sum()) % 7 == self.at % 7])
+
+
+PROCESSORS = {
+    "shift": _Shift,
+    "ban": _Ban,
+    "mask all": _MaskAll,
+    "infinite": _Infinite,
+    "raise": _Raise,
+    "raise at": _RaiseAt,
+}
+CRITERIA = {"at length": _AtLength, "at sum": _AtSum}
+
+
+def make_case(random: Random, model: FuzzModel) -> Case:
+    """Draw a case for a model."""
+    vocab_size = model.vocab_size
+    tokens = lambda most: [random.randrange(vocab_size) for _ in range(random.randint(1, most))]  # noqa: E731
+    prompt = tokens(random.choice([3, 14, 40]))
+    if random.random() < 0.3:
+        prompt = (prompt[:4] * 12)[: random.randint(1, 40)]
+    room = CONTEXT - len(prompt)
+    budget = min(random.choice([random.randint(1, 6), random.randint(4, 20), random.randint(10, 30)]), room)
+    options: dict[str, Any] = {"max_new_tokens": budget}
+    if random.random() < 0.25:
+        options = {"max_length": len(prompt) + budget}
+    if random.random() < 0.6:
+        options |= _processors(random, vocab_size, budget, prompt)
+    end = len(prompt) + random.randint(1, 16)
+    processors: list[tuple[str, int]] = []
+    if random.random() < 0.3:
+        name = random.choice([*PROCESSORS, "shift", "ban", "shift"])
+        processors.append((name, end if name in ("mask all", "infinite", "raise") else random.randrange(100)))
+    criteria: list[tuple[str, int]] = []
+    if random.random() < 0.3:
+        criteria.append(("at sum", random.randrange(7)) if random.random() < 0.5 else ("at length", end))
+    stop = None
+    if random.random() < 0.45:
+        stop = (random.choice(["eos", "string"]), random.randint(0, 12))
+    sample_seed = None
+    if random.random() < 0.12:
+        sample_seed = random.randrange(1000)
+        options |= {"temperature": random.choice([0.5, 1.0, 1.7]), "top_k": random.choice([0, 2, 5])}
+        options |= {"top_p": 0.9} if random.random() < 0.3 else {}
+    return Case(
+        prompt=prompt,
+        policy=_policy(random, model.num_layers),
+        options=options,
+        stop=stop,
+        processors=processors,
+        criteria=criteria,
+        sample_seed=sample_seed,
+    )
+
+
+def _processors(random: Random, vocab_size: int, budget: int, prompt: list[int]) -> dict[str, Any]:
+    """Fields of GenerationConfig that change greedy decoding, one to three of them."""
+    token = lambda: random.randrange(vocab_size)  # noqa: E731
+    some = lambda most: sorted({token() for _ in range(random.randint(1, most))})  # noqa: E731
+    eos = some(2)
+    choices: list[dict[str, Any]] = [
+        {"repetition_penalty": random.choice([0.5, 0.7, 1.2, 2.0, 10.0])},
+        {"no_repeat_ngram_size": random.randint(1, 4)},
+        {"min_new_tokens": random.randint(1, budget), "eos_token_id": eos},
+        {"min_length": random.randint(1, len(prompt) + budget), "eos_token_id": eos},
+        {"bad_words_ids": [[token() for _ in range(random.randint(1, 3))] for _ in range(random.randint(1, 3))]},
+        {"suppress_tokens": some(4)},
+        {"begin_suppress_tokens": some(4)},
+        {"sequence_bias": [[[token() for _ in range(random.randint(1, 2))], random.choice([-3.0, 2.0, 5.0])]]},
+        {
+            "exponential_decay_length_penalty": (random.randint(0, 5), random.choice([1.05, 1.3, 3.0])),
+            "eos_token_id": eos,
+        },
+        {"forced_eos_token_id": token()},
+        {"forced_bos_token_id": token()},
+        {"remove_invalid_values": True},
+        {"renormalize_logits": True},
+        {"eos_token_id": eos},
+        {"eos_token_id": token()},
+        {"temperature": 0.5, "top_k": 3},  # greedy decoding ignores both
+    ]
+    drawn: dict[str, Any] = {}
+    for chosen in random.sample(choices, random.randint(1, 3)):
+        drawn |= chosen
+    return drawn
+
+
+def _policy(random: Random, num_layers: int) -> str:
+    """A policy's name with random arguments."""
+    exit_layer = random.randint(1, num_layers - 1)
+    length = random.choice([0, 1, 2, 3, 4, 6, 9, 20])
+    tau = round(random.uniform(0.05, 0.95), 2)
+    return random.choice(
+        [
+            "ar",
+            f"ls:{exit_layer}-{length}",
+            f"ls:{exit_layer}-{length}",
+            f"fs:{exit_layer}-{max(length, 1)}",
+            f"dv:{exit_layer}",
+            f"dv:{exit_layer},start={tau}",
+            f"svip:{exit_layer},threshold={round(3 * tau, 2)}",
+            f"adaedl:{exit_layer}",
+            f"spide:{exit_layer},tau={tau}",
+            "del",
+            "del:on_stop=keep",
+            "del:length=tpl",
+            "del:cost=measured",
+            f"del+spide:tau={tau}",
+            f"del+dv:start={tau}",
+            f"ls:{exit_layer}-{max(length, 1)}+del",
+            "auto",
+            "auto:cost=layers",
+            "auto:cost=layers,learn_every=1",
+            f"auto:cost=layers,decay={max(tau, 0.5)}",
+            "auto+spide",
+            f"copy:{max(length, 1)}",
+            f"copy:{max(length, 1)}+ls:{exit_layer}-{max(length, 1)}",
+            f"copy+dv:{exit_layer},start={tau}",
+            "copy:4+del",
+        ]
+    )
+
+
+def make_policy(case: Case, model: FuzzModel) -> Policy:
+    """The case's policy, which has learned nothing. Measured costs are made up, so that a case repeats exactly."""
+    cost = MeasuredCost(
+        num_layers=model.num_layers, layer_seconds=(1.0, 1.05, 1.1), head_seconds=(0.5, 0.6, 0.7), draft_seconds=0.1
+    )
+    return parse_policy(case.policy, num_layers=model.num_layers, measure=lambda: cost)
+
+
+def quiet() -> None:
+    """Without transformers' remarks on settings that contradict each other, which is what fuzzing is for."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")

@@ -1,0 +1,130 @@
+"""A small checkpoint of every format that is read, with the model that its files stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from layerskip_models import from_transformers
+from layerskip_models.checkpoints.fingerprint import fingerprint
+from layerskip_models.exits.folder import save_adapters
+from layerskip_models.families import FAMILIES
+from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, save_preverifier
+from tests.fuzz import gguf_models
+from tests.fuzz.fuzz_models import random_model
+from tests.fuzz.quantised_files import quantise_checkpoint
+from tests.fuzz.random_adapters import random_adapters
+
+VOCAB_SIZE = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a format's builder made. changed: the folder or file that mutations are tried on; meant: in float32."""
+
+    folder: Path
+    changed: Path
+    meant: PreTrainedModel
+
+
+def small(kind: str, seed: int) -> PreTrainedModel:
+    """Of a family, in float32, with rows that every format holds."""
+    random = Random(f"{kind} {seed}")
+    own: dict[str, Any] = {"head_dim": 32} if kind == "qwen3" else {}
+    if kind in ("mistral", "phi3"):
+        own["sliding_window"] = random.choice([None, 5])
+    if kind in ("qwen2", "qwen3") and random.random() < 0.5:
+        own |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    config = FAMILIES[kind].config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=random.choice([1, 2]),
+        max_position_embeddings=64,
+        rms_norm_eps=1e-3,
+        tie_word_embeddings=random.random() < 0.5,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **own,
+    )
+    return random_model(config, late_scale=0.5, sharpness=1.5, seed=seed).float()
+
+
+def _floats(folder: Path, seed: int, *, shard_size: str = "5GB") -> Built:
+    model = small(Random(seed).choice([*FAMILIES]), seed)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return Built(folder, folder, model)
+
+
+def _quantised(folder: Path, seed: int, **options: Any) -> Built:
+    model: Any = small(Random(seed).choice(["llama", "mistral", "qwen2"]), seed)
+    quantise_checkpoint(model, folder, **options)
+    return Built(folder, folder, model)
+
+
+def _gguf(folder: Path, seed: int, *, kind: str) -> Built:
+    name = Random(seed).choice([*gguf_models.KINDS])
+    model: Any = small(name, seed)
+    if name in ("qwen2", "qwen3"):  # whose files have no windows
+        model.config.layer_types = ["full_attention"] * 2
+        model = type(model)(model.config).eval()
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.2)
+    gguf_models.round_to(model, kind)
+    path = folder / "model.gguf"
+    gguf_models.write(path, name, gguf_models.metadata(model.config), gguf_models.tensors(model, kind))
+    return Built(folder, path, model)
+
+
+def _adapters(folder: Path, seed: int) -> Built:
+    model = small("llama", seed)
+    model.save_pretrained(folder)
+    place = folder / "exits"
+    place.mkdir()
+    save_adapters(random_adapters(from_transformers(model, layout="plain"), [1], seed=seed), place)
+    return Built(folder, place, model)
+
+
+def _preverifier(folder: Path, seed: int) -> Built:
+    model = small("llama", seed)
+    model.save_pretrained(folder)
+    place = folder / "pacer"
+    place.mkdir()
+    lean = from_transformers(model, layout="plain")
+    torch.manual_seed(seed)
+    config = PreVerifierConfig(
+        base_model="", fingerprint=fingerprint(lean), exit_layers=(1,), layer=describe_layer(model.config), max_drafts=4
+    )
+    save_preverifier(PreVerifierModule(config), place)
+    return Built(folder, place, model)
+
+
+Builder = Callable[[Path, int], Built]
+FORMATS: Mapping[str, Builder] = {
+    "safetensors": _floats,
+    "safetensors, sharded": partial(_floats, shard_size="60KB"),
+    "gptq": partial(_quantised, method="gptq", group_size=32),
+    "gptq, zero points, reordered": partial(_quantised, method="gptq", group_size=16, symmetric=False, shuffled=True),
+    "gptq, 8 bits": partial(_quantised, method="gptq", bits=8, group_size=None),
+    "packed": partial(_quantised, method="pack-quantized", group_size=32),
+    "packed, zero points": partial(_quantised, method="pack-quantized", group_size=32, symmetric=False),
+    "packed, bytes": partial(_quantised, method="pack-quantized", group_size=32, symmetric=False, packed_zeros=False),
+    "packed, 8 bits, reordered": partial(_quantised, method="pack-quantized", bits=8, group_size=16, shuffled=True),
+    "integers": partial(_quantised, method="int-quantized", bits=8, group_size=None),
+    "integers, zero points": partial(_quantised, method="int-quantized", bits=8, group_size=32, symmetric=False),
+    **{f"gguf {kind}": partial(_gguf, kind=kind) for kind in ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")},
+    "adapters": _adapters,
+    "pre-verifier": _preverifier,
+}
+"""By name: builder(folder, seed) fills an empty folder."""

@@ -1,0 +1,234 @@
+"""An error ends a step somewhere in the middle, and the same engine goes on: all texts come out as without the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from companies import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
+from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.linear import Layout
+from layerskip_models.model import LayerSkipModel
+from policies import CopiedRow, NeverStop, Policy
+from policies.names import parse_policy
+from selfspec import SelfSpecGenerator
+from selfspec.engine.engine import Engine
+from selfspec.engine.sequence import Text
+from tests.fuzz.broken_rounds import Fault, trial
+
+GREEDY = {"max_new_tokens": 14}
+PACER = "pacer:random,exit_layer={E},b=2,t=0.3"
+
+
+def run(
+    generator: SelfSpecGenerator,
+    wishes: list[Wish],
+    fault: Fault,
+    broken: Callable[[Engine], object] = lambda engine: None,
+) -> list[Course]:
+    """As `run_together`, but steps may be broken off."""
+    courses: dict[int, tuple[Course, Text]] = {}
+    with generator.engine() as engine:
+        for wish in wishes:
+            ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
+            courses[ticket] = Course(), engine._slots[ticket].text
+        for step in range(100):
+            try:
+                with fault.watched():
+                    found = engine.step()
+            except KeyboardInterrupt:
+                broken(engine)
+                continue
+            for progress in found:
+                course, text = courses[progress.ticket]
+                course.take(step, progress, text)
+            if not len(engine):
+                break
+    return [course for course, _ in courses.values()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", ["ls:{E}-5", PACER, "copy:3+ls:{E}-3", "auto:cost=layers"])
+def test_texts_are_the_same_wherever_a_step_is_broken_off(policy: str, layout: Layout) -> None:
+    generator = generator_of(layout)
+    texts = [
+        Wish(prompt=[5, 1, 7, 5, 1, 7, 5], policy=policy, options=GREEDY),
+        Wish(prompt=[2, 2, 8], policy="ls:{E}-4", options={"max_new_tokens": 10, "do_sample": True, "seed": 3}),
+    ]
+    alone = [run_alone(shared_model(layout), text) for text in texts]
+    counting = Fault()
+    run(generator, texts, counting)
+    random = Random(policy)
+    for _ in range(4):
+        fault = Fault({random.randint(1, counting.events): KeyboardInterrupt for _ in range(2)})
+        for found, expected in zip(run(generator, texts, fault), alone):
+            assert_same(found, expected, rounds=False, exact=layout == "native")
+        assert fault.places
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("policy", ["ls:{E}-5", "dv:{E}", "copy:3+ls:{E}-3", PACER])
+def test_no_memory_in_a_verification(policy: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts have written to the first layers by then. The other text is cancelled, as one would to free memory."""
+    generator = generator_of(layout)
+    wish = Wish(prompt=[5, 1, 7], policy=policy, options={"max_new_tokens": 20})
+    expected = run_alone(shared_model(layout), wish)
+    full = iter([False, False, True])
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, x: Tensor, *arguments: Any, **options: Any) -> Any:
+            verifies = shared_model(layout).num_layers in arguments
+            if verifies and next(full, False):
+                raise MemoryError("no memory")
+            return original(self, x, *arguments, **options)
+
+        return run
+
+    with generator.engine() as engine:
+        ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
+        other = engine.add([3, 3], max_new_tokens=20, policy="ls:2-3")
+        course, text = Course(), engine._slots[ticket].text
+        for progress in engine.step():
+            if progress.ticket == ticket:
+                course.take(0, progress, text)
+        monkeypatch.setattr(NativeForward, "rows", failing(NativeForward.rows))
+        monkeypatch.setattr(LayerSkipModel, "run_layers", failing(LayerSkipModel.run_layers))
+        errors = 0
+        for _ in range(60):
+            try:
+                found = engine.step()
+            except MemoryError:
+                errors += 1
+                engine.cancel(other)
+                continue
+            for progress in found:
+                if progress.ticket == ticket:
+                    course.take(0, progress, text)
+            if course.result is not None:
+                break
+    assert errors == 1
+    assert_same(course, expected, rounds=False, exact=layout == "native")
+
+
+def test_a_result_that_a_broken_step_had_made_comes_with_the_next_one() -> None:
+    """The second text's criterion breaks the step off when the first text is complete already."""
+
+    class Interrupt(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return False
+
+    generator = generator_of("plain")
+    with generator.engine() as engine:
+        first = engine.add([5, 1], max_new_tokens=3, policy="ar")
+        second = engine.add(
+            [5, 2], max_new_tokens=5, policy="ar", stopping_criteria=StoppingCriteriaList([Interrupt()])
+        )
+        engine.step()
+        engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert len(engine) == 2
+        found = engine.step()
+        assert [progress.ticket for progress in found] == [first, second]
+        assert found[0].result is not None
+        assert found[0].result.new_tokens == generator.generate([5, 1], max_new_tokens=3, policy="ar").new_tokens
+        assert len(engine) == 1
+
+
+def test_a_caller_s_own_generator_is_not_set_back() -> None:
+    """Others may have drawn from it since."""
+    source = torch.Generator().manual_seed(0)
+    generator = generator_of("plain")
+    with generator.engine() as engine:
+        engine.add([5, 1], max_new_tokens=9, policy="ls:2-3", do_sample=True, generator=source)
+        engine.step()
+        engine._slots[1].text.plan(engine._eager(engine._slots[1].checked.bound), 1)  # a round that goes no further
+        torch.rand(3, generator=source)
+        state = source.get_state()
+        engine._slots[1].text.plan(engine._eager(engine._slots[1].checked.bound), 1)
+        assert torch.equal(source.get_state(), state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_text_goes_on_from_rows_of_one_that_broke_off(layout: Layout) -> None:
+    generator = generator_of(layout)
+    wish = Wish(prompt=[5, 1, 7, 9, 4, 3], policy="ls:{E}-5", options=GREEDY)
+    counting = Fault()
+    run(generator, [wish], counting)
+    begun: list[list[int]] = []
+
+    def cancel(engine: Engine) -> None:
+        text = engine._slots[1].text
+        begun.append(text.tokens[0, : text.length].tolist())
+        engine.cancel(1)
+
+    for at in range(1, counting.events * 3 // 4, counting.events // 6):
+        run(generator, [wish], Fault({at: KeyboardInterrupt}), cancel)
+        later = Wish(prompt=[*begun[-1], 6], options=GREEDY)
+        assert_same(
+            run(generator, [later], Fault())[0], run_alone(shared_model(layout), later), exact=layout == "native"
+        )
+    assert len({*map(len, begun)}) > 2
+
+
+class RaisesOnCopies(NeverStop):
+    def keep_copied(self, row: CopiedRow) -> bool:
+        raise ZeroDivisionError("a fault in keep_copied")
+
+
+class Narrow(LogitsProcessor):
+    """Forgets some of the vocabulary, once the text is long enough."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores[:, :5] if input_ids.shape[1] > 9 else scores
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fault", ["keep_copied", "a processor that loses tokens"])
+def test_faults_in_copied_drafts_and_in_judging_are_one_text_s_alone(fault: str, layout: Layout) -> None:
+    generator = generator_of(layout)
+    loop = [5, 1, 7] * 4
+    if fault == "keep_copied":
+        copying = parse_policy("copy:4+ls:2-3", num_layers=generator.model.num_layers)
+        bad: dict[str, Any] = {"policy": Policy(copying.exit, RaisesOnCopies())}
+    else:
+        bad = {"policy": "ls:2-4", "do_sample": True, "seed": 1, "logits_processor": LogitsProcessorList([Narrow()])}
+        loop = [5, 1, 7]
+    others = [
+        Wish(prompt=[2, 2, 8, 1], policy="ls:{E}-4", options=GREEDY),
+        Wish(prompt=loop, policy="copy:3+ls:{E}-3", options=GREEDY),
+    ]
+    courses = [Course() for _ in others]
+    with generator.engine() as engine:
+        wrong = engine.add(loop, max_new_tokens=14, **bad)
+        tickets = {engine.add(one.prompt, **one.arguments(generator.model)): index for index, one in enumerate(others)}
+        texts = {ticket: engine._slots[ticket].text for ticket in tickets}
+        error: Exception | None = None
+        for step in range(60):
+            for progress in engine.step():
+                if progress.ticket == wrong:
+                    error = progress.error or error
+                else:
+                    courses[tickets[progress.ticket]].take(step, progress, texts[progress.ticket])
+            if not len(engine):
+                break
+    assert error is not None
+    for course, one in zip(courses, others):
+        assert_same(course, run_alone(shared_model(layout), one), exact=layout == "native")
+
+
+def test_generated_companies() -> None:
+    outcomes = trial(5, 6)
+    assert [outcome.problem for outcome in outcomes] == [None] * 6
+    assert sum(len(outcome.places) for outcome in outcomes) >= 6

@@ -1,0 +1,255 @@
+"""Texts to be decoded alone and in company, what came of each, and when they join and leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+import selfspec.cache.pool
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import Layout
+from policies import Policy, RoundRecord
+from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
+from selfspec import SelfSpecGenerator
+from selfspec.engine.engine import Engine, GenerationResult, Progress
+from selfspec.engine.sequence import Text
+from tests.fuzz.random_adapters import adapted
+from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
+
+NUM_LAYERS = 4
+needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+LAYOUTS = ["plain", pytest.param("native", marks=needs_native)]
+BY_COMPANY = ("auto", "auto+spide", "del:cost=measured")
+"""Policies that may draft otherwise in company, since a row costs less there: greedy text is the same all the same."""
+
+SCRIPTED: dict[str, Callable[[], Policy]] = {
+    "changing plans": lambda: Policy(ScriptedExit([(1, 3), (None, 0), (3, 2), (2, 7)])),
+    "stop before a draw": lambda: Policy(ScriptedExit([(2, 5), (3, 4)]), StopBelow(0.4)),
+    "stop after a draw": lambda: Policy(ScriptedExit([(1, 6)]), StopAtTokens(range(0, 24, 3))),
+}
+POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY)
+
+
+def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
+    """On our kernels in float32; on PyTorch's operators in float64, where company changes only a number's last digits.
+
+    Two of its exits have adapters, and one is bare. For 4 bits its matrices are as wide as these need.
+    """
+    dtype = torch.float64 if layout == "plain" else torch.float32
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64} if layout == "int4" else {}
+    llama = tiny_llama(num_layers=num_layers, heads=4, kv_heads=2, late_scale=0.5, dtype=dtype, seed=21, **shape)
+    return adapted(from_transformers(llama, layout=layout), [1, 3])
+
+
+@cache
+def shared_model(layout: Layout, kv_dtype: str = "auto") -> LayerSkipModel:
+    return model_of(layout).with_kv_dtype(kv_dtype)
+
+
+def generator_of(layout: Layout, kv_dtype: str = "auto") -> SelfSpecGenerator:
+    return SelfSpecGenerator(shared_model(layout, kv_dtype), tiny_tokenizer())
+
+
+def random_kv_dtype(random: Random, layout: Layout) -> str:
+    """On operators always the arithmetic's: there company changes last digits, and rounding may make more of them."""
+    return random.choice(["auto", "bfloat16"]) if layout == "native" else "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """One text: the call it is, the step before which it joins, and the one before which it is cancelled, if it is.
+
+    policy: a name; made afresh for each run, so that no text learns from another.
+    """
+
+    prompt: list[int]
+    policy: str = "ar"
+    exit_layer: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    joins: int = 0
+    leaves: int | None = None
+
+    def arguments(self, model: LayerSkipModel) -> dict[str, Any]:
+        """Of `generate`, but for the prompt."""
+        made = SCRIPTED[self.policy]() if self.policy in SCRIPTED else named_policy(self.policy, self.exit_layer, model)
+        return {"policy": made, "trace": True, **self.options}
+
+
+@dataclass(kw_only=True)
+class Course:
+    """What came of a text: its tokens as they came, its result or error, and the rows of its cache at the end."""
+
+    tokens: list[int] = field(default_factory=list)
+    result: GenerationResult | None = None
+    error: Exception | None = None
+    rows: Tensor | None = None  # [2, layers, kv_heads, length - 1, head_dim]
+    context: Tensor | None = None  # hidden states that were kept for the policy, [layers, length - 1, hidden]
+    steps: list[int] = field(default_factory=list)  # those that brought something
+
+    def take(self, step: int, progress: Progress, text: Text, rows: bool = True) -> None:
+        self.steps.append(step)
+        self.tokens += progress.tokens
+        self.result, self.error = progress.result, progress.error
+        if progress.result is None or not rows:
+            return
+        end = text.length - 1
+        assert text.cache.length == end
+        self.rows = torch.stack([text.cache.keys.mT[:, :, :end], text.cache.values[:, :, :end]])
+        layers = text.observes.context_layers
+        if layers:
+            self.context = torch.stack([text.states.rows(layer, 0, end) for layer in layers])
+
+
+def run_together(
+    generator: SelfSpecGenerator,
+    wishes: Sequence[Wish],
+    watch: Callable[[Engine, list[Progress]], None] | None = None,
+    *,
+    rows: bool = True,
+) -> list[Course]:
+    """Every text to its end, or until it is cancelled.
+
+    rows: whether a text's cache is read at its end. Not where another engine of the same generator may have it by then.
+    """
+    courses = [Course() for _ in wishes]
+    texts: dict[int, tuple[int, Text]] = {}  # by ticket: its number, itself
+    step, to_come = 0, dict(enumerate(wishes))
+    with generator.engine() as engine:
+        while to_come or len(engine):
+            for index, wish in [*to_come.items()]:
+                if wish.joins <= step:
+                    del to_come[index]
+                    ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
+                    texts[ticket] = index, engine._slots[ticket].text
+            for ticket, (index, _) in texts.items():
+                if wishes[index].leaves is not None and wishes[index].leaves <= step:
+                    engine.cancel(ticket)
+            found = engine.step()
+            for progress in found:
+                index, text = texts[progress.ticket]
+                courses[index].take(step, progress, text, rows)
+            if watch is not None:
+                watch(engine, found)
+            step += 1
+    return courses
+
+
+def run_alone(model: LayerSkipModel, wish: Wish) -> Course:
+    """The same text, with nobody beside it, from beginning to end."""
+    generator = SelfSpecGenerator(model, tiny_tokenizer(), runner="eager")
+    return run_together(generator, [dataclasses.replace(wish, joins=0, leaves=None)])[0]
+
+
+def facts(record: RoundRecord) -> dict[str, Any]:
+    """All that a round's record says, but for times and for how many shared it."""
+    left_out = {"batch_size", "shadow", *(f.name for f in dataclasses.fields(record) if f.name.endswith("seconds"))}
+    found = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in left_out}
+    shadow = record.shadow
+    if shadow is not None:
+        p = shadow.target_probabilities
+        found["shadow"] = (
+            shadow.layers,
+            shadow.tokens.tolist(),
+            shadow.confidences.tolist(),
+            shadow.target_tokens.tolist(),
+            None if p is None else p.tolist(),
+        )
+    return found
+
+
+def assert_same(found: Course, expected: Course, *, rounds: bool = True, exact: bool = True) -> None:
+    """The same text, ended for the same reason. rounds: by the same rounds. exact: bit for bit, keys and values as well."""
+    assert found.tokens == expected.tokens
+    assert (found.error is None) == (expected.error is None)
+    if expected.result is None:
+        return
+    assert found.result is not None
+    assert torch.equal(found.result.sequences, expected.result.sequences)
+    assert (found.result.stop_reason, found.result.text) == (expected.result.stop_reason, expected.result.text)
+    assert found.result.new_tokens == found.tokens
+    if rounds:
+        traces = [[facts(record) for record in course.result.trace] for course in (found, expected)]
+        if exact:
+            assert traces[0] == traces[1]
+        else:
+            names = ("draft_tokens", "num_accepted", "exit_layer", "max_speculations", "stop_cause", "tokens")
+            assert [[one[name] for name in names] for one in traces[0]] == [
+                [one[name] for name in names] for one in traces[1]
+            ]
+    for ours, theirs in ((found.rows, expected.rows), (found.context, expected.context)):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and exact:
+            assert torch.equal(ours, theirs)
+        elif ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def random_wish(random: Random, policy: str) -> Wish:
+    """One text: greedy or sampled, some with processors, with any stop, joining and leaving at any time."""
+    prompt = [
+        random.randrange(VOCAB_SIZE) for _ in range(random.choice([random.randint(1, 5), random.randint(12, 34)]))
+    ]
+    if random.random() < (0.8 if "copy" in policy else 0.2):  # something to copy
+        prompt = (prompt * 34)[: random.randint(len(prompt), 34)]
+    options: dict[str, Any] = {"max_new_tokens": random.choice([random.randint(1, 5), *[random.randint(6, 26)] * 3])}
+    # Where a policy drafts otherwise in company, a sampled text would be drawn otherwise.
+    if policy not in BY_COMPANY and random.random() < 0.4:
+        options |= {"do_sample": True, "seed": random.randrange(1000)}
+        options |= random.choice([{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.5}])
+    if random.random() < 0.35:
+        options["generation_config"] = GenerationConfig(**_random_processors(random))
+    stop = random.random()
+    if stop < 0.25:
+        options["eos_token_id"] = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 3))]
+    elif stop < 0.5:
+        options["stop_strings"] = [random.choice(WORDS) for _ in range(random.randint(1, 2))]
+    return Wish(
+        prompt=prompt,
+        policy=policy,
+        exit_layer=random.randint(1, NUM_LAYERS - 1),
+        options=options,
+        joins=random.choice([0, random.randint(0, 8)]),
+        leaves=random.randint(2, 16) if random.random() < 0.15 else None,
+    )
+
+
+def _random_processors(random: Random) -> dict[str, Any]:
+    """Of those that look at the text, and of those that do not."""
+    possible: dict[str, Any] = {
+        "repetition_penalty": random.choice([0.7, 1.3]),
+        "no_repeat_ngram_size": random.randint(2, 3),
+        "suppress_tokens": random.sample(range(VOCAB_SIZE), random.randint(1, 4)),
+        "sequence_bias": [[[random.randrange(VOCAB_SIZE)], 2.0]],
+    }
+    return {name: possible[name] for name in random.sample([*possible], random.randint(1, 3))}
+
+
+class CacheCount:
+    """The KV caches that a pool has made, and how many of them still exist."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[weakref.ref[KVCache]] = []
+        monkeypatch.setattr(selfspec.cache.pool, "KVCache", self._make)
+
+    def _make(self, *arguments: Any) -> KVCache:
+        cache = KVCache(*arguments)
+        self.made.append(weakref.ref(cache))
+        return cache
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(cache() is not None for cache in self.made)

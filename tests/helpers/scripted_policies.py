@@ -1,0 +1,109 @@
+"""Policies that only tests need: plans in a fixed order, and stopping rules of both kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from layerskip_models import LayerSkipModel
+from policies import (
+    DraftRow,
+    MeasuredCost,
+    NeverStop,
+    ObservationSpec,
+    Plan,
+    Policy,
+    RoundContext,
+    RoundRecord,
+    ShadowTokens,
+    StatelessPolicy,
+    parse_policy,
+)
+from preverifiers import random_preverification
+
+
+class ScriptedExit(StatelessPolicy):
+    """Goes round a list of (exit layer, cap); None as the exit layer is a round without speculation. Keeps what it saw."""
+
+    def __init__(self, plans: Sequence[tuple[int | None, int]], observes: ObservationSpec | None = None) -> None:
+        self._plans = [Plan(exit_layer=layer, max_speculations=cap) for layer, cap in plans]
+        self.observes = observes or ObservationSpec()
+        self.records: list[RoundRecord] = []
+        self.prompts: list[ShadowTokens] = []
+
+    def plan(self, context: RoundContext) -> Plan:
+        return self._plans[context.round_index % len(self._plans)]
+
+    def observe_prompt(self, shadow: ShadowTokens) -> None:
+        self.prompts.append(shadow)
+
+    def observe(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def reset(self) -> None:
+        self.records.clear()
+        self.prompts.clear()
+
+
+class StopBelow(NeverStop):
+    """Stops before a draw when the row's confidence is below a threshold (exact: the token does not exist yet)."""
+
+    def __init__(self, threshold: float) -> None:
+        self.observes = ObservationSpec(confidence=True)
+        self._threshold = threshold
+
+    def stop_before_draw(self, row: DraftRow) -> bool:
+        assert row.confidence is not None
+        return row.confidence < self._threshold
+
+
+class StopAtTokens(NeverStop):
+    """Stops after a draw, keeping the token, when it is one of some tokens."""
+
+    def __init__(self, tokens: Collection[int]) -> None:
+        self._tokens = frozenset(tokens)
+
+    def stop_after_draw(self, row: DraftRow, token: int) -> bool:
+        return token in self._tokens
+
+
+def fixed(exit_layer: int | None, cap: int, stopping: StopBelow | StopAtTokens | None = None) -> Policy:
+    """The same plan in every round, with a stopping rule."""
+    return Policy(ScriptedExit([(exit_layer, cap)]), stopping, name="scripted")
+
+
+def made_up_cost(num_layers: int) -> MeasuredCost:
+    """Seconds by hand, so that a policy with measured cost does the same on every machine."""
+    return MeasuredCost(
+        fixed=True,
+        num_layers=num_layers,
+        layer_seconds=(1.0, 1.05, 1.1),
+        head_seconds=(0.5, 0.6, 0.7),
+        draft_seconds=0.1,
+    )
+
+
+EVERY_POLICY = (
+    "ls:{E}-4", "fs:{E}-3", "dv:{E}", "dv:{E},start=0.5", "svip:{E}", "svip:{E},threshold=1.2", "adaedl:{E}", "spide:{E}",
+    "spide:{E},tau=0.5,prompt_rows=8", "del", "del:on_stop=keep", "del:length=tpl", "del:cost=measured",
+    "del:no_speculation=on", "del:state=kept,prompt=counted",
+    "del+spide", "del+dv", "del+fs", "del+adaedl", "ls:{E}-9+del", "auto", "auto:cost=layers",
+    "auto:cost=layers,learn_every=1", "auto:cost=layers,decay=0.9", "auto+spide",
+    "pacer:random,exit_layer={E},b=2,t=0.3", "pacer:random,exit_layer={E},b=3,t=0.1,scope=draft",
+    "ls:{E}-9+pacer:random,b=1,t=0.3",
+    "pacer:random,exit_layer={E},b=2,t=0.2,criterion=any,scope=block",
+    "auto:cost=layers+pacer:random,b=2,t=0.2,criterion=last", "del+pacer:random,b=2,t=0.3",
+    "copy:4", "copy:2,min=3", "copy:3+ls:{E}-3", "copy+dv:{E}", "copy:5+del", "copy+spide:{E}",
+    "copy:2+pacer:random,exit_layer={E},b=2,t=0.3",
+)  # fmt: skip
+"""Every policy by name, {E} standing for an exit layer: what the equality and distribution tests go through."""
+
+
+def named_policy(name: str, exit_layer: int, model: LayerSkipModel) -> Policy:
+    """One of EVERY_POLICY for a model; pacer with a random pre-verifier."""
+    return parse_policy(
+        name.format(E=exit_layer),
+        num_layers=model.num_layers,
+        measure=partial(made_up_cost, model.num_layers),
+        preverifier=lambda path: random_preverification(model),
+    )

@@ -1,0 +1,134 @@
+"""Tiny random Llamas whose early exits often agree with the last layer, and a tokenizer for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.compact_linear import half_works
+from layerskip_models.kernels.check import native_works
+from layerskip_models.linear import Layout
+from selfspec import SelfSpecGenerator
+from selfspec.engine.request import GenerationHost, Request, make_request
+from selfspec.engine.runners.runner import RunnerName
+from tests.fuzz.fuzz_models import ROPES, random_model, word_tokenizer
+from tests.fuzz.random_adapters import adapted
+
+VOCAB_SIZE = 24
+CONTEXT = 64
+WORDS = [*"abcdefghijkl", "ab", "ba", "cab", "fig", "bed", "head", " ", " a", " be", ".", ", ", "\n"]
+
+
+def tiny_llama(
+    *,
+    num_layers: int = 4,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 8,
+    hidden_size: int = 16,
+    intermediate_size: int = 24,
+    vocab_size: int = VOCAB_SIZE,
+    rope: str | dict[str, Any] = "default",
+    late_scale: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **config: Any,
+) -> LlamaForCausalLM:
+    """A random model (see `random_model`) without any special token.
+
+    rope: a name in ROPES, or a configuration's rope_parameters.
+    """
+    options = {"max_position_embeddings": CONTEXT, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    shape = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_parameters=dict(ROPES[rope] if isinstance(rope, str) else rope),
+        **{**options, **config},
+    )
+    return random_model(shape, late_scale=late_scale, sharpness=1.5, seed=seed).to(dtype)
+
+
+@cache
+def pool_model(
+    index: int, dtype: torch.dtype, runner: RunnerName = "eager"
+) -> tuple[LlamaForCausalLM, SelfSpecGenerator]:
+    """Model `index` of a fixed pool, as transformers' module and as a generator over its lean copy.
+
+    The index decides the shape, so that any 24 consecutive ones cover 2 to 7 layers with every rope, tied and untied
+    embeddings, with and without biases, one key-value head and several; a third of the exits have adapters. A layout is
+    given, not timed: the rounding, and
+    with it the count of near-ties, is then the same in every run.
+    """
+    random = Random(index)
+    heads, kv_heads = random.choice([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (6, 3), (8, 2)])
+    llama = tiny_llama(
+        num_layers=2 + index % 6,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=random.choice([4, 6, 8]),
+        hidden_size=random.choice([size for size in (8, 12, 16, 24) if size % heads == 0]),
+        intermediate_size=random.choice([12, 20, 32]),
+        rope=list(ROPES)[(index + index // 6) % 4],
+        late_scale=random.choice([0.2, 0.5, 0.9]),
+        tie_word_embeddings=index % 2 == 0,
+        attention_bias=index % 3 == 0,
+        mlp_bias=index % 5 == 0,
+        dtype=dtype,
+        seed=index,
+    )
+    layout: Layout = "plain"
+    if index % 4 == 2 and native_works(llama.device, dtype):
+        layout = "native"
+    if index % 4 == 3 and half_works(llama.device, dtype):
+        layout = "half"
+        for parameter in llama.parameters():
+            parameter.data = parameter.data.bfloat16().to(dtype)
+    model = from_transformers(llama, layout=layout)
+    model = adapted(model, [layer for layer in range(1, model.num_layers) if (index + layer) % 3 == 0], seed=index)
+    return llama, SelfSpecGenerator(model, tiny_tokenizer(), runner=runner)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per entry of WORDS; the caller's own, who may change it."""
+    return word_tokenizer(WORDS)
+
+
+def reference_greedy(llama: LlamaForCausalLM, prompt: list[int], **options: Any) -> list[int]:
+    """What transformers' own `generate(do_sample=False)` continues the prompt with; options of a GenerationConfig."""
+    ids = torch.tensor([prompt])
+    config = GenerationConfig(do_sample=False, pad_token_id=0, **options)
+    out = llama.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tiny_tokenizer())
+    assert isinstance(out, Tensor)
+    return out[0, len(prompt) :].tolist()
+
+
+def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = None, **options: Any) -> Request:
+    """A checked call, as `generate` makes it; options of a GenerationConfig."""
+    return make_request(
+        host=GenerationHost(model.config, model.generation_config, model.device),
+        prompt=prompt,
+        tokenizer=None,
+        generation_config=None,
+        options=options,
+        seed=seed,
+        generator=None,
+        logits_processor=None,
+        stopping_criteria=None,
+    )
+
+
+def full_logits(llama: LlamaForCausalLM, tokens: list[int]) -> Tensor:
+    """Float32 logits of transformers' forward over a whole text, [n, vocab]."""
+    with torch.no_grad():
+        return llama(torch.tensor([tokens]), use_cache=False).logits[0].float()

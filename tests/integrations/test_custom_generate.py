@@ -1,0 +1,467 @@
+"""`model.generate(custom_generate=...)` gives what plain `model.generate` gives, for every option that it does not refuse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import selfspec
+from policies import Policy
+from scripted_policies import EVERY_POLICY, named_policy
+from selfspec.integrations.custom_generate import SelfSpecOutput
+from selfspec.integrations.live_models import _generators, generator_of
+from strategies import POOL_SIZE, processor_options, prompts, tokens
+from tiny_llama import VOCAB_SIZE, pool_model, reference_greedy, tiny_llama, tiny_tokenizer
+
+
+class BanByRow(LogitsProcessor):
+    """Bans another token in every row of the batch, and looks at the text as the batch has it."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row in range(scores.shape[0]):
+            scores[row, (row * 5 + input_ids.shape[1] + int(input_ids[row, 0])) % VOCAB_SIZE] = -torch.inf
+        return scores
+
+
+class StopByRow(StoppingCriteria):
+    """Ends row r where a token that depends on r comes."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return input_ids[:, -1] % 7 == torch.arange(input_ids.shape[0]) + input_ids[:, 0] % 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCase:
+    """A call of `generate`: padded prompts for one model, and options; `policy`: an index of EVERY_POLICY."""
+
+    model: int
+    prompts: list[list[int]]
+    pad: int
+    max_new_tokens: int
+    options: dict[str, Any]
+    custom_processor: bool
+    custom_criterion: bool
+    allowed: bool
+    without_eos: bool
+    policy: int
+    exit_layer: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `model.generate`, new ones for every call."""
+        width = max(map(len, self.prompts))
+        ids = [[self.pad] * (width - len(p)) + p for p in self.prompts]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in self.prompts]
+        arguments = {
+            "input_ids": torch.tensor(ids),
+            "attention_mask": torch.tensor(mask),
+            "pad_token_id": self.pad,
+            "do_sample": False,
+            "max_new_tokens": self.max_new_tokens,
+            **copy.deepcopy(self.options),
+        }
+        if "min_new_tokens" in arguments:
+            arguments["min_new_tokens"] = min(arguments["min_new_tokens"], self.max_new_tokens)
+        if self.without_eos:
+            for name in ("eos_token_id", "exponential_decay_length_penalty"):
+                arguments.pop(name, None)
+        elif "exponential_decay_length_penalty" in arguments:
+            arguments.setdefault("eos_token_id", [3])
+        if "num_return_sequences" in arguments:  # greedy decoding has only one: draw from the best token alone
+            arguments.update(do_sample=True, top_k=1)
+            arguments.pop("remove_invalid_values", None)  # where all tokens are masked, all would be the best
+        if forced := arguments.get("forced_eos_token_id"):
+            arguments["suppress_tokens"] = [t for t in arguments.get("suppress_tokens", [22]) if t != forced] or [22]
+        if self.custom_processor:
+            arguments["logits_processor"] = LogitsProcessorList([BanByRow()])
+        if self.custom_criterion:
+            arguments["stopping_criteria"] = StoppingCriteriaList([StopByRow()])
+        if self.allowed:
+            arguments["prefix_allowed_tokens_fn"] = lambda row, text: [
+                t for t in range(VOCAB_SIZE) if (t + row + len(text)) % 5
+            ]
+        return arguments
+
+    def chosen(self, engine: selfspec.SelfSpecGenerator) -> Policy:
+        """The policy."""
+        layer = 1 + self.exit_layer % (engine.model.num_layers - 1)
+        return named_policy(EVERY_POLICY[self.policy], layer, engine.model)
+
+
+_options = st.builds(
+    lambda first, second: {**first, **second},
+    st.one_of(st.just({}), processor_options),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "eos_token_id": st.lists(tokens, min_size=5, max_size=10, unique=True),
+            "stop_strings": st.sampled_from(["a", "e", "ab", ["fig", "ba", "d"]]),
+            "num_return_sequences": st.integers(1, 3),
+            "encoder_repetition_penalty": st.sampled_from([0.6, 1.5]),
+            "encoder_no_repeat_ngram_size": st.integers(1, 2),
+            "forced_eos_token_id": st.integers(1, 20),
+            "forced_bos_token_id": tokens,
+            "min_length": st.integers(0, 20),
+            "renormalize_logits": st.just(True),
+            "remove_invalid_values": st.just(True),
+            "watermarking_config": st.just(WatermarkingConfig(bias=1.5)),
+        },
+    ),
+)
+_cases = st.builds(
+    BatchCase,
+    model=st.integers(0, POOL_SIZE - 1),
+    prompts=st.sampled_from([1, 2, 3]).flatmap(lambda rows: st.lists(prompts, min_size=rows, max_size=rows)),
+    pad=tokens,
+    max_new_tokens=st.integers(1, 12),
+    options=_options,
+    custom_processor=st.sampled_from([False, False, True]),
+    custom_criterion=st.sampled_from([False, False, True]),
+    allowed=st.sampled_from([False, False, False, True]),
+    without_eos=st.booleans(),
+    policy=st.integers(0, len(EVERY_POLICY) - 1),
+    exit_layer=st.integers(0, 5),
+)
+
+
+def outcome(call: Callable[[], Any]) -> Tensor | str:
+    try:
+        found = call()
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        return type(error).__name__
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")
+@pytest.mark.parametrize("examples", [40, pytest.param(3000, marks=pytest.mark.slow)])
+def test_equals_plain_generate(examples: int) -> None:
+    """In float64, over models, left-padded batches, options, processors, criteria and policies."""
+    count: Counter[str] = Counter()
+    tokenizer = tiny_tokenizer()
+
+    @given(case=_cases)
+    @settings(max_examples=examples, phases=[Phase.explicit, Phase.generate])
+    def check(case: BatchCase) -> None:
+        llama, engine = pool_model(case.model, torch.float64)
+        expected = outcome(lambda: llama.generate(**case.arguments(), tokenizer=tokenizer))  # type: ignore[arg-type]
+        ours = selfspec.custom_generate(case.chosen(engine), tokenizer=tokenizer)
+        found = outcome(lambda: llama.generate(**case.arguments(), custom_generate=ours))  # type: ignore[arg-type]
+        if isinstance(expected, str):
+            # transformers may also break off on the masked scores of a row that has ended.
+            assert isinstance(found, str) or expected == "RuntimeError", expected
+            count["transformers raises"] += 1
+            return
+        if found == "NonFiniteLogitsError":  # transformers goes on with token 0
+            scored: Any = llama.generate(
+                **case.arguments(), tokenizer=tokenizer, output_scores=True, return_dict_in_generate=True
+            )
+            assert any(bool(scores.isnan().any()) for scores in scored.scores)
+            count["NaN"] += 1
+            return
+        assert isinstance(found, Tensor), found
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected), (found, expected)
+        count["equal"] += 1
+        count["rows"] += found.shape[0]
+        count["padded"] += len({len(prompt) for prompt in case.prompts}) > 1
+        new = found[:, max(map(len, case.prompts)) :]
+        count["stopped early"] += new.shape[1] < case.max_new_tokens or bool((new[:, -2:] == case.pad).all(dim=1).any())
+        count["without EOS, stopped together"] += (
+            found.shape[0] > 1
+            and (case.custom_criterion or "stop_strings" in case.options)
+            and "eos_token_id" not in case.arguments()
+        )
+
+    check()
+    print(dict(count))
+    # Were these rare, the equality above would say little.
+    assert count["equal"] >= examples * 0.8
+    assert count["padded"] >= examples * 0.2
+    assert count["stopped early"] >= examples * 0.08
+    assert count["without EOS, stopped together"] >= examples * 0.05
+
+
+def inputs(*texts: list[int], pad: int = 0) -> dict[str, Any]:
+    """Left-padded prompts for `generate`, greedy."""
+    width = max(map(len, texts))
+    return {
+        "input_ids": torch.tensor([[pad] * (width - len(text)) + text for text in texts]),
+        "attention_mask": torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts]),
+        "do_sample": False,
+        "pad_token_id": pad,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"stop_strings": "d"}, {"pad_token_id": None}])
+def test_rows_that_end_at_different_places(options: dict[str, Any], llama64: LlamaForCausalLM) -> None:
+    """By an EOS token each; the end of the shorter ones is padding."""
+    texts = [[5, 1, 7], [9], [2, 2, 8, 8]]
+    continued = [reference_greedy(llama64, text, max_new_tokens=20) for text in texts]
+    eos = [continued[0][2], continued[1][6]]
+    arguments = {**inputs(*texts, pad=23), "max_new_tokens": 20, "eos_token_id": eos, **options}
+    ours = selfspec.custom_generate("ls:2-4", tokenizer=tiny_tokenizer())
+    found = llama64.generate(**arguments, custom_generate=ours)
+    assert torch.equal(found, llama64.generate(**arguments, tokenizer=tiny_tokenizer()))
+    ends = [next((i for i, token in enumerate(text) if token in eos), 20) for text in continued]
+    assert len(set(ends)) > 1, ends
+    fill = eos[0] if "pad_token_id" in options else 23
+    assert found[ends.index(min(ends)), 4 + min(ends) + 1 :].unique().tolist() == [fill]
+
+
+class Puts(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.values.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_streamer_gets_what_plain_generate_gives_it(bound: bool, llama64: LlamaForCausalLM) -> None:
+    expected, found = Puts(), Puts()
+    llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, streamer=expected)
+    if bound:
+        ours = selfspec.custom_generate("ls:2-4", streamer=found)
+        llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, custom_generate=ours)
+    else:
+        ours = selfspec.custom_generate("ls:2-4")
+        llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12, custom_generate=ours, streamer=found)
+    assert [value.tolist() for value in found.values] == [value.tolist() for value in expected.values]
+    assert found.ended == expected.ended == 1
+
+
+def test_an_iterator_of_text_ends(llama64: LlamaForCausalLM) -> None:
+    tokenizer = tiny_tokenizer()
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)  # type: ignore[arg-type]
+    ours = selfspec.custom_generate("ls:2-4")
+    arguments = {**inputs([5, 1, 7]), "max_new_tokens": 12, "custom_generate": ours, "streamer": streamer}
+    thread = threading.Thread(target=llama64.generate, kwargs=arguments)
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert text == tokenizer.decode(llama64.generate(**inputs([5, 1, 7]), max_new_tokens=12)[0, 3:])
+
+
+def test_an_error_ends_the_streamer(llama64: LlamaForCausalLM) -> None:
+    def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    streamer = Puts()
+    with pytest.raises(RuntimeError, match="broken"):
+        llama64.generate(
+            **inputs([5, 1]), max_new_tokens=4, streamer=streamer, custom_generate=selfspec.custom_generate("ar"),
+            logits_processor=LogitsProcessorList([broken]),
+        )  # fmt: skip
+    assert streamer.ended == 1
+
+
+def test_the_statistics_are_in_the_output(llama64: LlamaForCausalLM) -> None:
+    arguments = {**inputs([5, 1, 7], [9]), "max_new_tokens": 12}
+    out = llama64.generate(
+        **arguments,
+        return_dict_in_generate=True,
+        custom_generate=selfspec.custom_generate(exit_layer=2, num_speculations=3),
+    )
+    assert isinstance(out, SelfSpecOutput)
+    assert torch.equal(out.sequences, llama64.generate(**arguments))
+    assert out.stats is not None
+    assert isinstance(out.stats, list)  # a pipeline takes a tuple for one of tensors
+    assert [stats.num_new_tokens for stats in out.stats] == [12, 12]
+    assert [stats.num_prompt_tokens for stats in out.stats] == [3, 1]
+    assert all(set(stats.rounds_by_exit_layer) <= {0, 2} and stats.num_drafted for stats in out.stats)
+    assert out.scores is out.past_key_values is None
+    assert not out.sequences.is_inference()  # a training loop may go on with it
+
+
+def test_a_call_may_name_its_own_policy(llama64: LlamaForCausalLM) -> None:
+    ours = selfspec.custom_generate("ls:2-3")
+    arguments = {**inputs([5, 1, 7]), "max_new_tokens": 12, "return_dict_in_generate": True, "custom_generate": ours}
+    drafted = {
+        name: llama64.generate(**arguments, **options).stats[0].num_drafted
+        for name, options in {"bound": {}, "plain": {"num_speculations": 0}, "named": {"policy": "ls:1-1"}}.items()
+    }
+    assert drafted["plain"] == 0 < drafted["named"]
+    assert drafted["bound"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"assistant_model": "itself"}, "assistant_model"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens=2"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits=True"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions=True"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"inputs_embeds": torch.zeros(1, 2, 16, dtype=torch.float64), "input_ids": None}, "inputs_embeds"),
+        ({"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=2, keys=[1, 2])}, "SynthID"),
+        ({"attention_mask": torch.tensor([[1, 0]])}, "padded on the left"),
+        ({"attention_mask": torch.tensor([[0, 0]])}, "nothing but padding"),
+        ({"position_ids": torch.tensor([[3, 4]])}, "position_ids"),
+        ({"max_new_tokens": 63}, "context"),
+        ({"stop_strings": "a"}, r"custom_generate\(tokenizer="),
+        ({"policy": "ls:9-2"}, "exit_layer"),
+    ],
+)  # fmt: skip
+def test_what_does_not_apply_is_refused_by_name(options: dict[str, Any], named: str, llama64: LlamaForCausalLM) -> None:
+    if "assistant_model" in options:
+        options = {"assistant_model": llama64}
+    arguments = {
+        **inputs([5, 1]),
+        "max_new_tokens": 4,
+        "custom_generate": selfspec.custom_generate("ls:2-3"),
+        **options,
+    }
+    with pytest.raises(ValueError, match=named):
+        llama64.generate(**arguments)
+
+
+def test_a_streamer_takes_one_row(llama64: LlamaForCausalLM) -> None:
+    with pytest.raises(ValueError, match="one row at a time"):
+        llama64.generate(
+            **inputs([5, 1], [6]), max_new_tokens=4, streamer=Puts(), custom_generate=selfspec.custom_generate("ar")
+        )
+
+
+def test_every_field_of_a_configuration_is_dealt_with() -> None:
+    """A field that a later transformers adds must be looked at: prepared by transformers, refused, or without effect."""
+    prepared = """max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p
+        min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size
+        bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id remove_invalid_values
+        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias watermarking_config
+        num_return_sequences return_dict_in_generate pad_token_id bos_token_id eos_token_id encoder_no_repeat_ngram_size"""
+    refused = """num_beams use_mtp use_cache cache_implementation token_healing guidance_scale output_attentions
+        output_hidden_states output_scores output_logits prompt_lookup_num_tokens assistant_early_exit penalty_alpha
+        dola_layers diversity_penalty num_beam_groups constraints force_words_ids is_assistant"""
+    # Only for beams, encoders, assistants, static or quantised caches, or about speed alone.
+    without_effect = """early_stopping length_penalty decoder_start_token_id num_assistant_tokens
+        num_assistant_tokens_schedule assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind
+        target_lookbehind assistant_ensemble_weight speculation_type cache_config max_cache_len compile_config
+        disable_compile continuous_batching_config low_memory prefill_chunk_size _from_model_config
+        transformers_version"""
+    known = {*prepared.split(), *refused.split(), *without_effect.split()}
+    assert set(vars(GenerationConfig())) - known == set()
+
+
+def test_samples_follow_the_model() -> None:
+    """Rows of padded batches together, by counting: temperature and top_k once, and no two rows alike by their seed."""
+    vocabulary, prompt, length = 6, [4, 1], 3
+    llama = tiny_llama(num_layers=3, vocab_size=vocabulary, late_scale=0.4, seed=11)
+    config = GenerationConfig(do_sample=True, temperature=1.3, top_k=2, max_new_tokens=6)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, probability in law.items():
+            with torch.no_grad():
+                logits = llama(torch.tensor([[*prompt, *text]])).logits[0, -1].double() / 1.3
+            best = logits.topk(2)
+            for token, p in zip(best.indices.tolist(), best.values.softmax(-1).tolist()):
+                longer[(*text, token)] = probability * p
+        law = longer
+    torch.manual_seed(5)
+    counts: Counter[tuple[int, ...]] = Counter()
+    ours = selfspec.custom_generate("ls:1-3")
+    for _ in range(8):
+        out = llama.generate(
+            torch.tensor([[5, 5, *prompt]]), attention_mask=torch.tensor([[0, 0, 1, 1]]), generation_config=config,
+            num_return_sequences=100, custom_generate=ours,
+        )  # fmt: skip
+        counts.update(tuple(row) for row in out[:, 4 : 4 + length].tolist())
+    draws = sum(counts.values())
+    assert draws == 800
+    assert set(counts) <= set(law)
+    statistic = sum((counts[text] - draws * p) ** 2 / (draws * p) for text, p in law.items() if draws * p >= 5)
+    assert statistic < chi2.ppf(1 - 1e-4, len(law) - 1)
+
+
+def test_the_seed_is_pytorchs(llama64: LlamaForCausalLM) -> None:
+    """`torch.manual_seed` before a call makes it repeatable; a greedy call draws nothing."""
+    ours = selfspec.custom_generate("ls:2-3")
+    sampled = {**inputs([5, 1], [6]), "max_new_tokens": 12, "do_sample": True, "custom_generate": ours}
+    torch.manual_seed(1)
+    first, second = llama64.generate(**sampled), llama64.generate(**sampled)
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    llama64.generate(**inputs([5, 1]), max_new_tokens=3, custom_generate=ours)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(llama64.generate(**sampled), first)
+    assert not torch.equal(first, second)
+
+
+def test_weights_that_change_are_used_and_a_freed_model_is_freed() -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    ours = selfspec.custom_generate("ls:2-3")
+    arguments = {**inputs([5, 1, 7]), "max_new_tokens": 20}
+    first = llama.generate(**arguments, custom_generate=ours)
+    generator = generator_of(llama)
+    with torch.no_grad():
+        llama.model.layers[3].mlp.down_proj.weight.mul_(-3)
+    changed = llama.generate(**arguments, custom_generate=ours)
+    assert torch.equal(changed, llama.generate(**arguments))
+    assert not torch.equal(changed, first)
+    assert generator_of(llama) is generator  # with what its policies have learned
+    copy.deepcopy(llama)  # nothing was put into the model that could not be copied or saved
+    entries, gone = len(_generators), weakref.ref(llama)
+    weight = weakref.ref(llama.model.layers[0].mlp.down_proj.weight)
+    del llama, generator
+    gc.collect()
+    assert gone() is weight() is None
+    assert len(_generators) == entries - 1
+
+
+def test_a_model_that_cannot_be_run_is_refused() -> None:
+    llama = tiny_llama()
+    llama.lm_head = torch.nn.Sequential(llama.lm_head)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="lm_head"):
+        llama.generate(**inputs([1]), max_new_tokens=2, custom_generate=selfspec.custom_generate())
+
+
+def test_a_users_length_criterion_takes_the_place_of_the_prepared_one(llama64: LlamaForCausalLM) -> None:
+    arguments = {**inputs([5, 1, 7]), "max_new_tokens": 12}
+
+    def run(limit: int, **options: Any) -> Tensor:
+        criteria = StoppingCriteriaList([MaxLengthCriteria(limit)])
+        return llama64.generate(**arguments, stopping_criteria=criteria, **options)
+
+    for limit in (2, 4, 9):
+        assert torch.equal(run(limit, custom_generate=selfspec.custom_generate("ls:2-3")), run(limit))

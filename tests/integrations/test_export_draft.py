@@ -1,0 +1,194 @@
+"""`selfspec export-draft`: the folder is an ordinary checkpoint, its drafts are accepted as often as was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from typer.testing import CliRunner
+
+from layerskip_models import from_transformers, load_model
+from layerskip_models.checkpoints.fingerprint import fingerprint
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.folder import save_adapters
+from selfspec import SelfSpecGenerator
+from selfspec.analysis.draft_agreement import draft_agreement, own_texts
+from selfspec.cli.main import app
+from selfspec.integrations.draft_checkpoint import draft_model
+from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
+NEW = 30
+
+
+def trained(config: AdapterConfig, seed: int = 7) -> ExitAdapters:
+    """Adapters that change what an exit says."""
+    adapters = ExitAdapters(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapters.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    for layer in config.exit_layers:
+        adapters.at(layer).scale.fill_(0.7)
+    return adapters.double()
+
+
+def exported(model: PreTrainedModel, folder: Path, *arguments: Any) -> PreTrainedModel:
+    draft_model(model, *arguments).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_as_assistant_model_the_text_is_plain_and_acceptance_as_predicted(num_drafts: int, tmp_path: Path) -> None:
+    """Exactly as predicted: the rounds of greedy drafts follow from where the draft agrees with the text."""
+    llama = tiny_llama(num_layers=5, seed=3, late_scale=0.9, tie_word_embeddings=True).double()
+    draft = exported(llama, tmp_path, 2)
+    assert draft.config.num_hidden_layers == 2
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    texts = own_texts(SelfSpecGenerator(from_transformers(llama), policy="ls:2-3"), prompts, NEW)
+    predicted = draft_agreement(draft, prompts, texts)
+    counts = {llama: 0, draft: 0}
+    for model in counts:
+        model.register_forward_hook(lambda module, *_: counts.update({module: counts[module] + 1}))
+    draft.generation_config = GenerationConfig(
+        num_assistant_tokens=num_drafts, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
+    )
+    for prompt, text in zip(PROMPTS, texts):
+        assert reference_greedy(llama, prompt, max_new_tokens=NEW) == text.tolist()
+    counts.update({llama: 0, draft: 0})
+    for prompt, text in zip(prompts, texts):
+        mask = torch.ones_like(prompt[None])
+        options = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": draft, "attention_mask": mask}
+        out = llama.generate(prompt[None], **options)
+        assert out[0, len(prompt) :].tolist() == text.tolist()
+    rounds, drafted = counts[llama], counts[draft]
+    new = len(PROMPTS) * NEW
+    assert rounds < new  # some drafts are accepted
+    assert predicted.acceptance_rate(num_drafts) == (new - rounds) / drafted < 1
+    assert predicted.tokens_per_round(num_drafts) == new / rounds
+
+
+ATTENTION = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize("form", ["low_rank", "layer"])
+def test_an_adapter_is_folded_in_exactly(form: Any, tmp_path: Path) -> None:
+    llama = tiny_llama(
+        num_layers=4, heads=6, kv_heads=2, hidden_size=24, seed=5, attention_bias=True, rms_norm_eps=1e-5
+    ).double()
+    more = ATTENTION if form == "layer" else {}
+    adapters = trained(AdapterConfig(form=form, hidden_size=24, exit_layers=(1, 3), rank=5, eps=1e-5, **more))
+    draft = exported(llama, tmp_path, 3, adapters.at(3))
+    assert draft.config.num_hidden_layers == 4
+    same_as_adapter(llama, draft, adapters)
+
+
+def same_as_adapter(
+    model: PreTrainedModel, draft: PreTrainedModel, adapters: ExitAdapters, exit_layer: int = 3
+) -> None:
+    text = torch.tensor([[(7 * i + 3) % 24 for i in range(20)]])
+    with torch.no_grad():
+        # The states behind each layer, without the final norm, which transformers applies to the last of them.
+        hidden = model(text, output_hidden_states=True).hidden_states[exit_layer]
+        adapted = adapters.at(exit_layer)(hidden, positions=torch.arange(20)[None])
+        expected = model.lm_head(model.model.norm(adapted))
+        bare = model.lm_head(model.model.norm(hidden))
+        found = draft(text).logits
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # transformers' norms are computed in float32
+    assert (expected - bare).abs().max() > 0.1
+
+
+FAMILIES: dict[str, Any] = {
+    "mistral": MistralConfig(sliding_window=8),
+    "qwen2": Qwen2Config(),
+    "qwen3": Qwen3Config(),
+    "phi3": Phi3Config(pad_token_id=0),
+}
+
+
+def of_family(config: Any) -> PreTrainedModel:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, "num_attention_heads": 2}
+    values = {**config.to_dict(), **shape, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 24, "eos_token_id": 1}
+    if values.get("layer_types"):
+        values["layer_types"] = ["full_attention"] * 5
+    torch.manual_seed(2)
+    return AutoModelForCausalLM.from_config(type(config).from_dict({**values, "initializer_range": 0.3})).double()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_draft_is_of_the_models_family(name: str, tmp_path: Path) -> None:
+    model = of_family(FAMILIES[name])
+    adapters = trained(AdapterConfig(hidden_size=16, exit_layers=(3,), rank=5, eps=model.config.rms_norm_eps))
+    draft = exported(model, tmp_path, 3, adapters.at(3))
+    assert type(draft) is type(model)
+    same_as_adapter(model, draft, adapters)
+
+
+def test_adapters_that_no_checkpoint_can_hold() -> None:
+    llama = tiny_llama(num_layers=4)
+    shape: dict[str, Any] = {"hidden_size": 16, "exit_layers": (2,), "rank": 4}
+    for config, reason in (
+        (
+            AdapterConfig(form="steered", steering_layers=(1, 2, 3), **shape),
+            "'steered' cannot be in a plain checkpoint",
+        ),
+        (AdapterConfig(**{**shape, "rank": 25}), "rank 25 does not fit into an MLP of width 24"),
+        (
+            AdapterConfig(form="layer", **shape, **{**ATTENTION, "head_dim": 4}),
+            "attention of this adapter does not fit",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{reason}.*--exits none"):
+            draft_model(llama, 2, trained(config).at(2))
+    with pytest.raises(ValueError, match="layers of a 'olmo2' model cannot hold"):
+        draft_model(of_family(Olmo2Config()), 2, trained(AdapterConfig(**shape)).at(2))
+    assert draft_model(llama, 1).config.num_hidden_layers == 1
+    for layer in (0, 4):
+        with pytest.raises(ValueError, match=r"exit_layer must be in \[1, 3\]"):
+            draft_model(llama, layer)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint with an adapter for exit 2 beside it."""
+    tiny_llama(num_layers=4, seed=3, max_position_embeddings=256).save_pretrained(tmp_path / "tiny")
+    tiny_tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "tiny" / "exits").mkdir()
+    (tmp_path / "a.txt").write_text("abc abd abe", encoding="utf-8")
+    model = load_model(tmp_path / "tiny")
+    config = AdapterConfig(hidden_size=16, exit_layers=(2,), rank=4, base_model="tiny", fingerprint=fingerprint(model))
+    save_adapters(trained(config).float(), tmp_path / "tiny" / "exits")
+    return tmp_path
+
+
+def test_the_command(folder: Path) -> None:
+    def run(exit_layer: int, output: str, *more: str) -> Any:
+        fixed = ["--output-dir", str(folder / output), "--file", str(folder / "a.txt"), "--max-new-tokens", "16"]
+        return CliRunner().invoke(app, ["export-draft", str(folder / "tiny"), str(exit_layer), *fixed, *more])
+
+    for exit_layer, output, more, layers in ((2, "with", [], 3), (2, "bare", ["--exits", "none"], 2)):
+        result = run(exit_layer, output, *more)
+        assert result.exit_code == 0, result.output
+        assert "4 drafts a round: 0." in result.stdout
+        draft = AutoModelForCausalLM.from_pretrained(folder / output)
+        assert isinstance(draft, LlamaForCausalLM) and draft.config.num_hidden_layers == layers
+        assert (
+            AutoTokenizer.from_pretrained(folder / output)("abc")["input_ids"] == tiny_tokenizer()("abc")["input_ids"]
+        )
+        assert "agreement with the full model" in (folder / output / "README.md").read_text(encoding="utf-8")
+    assert "for exit layers 2 only" in run(3, "other", "--exits", str(folder / "tiny" / "exits")).output
+    assert (run(2, "bare").exit_code, run(4, "new").exit_code) == (2, 2)
+    assert "not empty" in run(2, "bare").output and "[1, 3]" in run(4, "new").output

@@ -1,0 +1,310 @@
+"""`selfspec export-hub`: what transformers makes of the folder, by its own three ways of using one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+from typer.testing import CliRunner
+
+from layerskip_models import DEMO_PATH, load_model
+from layerskip_models.exits.folder import FOLDER, save_adapters
+from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
+from selfspec.integrations.custom_generate import SelfSpecOutput
+from selfspec.integrations.hub_folder import export_hub
+from tests.fuzz.random_adapters import random_adapters
+from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def own_module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers copies a folder's code into a cache before it runs it."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    before = sys.path[:], {*sys.modules}
+    yield
+    sys.path[:] = before[0]
+    for name in {name for name in sys.modules if name.partition(".")[0] == "transformers_modules"}:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    return export_hub(checkpoint, tmp_path / "exported", policy="ls:2-3")
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+
+
+def test_from_pretrained_decodes_with_selfspec(folder: Path) -> None:
+    model = load(folder)
+    plain = tiny_llama(seed=3)
+    ids = torch.tensor([[5, 1, 7]])
+    expected = reference_greedy(plain, [5, 1, 7], max_new_tokens=12)
+    assert model.generate(ids, max_new_tokens=12, do_sample=False)[0, 3:].tolist() == expected
+    out = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(out, SelfSpecOutput)
+    assert out.sequences[0, 3:].tolist() == expected
+    assert out.stats is not None
+    assert out.stats[0].num_drafted > 0
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+    assert model.generate(ids, config, policy="ar").stats[0].num_drafted == 0
+    assert model.generate(ids, generation_config=config, num_speculations=0).stats[0].num_drafted == 0
+    with pytest.raises(ValueError, match="assistant_model"):
+        model.generate(ids, max_new_tokens=4, assistant_model=plain)
+    with pytest.raises(ValueError, match="num_beams=2"):
+        model.generate(ids, max_new_tokens=4, num_beams=2)
+
+
+def test_without_trust_it_is_the_checkpoint(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    out = model.generate(torch.tensor([[5, 1, 7]]), max_new_tokens=4, return_dict_in_generate=True)
+    assert not isinstance(out, SelfSpecOutput)
+
+
+@pytest.mark.parametrize("place", ["argument", "configuration", "checkpoint"])
+def test_stop_strings_wherever_they_are(place: str, folder: Path) -> None:
+    model, tokenizer = load(folder), tiny_tokenizer()
+    ids = torch.tensor([[5, 1, 7]])
+    text = tokenizer.decode(reference_greedy(tiny_llama(seed=3), [5, 1, 7], max_new_tokens=12)[3:5])
+    expected = reference_greedy(tiny_llama(seed=3), [5, 1, 7], max_new_tokens=12, stop_strings=[text])
+    assert len(expected) < 12
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    if place == "argument":
+        options["stop_strings"] = [text]
+    elif place == "configuration":
+        options = {"generation_config": GenerationConfig(**options, stop_strings=[text])}
+    else:
+        model.generation_config.stop_strings = [text]
+    found = model.generate(ids, tokenizer=tokenizer, **options)
+    assert found[0, 3:].tolist() == expected
+    if place == "configuration":
+        assert options["generation_config"].stop_strings == [text]  # the caller's stays as it is
+
+
+def test_a_pipeline(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ours = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=True)
+    plain = pipeline("text-generation", str(folder), tokenizer=tokenizer)
+    calls: list[Any] = []
+    generate = ours.model.generate
+    ours.model.generate = lambda *args, **options: calls.append(generate(*args, **options)) or calls[-1]
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    assert ours("a bed", **options) == plain("a bed", **options)
+    assert ours("a bed", stop_sequence="b", **options) == plain("a bed", stop_sequence="b", **options)
+    ours.model.generation_config.return_dict_in_generate = True
+    ours("a bed", **options)
+    assert isinstance(calls[-1], SelfSpecOutput)
+
+
+def test_what_is_in_the_folder(tmp_path: Path, checkpoint: Path) -> None:
+    exported = export_hub(DEMO_PATH, tmp_path / "demo", link=True)
+    names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+    assert names >= {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "selfspec.json", "README.md",
+        "custom_generate/generate.py", "custom_generate/requirements.txt", "pacer/preverifier.json",
+    }  # fmt: skip
+    assert (exported / "model.safetensors").is_symlink()
+    assert not (exported / "tokenizer.json").is_symlink()
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    assert re.match(r"---\n(.*\n)*tags:\n(- \w+\n)*- custom_generate\n", card)
+    assert "# Demo checkpoint" in card  # its own card goes on below
+    assert (exported / "custom_generate" / "requirements.txt").read_text(encoding="utf-8").startswith("selfspec>=")
+    copied = export_hub(checkpoint, tmp_path / "copied")
+    assert not (copied / "model.safetensors").is_symlink()
+
+
+def test_exit_adapters_come_along_and_draft_there(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    (source / FOLDER).mkdir()
+    model = load_model(source, dtype="float32", device="cpu")
+    save_adapters(random_adapters(model, [1, 2]), source / FOLDER)
+    exported = export_hub(source, tmp_path / "exported")
+    ids = torch.tensor([[5, 1, 7]])
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "policy": "ls:2-3"}
+    wanted, bare = (
+        SelfSpecGenerator.from_pretrained(source, dtype="float32", device="cpu", exits=exits).generate(
+            ids[0], **options
+        )
+        for exits in ("auto", None)
+    )
+    out = load(exported, dtype=torch.float32).generate(ids, return_dict_in_generate=True, **options)
+    found, with_adapters, without = (
+        (stats.num_drafted, stats.num_accepted) for stats in (out.stats[0], wanted.stats, bare.stats)
+    )
+    assert found == with_adapters != without
+    assert out.sequences[0].tolist() == wanted.sequences[0].tolist()
+
+
+def test_nothing_is_copied_that_is_not_part_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    weights = (source / "model.safetensors").read_bytes()
+    for name in (
+        "checkpoints/step-00000010/model.safetensors", "checkpoints/step-00000010/tokenizer.json", "optimizer.safetensors",
+        "pacer/checkpoints/state.safetensors", "exits/states/kept.safetensors", ".git/tokenizer", "consolidated.safetensors",
+        "LICENSES/notes/secret", "tokenizer/vocab.txt",
+    ):  # fmt: skip
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(weights)
+    exported = export_hub(source, tmp_path / "exported")
+    names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+    own = {path.name for path in checkpoint.iterdir()}
+    assert names == own | {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
+
+
+def test_weights_in_several_files(checkpoint: Path, tmp_path: Path) -> None:
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    tiny_llama(seed=3).save_pretrained(source, max_shard_size="8KB")
+    tiny_tokenizer().save_pretrained(source)
+    shards = sorted(path.name for path in source.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    (source / "stale.safetensors").write_bytes(b"")
+    export_hub(source, exported, link=True)
+    assert sorted(path.name for path in exported.glob("*.safetensors*")) == [*shards, "model.safetensors.index.json"]
+    assert all((exported / name).is_symlink() for name in shards)
+    assert load(exported).generate(torch.tensor([[5, 1, 7]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
+    (source / shards[0]).unlink()
+    with pytest.raises(FileNotFoundError, match=f"has no {shards[0]}"):
+        export_hub(source, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_card_keeps_its_metadata(checkpoint: Path, tmp_path: Path) -> None:
+    source = export_hub(checkpoint, tmp_path / "source")
+    (source / "README.md").write_text("---\nlicense: llama3\ntags: [code]\n---\n# Mine\n", encoding="utf-8")
+    card = (export_hub(source, tmp_path / "again") / "README.md").read_text(encoding="utf-8")
+    front = card.split("---")[1]
+    assert "license: llama3" in front
+    assert "- code" in front
+    assert "- selfspec" in front
+    assert card.rstrip().endswith("# Mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["MODEL", "FULL"], "is not empty"),
+        (["MODEL", "NEW", "--policy", "ls:9-2"], "exit_layer"),
+        (["MODEL", "NEW", "--policy", "lss"], "did you mean"),
+        (["./nothing-here", "NEW"], "no checkpoint folder"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    places = {"MODEL": str(checkpoint), "FULL": str(tmp_path / "full"), "NEW": str(tmp_path / "new")}
+    result = CliRunner().invoke(app, ["export-hub", *[places.get(word, word) for word in arguments]])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_writes_it(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "exported"
+    result = CliRunner().invoke(app, ["export-hub", str(checkpoint), str(target), "--policy", "del", "--link"])
+    assert result.exit_code == 0, result.stderr
+    assert "POLICY = 'del'" in (target / "custom_generate" / "generate.py").read_text(encoding="utf-8")
+
+
+def _ask(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.slow
+def test_transformers_serve(folder: Path, tmp_path: Path) -> None:
+    """A real server process: its chat completion is the model's own text, and selfspec decoded it."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    code = folder / "custom_generate" / "generate.py"
+    seen = tmp_path / "seen"
+    code.write_text(
+        code.read_text(encoding="utf-8").replace(
+            "    return hub_generate", f"    open({str(seen)!r}, 'a').write('x')\n    return hub_generate"
+        ),
+        encoding="utf-8",
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", str(folder)]
+    command += [
+        "--trust-remote-code",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "served"), "HF_HUB_OFFLINE": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(240):
+            assert server.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")
+            try:
+                _ask(f"{url}/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.25)
+        body = {"model": str(folder), "messages": [{"role": "user", "content": "a bed"}], "max_tokens": 10}
+        answer = _ask(f"{url}/v1/chat/completions", body)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=30)
+    prompt = tokenizer("a bed")["input_ids"]
+    expected = tokenizer.decode(reference_greedy(tiny_llama(seed=3), prompt, max_new_tokens=10))
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert seen.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_by_its_hub_name(checkpoint: Path, tmp_path: Path) -> None:
+    """From the local cache, offline: links point at the files themselves, not at the cache's links."""
+    repo = tmp_path / "home" / "hub" / "models--someone--tiny"
+    snapshot = repo / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0123", encoding="utf-8")
+    for number, path in enumerate(sorted(checkpoint.iterdir())):
+        (repo / "blobs" / str(number)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-m", "selfspec.cli.main", "export-hub", "someone/tiny", str(tmp_path / "out"), "--link"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    weights = tmp_path / "out" / "model.safetensors"
+    assert weights.is_symlink()
+    assert weights.readlink().parent == (repo / "blobs").resolve()
+    assert "base_model: someone/tiny" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

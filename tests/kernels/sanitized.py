@@ -1,0 +1,133 @@
+"""The kernels' tests on a library that is built to find wrong reads, writes and arithmetic: `make sanitize`.
+
+The library has AddressSanitizer and UndefinedBehaviorSanitizer in it, and gives every member of the team memory of exactly
+the size that it asks for. It lies in a copy of this folder below build, where the tests run.
+
+`--short` takes one variant and the tests of memory alone: `make sanitize-short`, a part of `make test`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path("layerskip_models") / "kernels"
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DEXACT_ROOMS=1"]
+FILES = (
+    "bench_attention", "choices", "compact_linear", "exit_adapters", "families", "four_bits", "gguf_checkpoint",
+    "half_precision", "integer_rows", "kernel_library", "kv_dtype", "many_rows", "many_texts", "matrix_unit",
+    "native", "native_attention", "native_four_bits", "native_halves", "native_memory", "native_steps", "no_rerun",
+    "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights",
+)  # fmt: skip
+"""Tests that call the library, by the names of their files."""
+SHORT = ("native_memory", "native_steps")
+
+
+def found() -> dict[str, Path]:
+    """Every file of tests by its name, relative to this repository."""
+    paths = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    return {path.stem.removeprefix("test_"): path for path in paths}
+
+
+def missing() -> str | None:
+    """Why there are no sanitizers here, or None."""
+    if sys.platform != "linux" or shutil.which("gcc") is None:
+        return "they need gcc on Linux"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "nothing.c"
+        source.write_text("int main(void) { return 0; }")
+        command = ["gcc", *SANITIZERS, "-o", f"{folder}/nothing", str(source)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return "this gcc cannot link with -fsanitize=address,undefined"
+    return None
+
+
+def variants(short: bool) -> dict[str, list[str]]:
+    """Flags of the variants to build, by their names; the best one that runs here where one is enough."""
+    every: dict[str, dict[str, list[str]]] = runpy.run_path(str(ROOT / "setup.py"))["VARIANTS"]
+    found = every.get(platform.machine(), {"baseline": []})
+    if not short:
+        return found
+    # Real tiles are left out: what their instructions read and write is hidden from the sanitizers.
+    runs = [name for name in found if name != "amx" and _runs(name)]
+    return {runs[-1]: found[runs[-1]]}
+
+
+def _runs(variant: str) -> bool:
+    """As the library that was built before says."""
+    library = ROOT / FOLDER / "libkernels.so"
+    return variant in ("baseline", "neon") or (
+        library.is_file() and bool(getattr(ctypes.CDLL(str(library)), f"runs_{variant}", int)())
+    )
+
+
+def build(copy: Path, short: bool) -> None:
+    """Copy this folder, with a sanitized library. Two compilers at a time, with few optimisations, which takes seconds."""
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for path in ROOT.iterdir():
+        if path.name in ("layerskip_models", "tests"):
+            shutil.copytree(path, copy / path.name, ignore=ignored)
+        elif path.name not in ("build", ".git", ".venv"):
+            (copy / path.name).symlink_to(path)
+    flags: Sequence[str] = [*runpy.run_path(str(ROOT / "setup.py"))["FLAGS"], "-O1", "-fPIC", *SANITIZERS]
+    jobs = [(f"{variant}.o", "kernels.c", [*more, f"-DVARIANT={variant}"]) for variant, more in variants(short).items()]
+    jobs += [("pool.o", "pool.c", []), ("processor.o", "processor.c", [])]
+    running: list[subprocess.Popen[bytes]] = []
+    for name, source, more in jobs:
+        if len(running) == 2 and running.pop(0).wait():
+            raise SystemExit(1)
+        command = ["gcc", *flags, *more, "-c", str(copy / FOLDER / source), "-o", str(copy / name)]
+        running.append(subprocess.Popen(command))
+    if sum(compiler.wait() for compiler in running):
+        raise SystemExit(1)
+    objects = [str(copy / name) for name, _, _ in jobs]
+    library = copy / FOLDER / "libkernels.so"
+    subprocess.run(["gcc", "-shared", *SANITIZERS, "-o", library, *objects, "-lm", "-pthread"], check=True)
+
+
+def environment() -> Mapping[str, str]:
+    """For tests on that library; CFLAGS is for those that compile something by themselves."""
+    runtimes = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return {
+        **os.environ,
+        "CFLAGS": " ".join(SANITIZERS),
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "SELFSPEC_NATIVE": "require",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the kernels' tests on a sanitized library.")
+    parser.add_argument("--short", action="store_true", help="one variant, and the tests of memory alone")
+    parser.add_argument("tests", nargs="*", help="arguments of pytest (default: every test of the kernels)")
+    arguments = parser.parse_args()
+    reason = missing()
+    if reason is not None:
+        print(f"sanitizers skipped: {reason}")
+        return 0
+    copy = ROOT / "build" / ("sanitize-short" if arguments.short else "sanitize")
+    build(copy, arguments.short)
+    chosen = arguments.tests or [str(found()[name]) for name in (SHORT if arguments.short else FILES)]
+    # Else pytest keeps what the sanitizers say as they end the process.
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", *chosen]
+    return subprocess.run(command, cwd=copy, env=environment(), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Weights of 4 bits: where each number lies, what is kept exactly, rounding, and the product with and without kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench.commands.preparation import open_model
+from layerskip_models import DEMO_PATH, from_transformers, load_model
+from layerskip_models.checkpoints import loading
+from layerskip_models.compact_linear import Int4Linear, four_bit_product
+from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
+from layerskip_models.four_bits import FourBitWeight, exact, pack_nibbles, unpack_nibbles
+from layerskip_models.kernels import library
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import GROUP
+from selfspec import SelfSpecGenerator
+from tiny_llama import full_logits, tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def test_where_each_number_lies() -> None:
+    # Input 0 is in the low four bits of byte 0, input 32 in its high ones; input 64 begins the next 32 bytes.
+    values = torch.zeros(1, 128, dtype=torch.int64)
+    values[0, 0], values[0, 32], values[0, 33], values[0, 64] = 5, 10, 1, 15
+    packed = pack_nibbles(values)
+    assert packed.shape == (1, 64) and packed.dtype == torch.uint8
+    assert packed[0, 0] == 10 * 16 + 5 and packed[0, 1] == 16 and packed[0, 32] == 15
+    assert torch.equal(unpack_nibbles(packed).long(), values)
+
+
+def test_by_hand() -> None:
+    # Group 0 has scale 0.5 and group 1 scale 2: with an offset of -1 and a factor of 4, 3 stands for (0.5 * 3 - 1) * 4 = 2.
+    values = torch.full((1, 64), 3)
+    groups = torch.tensor([[0.5, 2.0]], dtype=torch.float16)
+    plain = FourBitWeight(pack_nibbles(values), groups)
+    assert plain.values()[0, 31:33].tolist() == [-2.5, -10.0]
+    shifted = FourBitWeight(pack_nibbles(values), groups, torch.tensor([[-1.0, 0.0]]), torch.tensor([4.0]))
+    assert shifted.values()[0, 31:33].tolist() == [2.0, 24.0]
+    assert (plain.group, plain.shape, plain.num_bytes, shifted.num_bytes) == (32, (1, 64), 36, 48)
+    both = FourBitWeight.cat([plain, shifted])
+    assert torch.equal(both.values(), torch.cat([plain.values(), shifted.values()]))
+    assert torch.equal(both.values(1, 2), shifted.values())
+
+
+@given(
+    seed=st.integers(0, 99),
+    columns=st.sampled_from([64, 128, 192, 320, 384, 768]),
+    size=st.sampled_from([32, 64, 96, 128, 192, 256, None]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    zeros=st.booleans(),
+    small=st.sampled_from([1.0, 1e-5, 1e4]),
+)
+@settings(max_examples=120)
+def test_what_files_hold_is_kept_exactly(
+    seed: int, columns: int, size: int | None, dtype: torch.dtype, zeros: bool, small: float
+) -> None:
+    """Scales of 16 bits whatever their size, those of 32 bits for rows; and outputs of several as one, in another order."""
+    size = columns if size is None or columns % size else size
+    scale = (drawn(5, columns // size, seed=seed).abs() * 0.02 * small).clamp_min(1e-7).to(dtype).float()
+    zero = numbers(5, columns // size, seed=seed + 1) if zeros else None
+    values = numbers(5, columns, seed=seed + 2)
+    weight = exact(values, scale, zero)
+    shift = torch.full_like(scale, 8) if zero is None else zero
+    meant = ((values.unflatten(1, (-1, size)) - shift.unsqueeze(2)) * scale.unsqueeze(2)).flatten(1)
+    if dtype == torch.float32 and columns > size:
+        assert weight is None
+        return
+    assert weight is not None
+    assert torch.equal(weight.values(), meant)
+    assert weight.group == max(part for part in (32, 64, 128) if size % part == 0)
+    assert zeros or weight.offsets is None
+    other = round_to_four_bits(meant, group=32, symmetric=True)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(seed))
+    both = FourBitWeight.cat([weight, other]).reordered(order)
+    assert torch.equal(both.values(), torch.cat([meant, other.values()])[order])
+
+
+def test_what_cannot_be_kept() -> None:
+    values = numbers(4, 64)
+    assert exact(values, drawn(4, 8).half()) is None  # groups of 8
+    assert exact(values[:, :32], drawn(4, 1).half()) is None  # half a chunk
+    assert (
+        exact(values, torch.tensor([[1e-30, 1.0]] * 4).bfloat16()) is None
+    )  # further apart than float16's numbers are
+    with pytest.raises(ValueError, match="do not fit together"):
+        FourBitWeight(pack_nibbles(values), drawn(4, 2))
+    with pytest.raises(ValueError, match="groups must be of 32, 64 or 128"):
+        FourBitWeight(pack_nibbles(values), drawn(4, 8).half())
+    with pytest.raises(ValueError, match="a multiple of 64 inputs, got 96"):
+        round_to_four_bits(drawn(4, 96), group=32, symmetric=True)
+    assert fits_four_bits(192) and not fits_four_bits(96)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rounding(symmetric: bool) -> None:
+    """Closer than rounding to nearest, closer with smaller groups and with offsets; at any size of the numbers."""
+    weight = drawn(40, 384)
+
+    def error(group: int, symmetric: bool, size: float = 1.0) -> float:
+        found = round_to_four_bits(weight * size, group=group, symmetric=symmetric)
+        assert found.group == group and (found.offsets is None) == symmetric
+        return float((found.values() / size - weight).norm() / weight.norm())
+
+    groups = weight.unflatten(1, (-1, 32))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    step = groups.abs().amax(2, keepdim=True) / 7 if symmetric else (high - low) / 15
+    shift = torch.zeros_like(low) if symmetric else low
+    nearest = float((((groups - shift) / step).round() * step + shift - groups).norm() / weight.norm())
+    assert error(32, symmetric) < 0.97 * nearest
+    assert error(32, symmetric) < error(64, symmetric) < error(128, symmetric)
+    assert error(32, False) < error(32, True)
+    for size in (1e-9, 1e9):
+        assert error(64, symmetric, size) == pytest.approx(error(64, symmetric), rel=1e-3)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rounding_of_odd_numbers(symmetric: bool) -> None:
+    """Zeros and equal numbers stay what they are, and NaN stays NaN where it was."""
+    weight = drawn(4, 64)
+    weight[0], weight[1], weight[2, 40] = 0.0, 2.5, float("nan")
+    found = round_to_four_bits(weight, group=32, symmetric=symmetric).values()
+    assert torch.equal(found[:2], weight[:2])
+    assert found[2].isnan().tolist() == [False] * 32 + [True] * 32 and not found[3].isnan().any()
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    """Nor small and large numbers, whose factors float16 does not hold."""
+    weight, scale = drawn(6, 128) * 1e-20, (drawn(6, 2).abs() * 1e-12).bfloat16().float()
+    values = numbers(6, 128)
+
+    def made() -> tuple[Tensor, ...]:
+        found = [round_to_four_bits(weight, group=32, symmetric=symmetric) for symmetric in (True, False)]
+        kept = exact(values, scale, values[:, :2])
+        assert kept is not None
+        x = torch.ones(2, 128, dtype=torch.float32)
+        both = FourBitWeight.cat([kept, found[1]])
+        return (*(one.values() for one in (*found, kept, both)), four_bit_product(x, kept, None))
+
+    expected, before = made(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        found = made()
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, expected):
+        assert one.dtype == torch.float32 and torch.equal(one, other) and bool((one != 0).any())
+
+
+@given(seed=st.integers(0, 99), rows=st.integers(1, 9), outputs=st.integers(1, 70), symmetric=st.booleans())
+@settings(max_examples=30)
+def test_the_product_by_operators(seed: int, rows: int, outputs: int, symmetric: bool) -> None:
+    weight = round_to_four_bits(drawn(outputs, 192, seed=seed), group=64, symmetric=symmetric)
+    x, bias, residual = (
+        drawn(rows, 192, seed=seed + 1),
+        drawn(outputs, seed=seed + 2),
+        drawn(rows, outputs, seed=seed + 3),
+    )
+    linear = Int4Linear(weight, bias)
+    exactly = F.linear(x.double(), weight.values().double(), bias.double())
+    torch.testing.assert_close(linear(x).double(), exactly, rtol=0, atol=5e-5)
+    torch.testing.assert_close(linear.add_to(residual, x).double(), exactly + residual, rtol=0, atol=5e-5)
+    assert torch.equal(linear.weight, weight.values()) and linear.num_bytes == weight.num_bytes
+
+
+def test_pieces_of_a_large_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = round_to_four_bits(drawn(50, 64), group=32, symmetric=True), drawn(3, 64, seed=1)
+    whole = four_bit_product(x, weight, None)
+    monkeypatch.setattr("layerskip_models.compact_linear._CONVERTED", 64 * 7)
+    torch.testing.assert_close(four_bit_product(x, weight, None), whole)
+
+
+def wide(**options: Any) -> Any:
+    """With inputs in whole groups, so that all its matrices can be of 4 bits."""
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+    return tiny_llama(**{**shape, "num_layers": 3, "seed": 4, "late_scale": 0.6, **options})
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_model_in_4_bits(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer and the head have 8 bits, the others 4, which is another model, a little."""
+    if not kernels:
+        monkeypatch.setattr(library, "kernels", lambda: None)
+    llama = wide()
+    model = from_transformers(llama, layout="int4")
+    sizes = {"output": 64 * 128, "down": 64 * 192}
+    for name, size in sizes.items():
+        first, *others = (8 * getattr(layer, name).num_bytes / size for layer in model._layers)
+        assert 8 <= first < 9 and others == [4 + 16 / GROUP] * 2
+    text = [(5 * i + 3) % 24 for i in range(30)]
+    found = model.logits(model.run_layers(model.embed(torch.tensor(text)), 0, 3, KVCache(model, 30)))
+    expected = full_logits(llama, text)
+    assert float((found - expected).norm() / expected.norm()) < 0.1
+    assert model.weights_dtype == torch.float32
+
+
+def test_odd_widths_get_8_bits() -> None:
+    """Of a matrix whose inputs are no multiple of 64; the others keep their 4 bits."""
+    model = from_transformers(wide(hidden_size=96), layout="int4")
+    eight = from_transformers(wide(hidden_size=96), layout="int8")
+    last, other = model._layers[-1], eight._layers[-1]
+    assert last.qkv.num_bytes == other.qkv.num_bytes and last.gate_up.num_bytes == other.gate_up.num_bytes
+    assert last.down.num_bytes < 0.6 * other.down.num_bytes
+    new = SelfSpecGenerator(model, policy="ls:1-3").generate([3, 1, 4], max_new_tokens=12).new_tokens
+    assert new == SelfSpecGenerator(model, policy="ar").generate([3, 1, 4], max_new_tokens=12).new_tokens
+
+
+def test_int4_by_name() -> None:
+    """A checkpoint, and synthetic weights, whose first layer of twelve has 8 bits."""
+    synthetic = open_model("synthetic:small", "int4", "cpu")
+    assert 0.55 < synthetic.layer_bytes / synthetic.layer_weights < 0.64
+    model = load_model(DEMO_PATH, dtype="int4", device="cpu", local_files_only=True)
+    eight = load_model(DEMO_PATH, dtype="int8", device="cpu", local_files_only=True)
+    assert model.layer_bytes < 0.6 * eight.layer_bytes and model.head_bytes == eight.head_bytes
+    with pytest.raises(ValueError, match=r"int4 weights are this engine's own.*use float32"):
+        loading.resolve_dtype("int4", CPU, None)
+    with pytest.raises(ValueError, match="layout 'int4' needs a CPU and float32"):
+        from_transformers(wide(dtype=torch.float64), layout="int4")
+    with pytest.raises(ValueError, match="layout 'int4' needs a CPU"):
+        load_model(DEMO_PATH, dtype="int4", device="meta", local_files_only=True)
+
+
+@pytest.mark.skipif(not native_works(CPU, torch.float32), reason="needs the native kernels")
+def test_the_head_of_a_4_bit_model_is_on_our_kernels() -> None:
+    assert isinstance(from_transformers(wide(), layout="int4")._head, NativeInt8Linear)

@@ -1,0 +1,144 @@
+"""Weights of 8 and 4 bits on the kernels: rows as integers are multiplied without any rounding but the row's own."""
+
+from __future__ import annotations
+
+from ctypes import addressof
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from bench.experiments.row_parts.row_parts import digits, parts
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import Matrix
+from layerskip_models.kernels.native_linear import NativeInt8Linear
+
+VARIANTS = library.runnable_variants() if library.LIBRARY.is_file() else ()
+integers = pytest.mark.skipif("vnni" not in VARIANTS, reason="this processor multiplies no bytes (AVX-512 VNNI)")
+
+
+def product(variant: str, matrix: Matrix, x: Tensor, out: int, threads: int = 1) -> Tensor:
+    y = torch.empty(x.shape[0], out)
+    library.load(variant).linear(addressof(matrix), x.data_ptr(), x.shape[0], None, y.data_ptr(), threads)
+    return y
+
+
+def fixed_point(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as digits.h has them: whole numbers of three signed bytes, int64 [rows, in], and units, float64 [rows, 1]."""
+    peak = x.double().abs().amax(1, keepdim=True)
+    exponent = 23 - torch.frexp(peak.float()).exponent
+    exponent = torch.where(peak * 2.0**exponent > 127 * 65536 + 127 * 256 + 127, exponent - 1, exponent)
+    exponent = torch.where(peak == 0, 0, exponent)
+    return (x.double() * 2.0**exponent).round().long(), 2.0 ** -exponent.double()
+
+
+def rows_of(count: int, width: int) -> Tensor:
+    """Rows of all sizes, one with an outlier, one of zeros, one whose largest number is the largest of its power of two."""
+    x = torch.randn(count, width) * torch.logspace(-30, 30, count).unsqueeze(1)
+    x[0, 0] *= 1000
+    x[1] = 0
+    x[2] /= x[2].abs().max()
+    x[2, -1] = 2 - 2.0**-23
+    return x
+
+
+@integers
+@pytest.mark.parametrize(("out", "width"), [(4, 64), (7, 3), (37, 100), (130, 1024), (9, 8229)])
+def test_eight_bit_weights_are_multiplied_exactly(out: int, width: int) -> None:
+    torch.manual_seed(out)
+    linear = NativeInt8Linear(torch.randn(out, width))
+    linear.stored[0] = -128  # the largest magnitude that a byte holds, everywhere
+    x = rows_of(9, width)
+    q, unit = fixed_point(x)
+    expected = ((q @ linear.stored.long().T).double() * unit).float() * linear.tensors[1]
+    alone = torch.cat([product("vnni", linear.matrix, row, out) for row in x.split(1)])
+    assert torch.equal(alone, expected)
+    for threads in (1, 3):
+        assert torch.equal(product("vnni", linear.matrix, x, out, threads), expected)
+
+
+@integers
+@pytest.mark.parametrize("width", [1 << 16, 70_016])
+def test_no_sum_is_too_large_for_its_integer(width: int) -> None:
+    """The largest weights and digits: sums of more inputs would not fit 32 bits, so these are multiplied as floats."""
+    linear = NativeInt8Linear(torch.full((8, width), 127.0))
+    for x in (torch.full((2, width), 127 / 64), torch.full((2, width), -127 / 64)):  # 127, 0, 0 in digits
+        expected = (x.double() @ linear.weight.double().T).float()
+        torch.testing.assert_close(product("vnni", linear.matrix, x, 8), expected, rtol=1e-3, atol=0)
+
+
+@integers
+def test_a_row_that_is_no_number_stays_none_and_spoils_no_other() -> None:
+    linear = NativeInt8Linear(torch.randn(13, 70))
+    x = torch.randn(5, 70)
+    whole = product("vnni", linear.matrix, x, 13)
+    x[1, 69], x[3, 0] = torch.nan, -torch.inf
+    spoilt = product("vnni", linear.matrix, x, 13)
+    assert spoilt[[1, 3]].isnan().all()
+    assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("group", "shifted"), [(32, False), (32, True), (64, False), (128, True)])
+def test_four_bit_weights(variant: str, group: int, shifted: bool) -> None:
+    torch.manual_seed(group)
+    for out, width in ((6, 128), (133, 384), (40, 4096)):
+        q = torch.randint(0, 16, (out, width))
+        halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
+        stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
+        scales = ((torch.rand(out, width // group) + 0.5) / 100).half()
+        offsets = torch.randn(out, width // group) / 20 if shifted else scales.float() * -8
+        weight = scales.double().repeat_interleave(group, 1) * q + offsets.double().repeat_interleave(group, 1)
+        matrix = Matrix(
+            stored.data_ptr(),
+            kind=library.KINDS[torch.uint8],
+            in_features=width,
+            out_features=out,
+            groups=scales.data_ptr(),
+            offsets=offsets.data_ptr() if shifted else None,
+            group=group,
+        )
+        x = torch.randn(35, width)
+        alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
+        for rows, threads in ((2, 1), (3, 2), (7, 1), (35, 2)):
+            assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
+        expected = x.double() @ weight.T
+        bound = 2e-4 if variant in ("vnni", "amx") else 1e-5  # there rows are cut to 16 bits
+        assert (alone - expected).abs().max() < bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("outliers", [1, 8])
+def test_outliers_do_not_drown_the_small_numbers_of_a_row_with_four_bit_weights(variant: str, outliers: int) -> None:
+    """Where the outliers' weights are 0, only the small numbers matter. Rows without outliers are beside those with some."""
+    torch.manual_seed(outliers)
+    out, width = 36, 4096
+    q = torch.randint(0, 16, (out, width))
+    q[:, :outliers] = 8
+    halves = rearrange(q, "out (chunk half i) -> half out chunk i", half=2, i=32)
+    stored = rearrange(halves[0] | halves[1] << 4, "out chunk i -> out (chunk i)").to(torch.uint8).contiguous()
+    scales = ((torch.rand(out, width // 32) + 0.5) / 100).half()
+    weight = scales.double().repeat_interleave(32, 1) * (q - 8)
+    kind = library.KINDS[torch.uint8]
+    matrix = Matrix(
+        stored.data_ptr(), kind=kind, in_features=width, out_features=out, groups=scales.data_ptr(), group=32
+    )
+    sizes = torch.tensor([1, 100, 1, 1e3, 1e4, 1e5, 30])
+    x = torch.randn(len(sizes), width)
+    x[:, :outliers] = sizes.unsqueeze(1)
+    alone = torch.cat([product(variant, matrix, row, out) for row in x.split(1)])
+    expected = x.double() @ weight.T
+    errors = (alone - expected).square().mean(1).sqrt() / expected.square().mean(1).sqrt()
+    assert (errors < torch.where(sizes < 100, 1e-3, 1e-4)).all(), errors
+    for rows, threads in ((2, 1), (4, 1), (7, 1), (7, 2)):
+        assert torch.equal(product(variant, matrix, x[:rows], out, threads), alone[:rows])
+
+
+def test_the_trial_of_parts_cuts_rows_as_the_kernels_do() -> None:
+    x = rows_of(9, 70)[3:]  # without the row whose largest number would need one bit more
+    q, unit = fixed_point(x)
+    assert torch.equal(digits(3)(x.double()), q * unit)
+    x = torch.randn(100, 100)
+    assert torch.equal(parts(3)(x), x)
+    assert not torch.equal(parts(2)(x), x)

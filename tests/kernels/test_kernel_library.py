@@ -1,0 +1,169 @@
+"""The native library: built with the package, loaded from nowhere else, and missed without an error."""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip_models.kernels import library
+from layerskip_models.kernels.library import KernelsUnavailableError, kernels, load, runnable_variants
+from layerskip_models.kernels.pages import use_large_pages
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "layerskip_models" / "kernels"
+switched_off = os.environ.get("SELFSPEC_NATIVE") == "0"
+needs_library = pytest.mark.skipif(not library.LIBRARY.exists(), reason="the library was not built")
+
+
+@pytest.fixture(autouse=True)
+def loaded_anew() -> Iterator[None]:
+    """What was loaded and chosen before counts for nothing, and what a test chooses for nothing after it."""
+    kept = (library._library, library.load, library.kernels)
+    for function in kept:
+        function.cache_clear()
+    yield
+    for function in kept:
+        function.cache_clear()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None or switched_off or not (ROOT / "setup.py").exists(),
+    reason="no C compiler here, or switched off",
+)
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """Or a mistake in the source would only skip tests. It must compile without a warning, too, for every processor."""
+    assert kernels() is not None, "run `python setup.py build_ext --inplace`"
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    for variant, flags in setup["VARIANTS"].get(platform.machine(), {"baseline": []}).items():
+        command = ["cc", *setup["FLAGS"], *flags, f"-DVARIANT={variant}", "-Wall", "-Wextra", "-fsyntax-only"]
+        for source in sorted(FOLDER.glob("*.c")):
+            result = subprocess.run([*command, str(source)], capture_output=True, text=True, check=True)
+            assert result.stderr == ""
+
+
+@needs_library
+def test_the_best_variant_is_chosen_and_any_other_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
+    names = runnable_variants()
+    assert names and list(names) == [name for name in library.VARIANTS if name in names]
+    chosen = kernels()
+    assert chosen is not None and chosen.variant == names[0]
+    for name in names:
+        monkeypatch.setenv("SELFSPEC_NATIVE", name)
+        kernels.cache_clear()
+        chosen = kernels()
+        assert chosen is not None and chosen.variant == name
+    (absent, *_) = [name for name in library.VARIANTS if name not in names]
+    monkeypatch.setenv("SELFSPEC_NATIVE", absent)
+    kernels.cache_clear()
+    with pytest.raises(KernelsUnavailableError, match=f"no variant '{absent}' that can run here; it has {names[0]}"):
+        kernels()
+
+
+def test_switched_off_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFSPEC_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels() is None
+
+
+def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFSPEC_NATIVE", "sse9")
+    with pytest.raises(ValueError, match=r"SELFSPEC_NATIVE must be 0, 1, require or one of amx.*got 'sse9'"):
+        kernels()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF but no library", b"#!/bin/sh\n"])
+def test_a_library_that_is_missing_or_broken_is_one_warning(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "libkernels.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(library, "LIBRARY", path)
+    monkeypatch.delenv("SELFSPEC_NATIVE", raising=False)
+    with pytest.warns(RuntimeWarning, match="no native kernels.*libkernels.so") as caught:
+        assert kernels() is None and kernels() is None
+    assert len(caught) == 1
+    monkeypatch.setenv("SELFSPEC_NATIVE", "require")
+    kernels.cache_clear()
+    with pytest.raises(KernelsUnavailableError, match=r"SELFSPEC_NATIVE=require, but libkernels\.so"):
+        kernels()
+
+
+@needs_library
+def test_a_truncated_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-copied file must not be mapped and run: touching its missing pages would end the process."""
+    whole = library.LIBRARY.read_bytes()
+    for size in (60, 1 << 12, len(whole) // 2, len(whole) - 1):
+        path = tmp_path / f"{size}.so"
+        path.write_bytes(whole[:size])
+        monkeypatch.setattr(library, "LIBRARY", path)
+        library._library.cache_clear()
+        with pytest.raises(KernelsUnavailableError, match=f"{size}.so"):
+            load()
+
+
+def test_large_pages_change_no_number() -> None:
+    weight = torch.randn(3 << 20)[1:]
+    before = weight.clone()
+    use_large_pages(weight)
+    assert torch.equal(weight, before)
+    use_large_pages(torch.empty(0))
+    use_large_pages(torch.empty(100))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("variant", ["baseline", "avx2", "vnni"])
+def test_the_numbers_do_not_depend_on_how_much_the_compiler_optimises(variant: str, tmp_path: Path) -> None:
+    """Compilers may not fuse or reorder arithmetic by themselves. Every digit of the driver's numbers is compared."""
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    if variant not in runnable_variants():
+        pytest.skip(f"this processor does not run {variant}")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    sources = [ROOT / "tests" / "kernels" / "kernels_driver.c", FOLDER / "pool.c"]
+    numbers = []
+    for level in ("-O1", "-O3"):
+        program = tmp_path / level[1:]
+        flags = [*setup["FLAGS"], *setup["X86"][variant], level, f"-DVARIANT={variant}", f"-I{FOLDER}"]
+        subprocess.run(["cc", *flags, "-o", program, *sources, "-lm"], check=True)
+        numbers.append(subprocess.run([program], check=True, capture_output=True, text=True).stdout)
+    assert numbers[0].count("\n") > 90_000
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("cc", "aarch64-linux-gnu-gcc", "qemu-aarch64"))),
+    reason="needs a C compiler, gcc-aarch64-linux-gnu and qemu-user",
+)
+def test_on_an_emulated_arm_processor_a_row_is_the_same_in_any_company(tmp_path: Path) -> None:
+    """And its numbers are those of the portable code here, but for rounding. The driver compares the bits."""
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    sources = [ROOT / "tests" / "kernels" / "kernels_driver.c", FOLDER / "pool.c"]  # the driver has kernels.c in it
+    numbers = []
+    for compiler, run, variant in (
+        (["cc"], [], "baseline"),
+        (["aarch64-linux-gnu-gcc", "-static"], ["qemu-aarch64"], "neon"),
+    ):
+        program = tmp_path / variant
+        options = [*setup["FLAGS"], f"-DVARIANT={variant}", f"-I{FOLDER}", "-o", str(program)]
+        subprocess.run([*compiler, *options, *map(str, sources), "-lm"], check=True)
+        result = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True)
+        numbers.append([float(line) for line in result.stdout.split()])
+    portable, neon = numbers
+    assert len(portable) == len(neon) > 90_000
+    assert max(abs(a - b) / (1 + abs(a)) for a, b in zip(portable, neon)) < 2e-5

@@ -1,0 +1,299 @@
+"""Rows of several texts in one pass: numbers and caches are those of each text's own pass, and the weights are read once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from companies import SCRIPTED, Wish, model_of, run_together
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kernels.library import Step
+from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear
+from layerskip_models.kernels.native_steps import STEP_ROWS
+from layerskip_models.kernels.threads import on_threads
+from layerskip_models.kv_cache import KVCache
+from selfspec import SelfSpecGenerator
+from selfspec.engine.runners.eager import EagerRunner
+from test_cuda_paths import as_on_cuda
+from test_native import RUNNABLE, drawn, every_variant, native_model, needs_native
+from tiny_llama import tiny_llama, tiny_tokenizer
+
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"seed": 2},
+    {"seed": 3, "heads": 6, "kv_heads": 3, "hidden_size": 24, "head_dim": 8, "attention_bias": True},
+    {"seed": 4, "heads": 4, "kv_heads": 4, "hidden_size": 72, "head_dim": 18, "intermediate_size": 45},
+)
+
+
+@cache
+def cached_native(variant: str, shape: int) -> LayerSkipModel:
+    return native_model(variant, **SHAPES[shape])[1]
+
+
+@cache
+def operator_model(shape: int, path: str) -> LayerSkipModel:
+    """In float64, with attention as on a CPU, by the kernels that 16 bits take there, or as on CUDA."""
+    llama = tiny_llama(dtype=torch.float64, **{"max_position_embeddings": 256, **SHAPES[shape]})
+    if path == "CUDA":
+        return as_on_cuda(llama)
+    model = from_transformers(llama, layout="plain")
+    model._unfused = path == "CPU"
+    return model
+
+
+class Pass:
+    """Random rows of random texts through a random range of layers, and two equal sets of caches to run them on."""
+
+    def __init__(self, model: LayerSkipModel, seed: int, most_texts: int, most_rows: int) -> None:
+        random = Random(seed)
+        self.model = model
+        self.sizes = [random.choice([1, 1, random.randint(1, most_rows)]) for _ in range(random.randint(1, most_texts))]
+        positions = [random.choice([0, random.randint(0, 60)]) for _ in self.sizes]
+        self.start, self.stop = sorted(random.sample(range(model.num_layers + 1), 2))
+        self.hidden = drawn(sum(self.sizes), model.hidden_size, seed=seed).to(model.dtype)
+        self.caches: list[list[KVCache]] = [[], []]
+        for position, size in zip(positions, self.sizes):
+            room = position + size + random.choice([0, 1, 30])
+            keys, values = drawn(2, model.num_layers, model.num_kv_heads, room, model.head_dim, seed=room).to(
+                model.dtype
+            )
+            for caches in self.caches:
+                caches.append(KVCache(model, room))
+                caches[-1].keys.copy_(keys.mT)
+                caches[-1].values.copy_(values)
+                caches[-1].declare(position)
+
+    def run(self, watched: bool) -> list[tuple[Tensor, dict[int, Tensor]]]:
+        """All at once, then text by text: the rows, and what was seen of every layer."""
+        model, (together, alone) = self.model, self.caches
+        seen: list[dict[int, Tensor]] = [{} for _ in range(1 + len(alone))]
+        watch: Callable[[int], Any] = lambda index: seen[index].__setitem__ if watched else None  # noqa: E731
+        rows = [*zip(together, self.sizes)]
+        found = model.run_layers(self.hidden, self.start, self.stop, rows, watch(0))
+        parts = [
+            model.run_layers(part, self.start, self.stop, cache, watch(1 + index))
+            for index, (part, cache) in enumerate(zip(self.hidden.split(self.sizes), alone))
+        ]
+        joined = {layer: torch.cat([one[layer] for one in seen[1:]]) for layer in seen[1]}
+        return [(found, seen[0]), (torch.cat(parts), joined)]
+
+    def compare(self, equal: Callable[[Tensor, Tensor], Any], watched: bool) -> None:
+        (found, seen), (expected, own) = self.run(watched)
+        equal(found, expected)
+        assert [*seen] == [*own] == [*range(self.start + 1, self.stop + 1)] * watched
+        for layer, states in seen.items():
+            equal(states, own[layer])
+        for one, other in zip(*self.caches):
+            equal(one.values, other.values)  # to the last position, written or not
+            equal(one.keys, other.keys)
+            assert one._rows == other._rows
+
+
+def equal_bits(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found, expected)
+
+
+def nearly_equal(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@needs_native
+@every_variant
+@given(
+    seed=st.integers(0, 2**32),
+    shape=st.integers(0, len(SHAPES) - 1),
+    threads=st.integers(1, 3),
+    most=st.sampled_from([(20, 40), (20, 1), (3, 150)]),
+    watched=st.booleans(),
+)
+@settings(max_examples=80)
+def test_a_pass_over_several_texts_is_their_passes_bit_for_bit(
+    variant: str, seed: int, shape: int, threads: int, most: tuple[int, int], watched: bool
+) -> None:
+    with torch.inference_mode(), on_threads(threads):
+        Pass(cached_native(variant, shape), seed, *most).compare(equal_bits, watched)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    shape=st.integers(0, len(SHAPES) - 1),
+    most=st.sampled_from([(6, 20), (12, 1), (3, 60)]),
+    watched=st.booleans(),
+    path=st.sampled_from(["CPU", "CPU in 16 bits", "CUDA"]),
+)
+@settings(max_examples=80)
+def test_a_pass_over_several_texts_is_their_passes_on_operators(
+    seed: int, shape: int, most: tuple[int, int], watched: bool, path: str
+) -> None:
+    with torch.inference_mode():
+        Pass(operator_model(shape, path), seed, *most).compare(nearly_equal, watched)
+
+
+@needs_native
+def test_a_text_without_rows_is_left_alone() -> None:
+    model = cached_native(RUNNABLE[0], 0)
+    caches, hidden = [KVCache(model, 9) for _ in range(3)], drawn(4, model.hidden_size)
+    found = model.run_layers(hidden, 0, 4, [(caches[0], 3), (caches[1], 0), (caches[2], 1)])
+    assert [cache.length for cache in caches] == [3, 0, 1]
+    alone = [model.run_layers(hidden[a:b], 0, 4, KVCache(model, 9)) for a, b in ((0, 3), (3, 4))]
+    assert torch.equal(found, torch.cat(alone))
+
+
+@needs_native
+def test_more_rows_than_fit_a_call_are_run_in_as_few_calls_as_can_be() -> None:
+    """A text's rows may be in two of them: the later ones attend to the earlier ones all the same."""
+    model = cached_native(RUNNABLE[0], 0)
+    sizes = [MOST_ROWS - 5, 1, 1, 30, 100]
+    caches = [KVCache(model, size) for size in sizes]
+    hidden = drawn(sum(sizes), model.hidden_size)
+    with native_calls(model) as calls:
+        found = model.run_layers(hidden, 0, 4, [*zip(caches, sizes)])
+    assert [call[:2] for call in calls] == [(4, MOST_ROWS), (2, sum(sizes) - MOST_ROWS)]
+    alone = [model.run_layers(part, 0, 4, KVCache(model, len(part))) for part in hidden.split(sizes)]
+    assert torch.equal(found, torch.cat(alone))
+
+
+# How often weights are read
+
+
+@contextmanager
+def native_calls(model: LayerSkipModel) -> Iterator[list[tuple[int, int, int, int, bool]]]:
+    """Calls of the library's layers: texts, rows, first layer, last layer + 1, whether the head was looked at."""
+    native = model._native
+    assert native is not None
+    calls: list[tuple[int, int, int, int, bool]] = []
+    original = native.run_step
+
+    def counted(address: int, threads: int) -> int:
+        step = Step.from_address(address)
+        calls.append((step.num_spans, step.rows, step.first, step.first + step.count, bool(step.head)))
+        return original(address, threads)
+
+    native.run_step = counted
+    try:
+        yield calls
+    finally:
+        native.run_step = original
+
+
+def rounds_of(texts: Sequence[Wish], monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int, int, int, bool]]]:
+    """What was called in each step of an engine whose texts have all read their prompts, and how often the head was."""
+    model = model_of("native")
+    generator = SelfSpecGenerator(model, tiny_tokenizer())
+    heads: list[int] = []
+    for name in ("logits", "draft_logits", "choices", "draft_choices"):
+        monkeypatch.setattr(model, name, _counting(getattr(model, name), heads))
+    found: list[list[tuple[int, int, int, int, bool]]] = []
+    with native_calls(model) as calls:
+
+        def watch(engine: Any, progress: Any) -> None:
+            if all(one.record is not None for one in progress):
+                found.append([*calls, *((0, rows, 4, 4, True) for rows in heads)])
+            calls.clear()
+            heads.clear()
+
+        run_together(generator, texts, watch)
+    return found
+
+
+def _counting(function: Callable[..., Any], heads: list[int]) -> Callable[..., Any]:
+    def counted(hidden: Tensor, *rest: Any) -> Any:
+        heads.append(hidden.shape[0])
+        return function(hidden, *rest)
+
+    return counted
+
+
+def texts_of(count: int, policy: str, **options: Any) -> list[Wish]:
+    # The last one joins first of all that are read: so all are past their prompts from the second step on.
+    return [
+        Wish(prompt=[3 + index, 1], policy=policy, exit_layer=2, options={"max_new_tokens": 30, **options})
+        for index in range(count)
+    ]
+
+
+@needs_native
+def test_a_plain_round_of_several_texts_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for round_calls in rounds_of(texts_of(5, "ar"), monkeypatch)[1:20]:
+        assert round_calls == [(5, 5, 0, 4, True)]
+
+
+@needs_native
+def test_a_draft_step_is_one_call_and_so_is_a_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it the last tokens' first layers, which no draft step ran: of all texts in one call, too."""
+    for round_calls in rounds_of(texts_of(5, "ls:{E}-4"), monkeypatch)[1:5]:
+        assert round_calls == [*[(5, 5, 0, 2, True)] * 4, (5, 5, 0, 2, False), (5, 25, 2, 4, True)]
+
+
+@needs_native
+def test_more_rows_than_a_step_has_room_for_are_verified_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 20 * 5
+    assert STEP_ROWS < rows <= MOST_ROWS
+    last = [(20, 20, 0, 2, False), (20, rows, 2, 4, False), (0, rows, 4, 4, True)]
+    for round_calls in rounds_of(texts_of(20, "ls:{E}-4"), monkeypatch)[1:5]:
+        drafted = [call for call in round_calls if call[3] == 2][:-1]
+        assert drafted == [(20, 20, 0, 2, True)] * 4
+        assert round_calls[4:] == last
+
+
+@needs_native
+def test_sampled_texts_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for round_calls in rounds_of(texts_of(5, "ls:{E}-4", do_sample=True, seed=1), monkeypatch)[1:5]:
+        layers = [(5, 5, 0, 2, False)] * 5 + [(5, 25, 2, 4, False)]
+        assert round_calls == [*layers, *[(0, 5, 4, 4, True)] * 4, (0, 25, 4, 4, True)]
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(6))
+def test_each_layer_s_weights_are_read_once_in_a_pass(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the exit layers of the texts: a draft step and a verification run through the layers once."""
+    random = Random(seed)
+    names = ["ar", "ls:{E}-4", "dv:{E}", *SCRIPTED]
+    texts = [
+        Wish(
+            prompt=[index, 2],
+            policy=random.choice(names),
+            exit_layer=random.randint(1, 3),
+            options={"max_new_tokens": 20, "do_sample": random.random() < 0.3, "seed": 1},
+        )
+        for index in range(6)
+    ]
+    passes: list[list[tuple[int, int]]] = []
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            with native_calls(arguments[0]._model) as calls:
+                found = original(*arguments)
+            passes.append([(first, last) for texts, _, first, last, _ in calls])
+            return found
+
+        return run
+
+    monkeypatch.setattr(EagerRunner, "_look", counted(EagerRunner._look))  # a draft step
+    monkeypatch.setattr(EagerRunner, "verify", counted(EagerRunner.verify))
+    run_together(SelfSpecGenerator(model_of("native"), tiny_tokenizer()), texts)
+    for layers in passes:
+        assert all(before[1] == behind[0] for before, behind in itertools.pairwise(layers)), layers
+    assert sum(len(layers) > 2 for layers in passes) >= 2
+    assert sum(layers[-1][1] == 4 for layers in passes) >= 10
+
+
+@needs_native
+def test_native_linears_read_their_weight_once_for_all_rows() -> None:
+    """The head, too, of up to as many rows as a call takes."""
+    linear = NativeLinear(drawn(40, 16))
+    calls: list[int] = []
+    original = linear._run
+    linear._run = lambda *arguments: calls.append(arguments[2]) or original(*arguments)
+    linear(drawn(MOST_ROWS, 16))
+    assert calls == [MOST_ROWS]

@@ -1,0 +1,183 @@
+"""The kernels of the matrix unit: on an emulation of its instructions, and on AMX where the processor has it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from ctypes import addressof
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip_models import from_transformers
+from layerskip_models.kernels import check, library
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kernels.threads import on_threads
+from layerskip_models.linear import Layout
+from selfspec import SelfSpecGenerator
+from test_integer_rows import fixed_point, rows_of
+from test_native import use
+from tiny_llama import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "layerskip_models" / "kernels"
+VECTORS = "vnni" if library.LIBRARY.is_file() and "vnni" in library.runnable_variants() else "baseline"
+"""The variant that is compiled with tiles besides: with AMX that is `vnni`."""
+SMALL = 32 * 64 * 2
+"""Bytes of the largest matrix here that is too small for the emulated tiles, where its weights are in bfloat16."""
+LARGE = 4 << 20, 16 << 20
+"""Bytes of matrices in bfloat16 that AMX multiplies by: with a row's parts side by side, and not."""
+SAYS_YES = "int runs_emulated(void) { return 1; }"
+NEEDS_AMX = pytest.mark.skipif(
+    not library.LIBRARY.is_file() or "amx" not in library.runnable_variants(), reason="this processor has no AMX"
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels compiled for tiles that are loops in C.
+
+    Where this processor multiplies bytes in vectors, one or two rows of 8-bit weights are multiplied so, as with real tiles.
+    """
+    pytest.importorskip("setuptools.command.bdist_wheel")
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("emulated")
+    (folder / "yes.c").write_text(SAYS_YES)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    flags = [*setup["FLAGS"], *setup["X86"][VECTORS], "-O1", *os.environ.get("CFLAGS", "").split()]
+    defined = ["-DVARIANT=emulated", "-DEMULATED_TILES", f"-DTILE_BYTES={SMALL + 1}"]
+    options = [*flags, "-fPIC", "-shared", "-fvisibility=default", *defined]
+    sources = [KERNELS / "kernels.c", KERNELS / "pool.c", folder / "yes.c"]
+    subprocess.run(["cc", *options, "-o", folder / "libkernels.so", *sources, "-lm"], check=True)
+    return folder / "libkernels.so"
+
+
+@pytest.fixture
+def emulated(compiled: Path) -> Iterator[str]:
+    """Linears and models made meanwhile are multiplied on the emulation."""
+    caches = library._library, library.load, library.kernels, library.pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "LIBRARY", compiled)
+        patch.setattr(library, "VARIANTS", ("emulated",))
+        for cache in caches:
+            cache.cache_clear()
+        chosen = library.load()
+        patch.setattr(library, "kernels", lambda: chosen)
+        yield chosen.variant
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture(params=["emulated", pytest.param("amx", marks=NEEDS_AMX)])
+def unit(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Linears and models made meanwhile are multiplied by the kernels of that name."""
+    if request.param == "emulated":
+        yield request.getfixturevalue("emulated")
+        return
+    with use("amx"):
+        yield "amx"
+
+
+def on_unit(weight: Tensor, bias: Tensor | None = None, size: int = LARGE[0]) -> NativeLinear:
+    """A matrix in bfloat16 that is said to be a part of one of so many bytes, which the unit multiplies by."""
+    linear = NativeLinear(weight.bfloat16(), bias)
+    linear.matrix.whole = size // (2 * weight.shape[1]) // 32 * 32 + 32
+    return linear
+
+
+def alone(linear: NativeLinear, x: Tensor) -> Tensor:
+    with on_threads(1):
+        return torch.cat([linear(row) for row in x.split(1)])
+
+
+def counts_of(out: int) -> Sequence[int]:
+    """How many rows go through a matrix: every number up to two turns and one more for one matrix, some for the others."""
+    return range(1, 34) if out == 96 else (2, 5, 6, 17, 37)
+
+
+@pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
+def test_eight_bit_weights_come_to_the_same_bits_as_by_whole_numbers(unit: str, out: int, width: int) -> None:
+    torch.manual_seed(out)
+    linear, x = NativeInt8Linear(torch.randn(out, width)), rows_of(37, width)
+    q, unit = fixed_point(x)
+    expected = ((q @ linear.stored.long().T).double() * unit).float() * linear.tensors[1]
+    assert torch.equal(alone(linear, x), expected)
+    for threads in (1, 2):
+        with on_threads(threads):
+            assert all(torch.equal(linear(x[:rows]), expected[:rows]) for rows in counts_of(out))
+
+
+@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize(("out", "width"), [(32, 64), (96, 128), (64, 1088)])
+def test_three_bfloat16_parts_are_as_good_as_float32(unit: str, out: int, width: int, size: int) -> None:
+    torch.manual_seed(out)
+    linear = on_unit(torch.randn(out, width), torch.randn(out), size)
+    x = torch.randn(37, width)
+    expected = x.double() @ linear.weight.double().T + linear.tensors[1].double()
+    found = alone(linear, x)
+    for threads in (1, 2):
+        with on_threads(threads):
+            assert all(torch.equal(linear(x[:rows]), found[:rows]) for rows in counts_of(out))
+    plain = torch.nn.functional.linear(x, linear.weight, linear.tensors[1])
+    error, of_float32 = ((result - expected).abs().max() for result in (found, plain))
+    assert error < 2 * of_float32
+
+
+def test_a_small_matrix_in_bfloat16_is_multiplied_by_vectors_for_any_number_of_rows(emulated: str) -> None:
+    """Its weights stay in a cache, where vectors are faster. The same numbers as those of the variant without tiles."""
+    x = torch.randn(37, 64)
+    plain = getattr(ctypes.CDLL(str(KERNELS / "libkernels.so")), f"linear_{VECTORS}")
+    plain.argtypes = library._SIGNATURES["linear"][1]
+    for out, tiles in ((32, False), (64, True)):
+        linear = NativeLinear(torch.randn(out, 64).bfloat16())
+        assert (linear.num_bytes > SMALL) is tiles
+        y = torch.empty(37, out)
+        plain(addressof(linear.matrix), x.data_ptr(), 37, None, y.data_ptr(), 1)
+        for rows in (1, 5, 6, 37):
+            assert torch.equal(linear(x[:rows]), y[:rows]) is not tiles
+
+
+@pytest.mark.parametrize("out", [32, 96])
+def test_parts_side_by_side_come_to_the_same_bits(unit: str, out: int) -> None:
+    """Up to five rows have their three parts in one tile, where the matrix is not too large."""
+    weight, x = torch.randn(out, 128), torch.randn(7, 128)
+    beside, apart = (on_unit(weight, None, size) for size in LARGE)
+    for rows in range(1, 8):
+        assert torch.equal(beside(x[:rows]), apart(x[:rows]))
+
+
+def test_the_check_before_the_first_use_reaches_the_unit(emulated: str) -> None:
+    """Products of bytes, and of bfloat16 numbers in both of their arrangements."""
+    products = (ctypes.c_int64 * 2).in_dll(ctypes.CDLL(str(library.LIBRARY)), "tile_products")
+    before = list(products)
+    assert check.fault() is None
+    assert all(now > 1000 + earlier for now, earlier in zip(products, before))
+
+
+def test_a_row_that_is_no_number_spoils_no_other(unit: str) -> None:
+    for linear in (NativeInt8Linear(torch.randn(32, 64)), on_unit(torch.randn(32, 64))):
+        x = torch.randn(5, 64)
+        whole = linear(x)
+        x[1, 63], x[3, 0] = torch.nan, -torch.inf
+        spoilt = linear(x)
+        assert not spoilt[[1, 3]].isfinite().any()
+        assert torch.equal(spoilt[[0, 2, 4]], whole[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("layout", [None, "int8"])
+def test_drafts_change_no_token_of_a_model_on_tiles(unit: str, layout: Layout | None) -> None:
+    hub = tiny_llama(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=64, dtype=torch.bfloat16)
+    generator = SelfSpecGenerator(from_transformers(hub, layout=layout))
+    assert generator.model.kernels == unit
+    prompts = [[1, 2, 3, 4, 5], [7, 8, 9]]
+    expected = [generator.generate(prompt, max_new_tokens=24, policy="ar").sequences for prompt in prompts]
+    for policy in ("ls:1-3", "auto"):
+        together = generator.generate_batch(prompts, max_new_tokens=24, policy=policy)
+        assert all(torch.equal(result.sequences, text) for result, text in zip(together, expected))

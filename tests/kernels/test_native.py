@@ -1,0 +1,491 @@
+"""Our own kernels: they compute what transformers does, row by row the same in any company, and nothing needs them."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bench.provenance import provenance
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints import conversion
+from layerskip_models.kernels import check, library
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import (
+    MOST_ROWS,
+    NativeInt8Linear,
+    NativeLinear,
+    operators_only,
+)
+from layerskip_models.kernels.threads import OneTeam
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import default_layout, possible_layouts
+from layerskip_models.norm import RMSNorm
+from scripted_policies import EVERY_POLICY, named_policy
+from selfspec import SelfSpecGenerator
+from selfspec.analysis.exactness import check_kernels
+from selfspec.engine.runners.cuda_graph.capture import RecordedOperations
+from tiny_llama import VOCAB_SIZE, full_logits, tiny_llama
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not native_works(CPU, torch.float32), reason="no native kernels here")
+
+
+RUNNABLE = library.runnable_variants() if native_works(CPU, torch.float32) else ()
+every_variant = pytest.mark.parametrize("variant", RUNNABLE)
+
+
+@contextmanager
+def use(variant: str) -> Iterator[None]:
+    """Within it new linears and models take these kernels."""
+    chosen = library.load(variant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "kernels", lambda: chosen)
+        yield
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "kernels", lambda: None)
+
+
+@needs_native
+@every_variant
+@given(
+    seed=st.integers(0, 1000),
+    rows=st.one_of(st.integers(1, 20), st.integers(1, 140)),
+    size=st.integers(1, 90),
+    outputs=st.integers(1, 70),
+    kind=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
+    bias=st.booleans(),
+)
+@settings(max_examples=100)
+def test_a_linear_is_exact_whatever_its_shape(
+    variant: str, seed: int, rows: int, size: int, outputs: int, kind: str, bias: bool
+) -> None:
+    weight, x = drawn(outputs, size, seed=seed), drawn(rows, size, seed=seed + 1)
+    residual, shift = drawn(rows, outputs, seed=seed + 2), drawn(outputs, seed=seed + 3) if bias else None
+    weight = weight.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(kind, torch.float32)).float()
+    with use(variant):
+        linear = NativeInt8Linear(weight, shift) if kind == "int8" else NativeLinear(weight, shift)
+    assert str(linear.stored.dtype) == f"torch.{kind}" or weight.bfloat16().float().equal(weight)
+    if kind == "int8":
+        steps = weight.abs().amax(dim=1, keepdim=True) / 127
+        assert ((linear.weight - weight).abs() <= 0.5001 * steps).all()
+    else:
+        assert torch.equal(linear.weight, weight)
+    exact = F.linear(x.double(), linear.weight.double(), None if shift is None else shift.double())
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=5e-5)
+    kept = residual.clone()
+    torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-5)
+    assert torch.equal(residual, kept)
+    with operators_only():
+        torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=5e-5)
+
+
+@needs_native
+@every_variant
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("size", [51, 700, 1601])  # of which many rows meet 32, 8 and 4 outputs at a time
+def test_a_row_is_the_same_in_any_company_and_on_any_threads(
+    variant: str, threads: int, kind: torch.dtype, size: int
+) -> None:
+    weight, x = drawn(37, size), drawn(20, size, seed=1)
+    with use(variant):
+        linear = NativeInt8Linear(weight) if kind == torch.int8 else NativeLinear(weight.to(kind))
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for rows in range(1, 21):
+            assert torch.equal(linear(x[:rows]), alone[:rows])
+        many = x.repeat(2 * MOST_ROWS // len(x), 1)
+        assert torch.equal(linear(many), alone.repeat(len(many) // len(x), 1))
+        assert torch.equal(linear.add_to(linear(many), many), 2 * linear(many))
+    finally:
+        torch.set_num_threads(before)
+
+
+def native_model(variant: str, **changes: Any) -> tuple[Any, LayerSkipModel]:
+    changes = {"max_position_embeddings": 256, **changes}
+    dtype = changes.pop("stored", torch.bfloat16)
+    llama = tiny_llama(dtype=dtype, **changes).to(torch.float32)
+    with use(variant):
+        return llama, from_transformers(llama, layout="native")
+
+
+@needs_native
+@every_variant
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 2},
+        {"seed": 3, "stored": torch.float32},
+        {"seed": 4, "attention_bias": True, "mlp_bias": True},
+        {"seed": 5, "heads": 6, "kv_heads": 3, "hidden_size": 24, "tie_word_embeddings": True},
+        {
+            "seed": 6,
+            "head_dim": 82,
+            "hidden_size": 70,
+            "intermediate_size": 45,
+        },  # neither a multiple of four vectors nor the hidden size over heads
+    ],
+)
+def test_layers_are_those_of_transformers(variant: str, changes: dict[str, Any]) -> None:
+    llama, model = native_model(variant, **changes)
+    text = [
+        int(token)
+        for token in torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 9,), generator=torch.Generator().manual_seed(1))
+    ]
+    expected = full_logits(llama, text)
+    for rows in (1, 2, 7, MOST_ROWS, len(text)):  # the last one in two pieces
+        cache, parts = KVCache(model, len(text)), []
+        for first in range(0, len(text), rows):
+            chunk, seen = torch.tensor(text[first : first + rows]), dict[int, Tensor]()
+            hidden = model.run_layers(model.embed(chunk), 0, model.num_layers, cache, seen.__setitem__)
+            assert torch.equal(seen[model.num_layers], hidden) and len(seen) == model.num_layers
+            parts.append(model.logits(hidden))
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=2e-4)
+
+
+@needs_native
+@every_variant
+def test_what_verification_computes_is_what_decoding_would_have(variant: str) -> None:
+    """Bit for bit: so near-ties cannot tell speculative from plain decoding."""
+    _, model = native_model(variant, seed=7)
+    tokens = torch.randint(0, VOCAB_SIZE, (MOST_ROWS + 7,), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        one = KVCache(model, len(tokens))
+        alone = torch.cat([model.run_layers(model.embed(t), 0, 4, one) for t in tokens.split(1)])
+        for rows in (2, 3, 5, 6, 7, 11, 13, 24, MOST_ROWS, len(tokens)):
+            cache = KVCache(model, len(tokens))
+            together = [model.run_layers(model.embed(part), 0, 4, cache) for part in tokens.split(rows)]
+            assert torch.equal(torch.cat(together), alone)
+            assert torch.equal(model.logits(torch.cat(together)), model.logits(alone))
+            assert torch.equal(cache.keys, one.keys) and torch.equal(cache.values, one.values)
+
+
+@needs_native
+@pytest.mark.parametrize("name", EVERY_POLICY)
+@pytest.mark.parametrize("layout", ["native", "int8", "native with a draft head", "native, small keys and values"])
+def test_every_policy_is_exact_bit_for_bit(name: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "draft" in layout:
+        monkeypatch.setattr(conversion, "DRAFT_HEAD_BYTES", 0)
+    model = from_transformers(tiny_llama(seed=8, late_scale=0.8), layout=layout.split()[0].strip(","))
+    model = model.with_kv_dtype("bfloat16" if "small" in layout else "auto")
+    plain = SelfSpecGenerator(model, policy="ar").generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences
+    speculative = SelfSpecGenerator(model, policy=named_policy(name, 2, model))
+    assert torch.equal(speculative.generate([1, 2, 3, 4, 5], max_new_tokens=40).sequences, plain)
+
+
+@needs_native
+def test_not_a_number_is_not_lost() -> None:
+    """Somebody must be told of broken weights; no kernel may turn them into numbers."""
+    llama = tiny_llama(seed=9)
+    with torch.no_grad():
+        llama.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
+    model = from_transformers(llama, layout="native")
+    for rows in (1, 9):
+        hidden = model.run_layers(model.embed(torch.arange(rows)), 0, 4, KVCache(model, 16))
+        assert model.logits(hidden).isnan().all()
+
+
+@needs_native
+@every_variant
+def test_a_far_context_and_large_scores(variant: str) -> None:
+    """Softmax over many positions, some of whose scores are far apart."""
+    llama = tiny_llama(seed=10, max_position_embeddings=700)
+    text = [int(token) for token in torch.randint(0, VOCAB_SIZE, (600,), generator=torch.Generator().manual_seed(3))]
+    with torch.no_grad():
+        llama.model.layers[2].self_attn.q_proj.weight.mul_(60.0)
+    with use(variant):
+        model = from_transformers(llama, layout="native")
+    cache = KVCache(model, 600)
+    model.run_layers(model.embed(torch.tensor(text[:595])), 0, 4, cache)
+    hidden = model.run_layers(model.embed(torch.tensor(text[595:])), 0, 4, cache)
+    torch.testing.assert_close(model.logits(hidden), full_logits(llama, text)[595:], rtol=1e-4, atol=5e-3)
+
+
+@needs_native
+def test_those_who_watch_operators_see_all_of_them() -> None:
+    linear, x = NativeLinear(drawn(6, 5)), drawn(2, 5, seed=1)
+    y = torch.zeros(2, 6)
+    recorded = RecordedOperations(lambda: y.copy_(linear(x)))
+    x.copy_(drawn(2, 5, seed=2))
+    recorded.replay()
+    torch.testing.assert_close(y, F.linear(x, linear.weight))
+
+
+@needs_native
+def test_where_kernels_run_they_are_used() -> None:
+    assert default_layout(drawn(8, 8)) == "native"
+    assert from_transformers(tiny_llama(seed=2)).on_one_team().__class__ is OneTeam
+
+
+def test_without_the_library_nothing_is_missing(no_kernels: None) -> None:
+    llama = tiny_llama(seed=2)
+    assert "native" not in possible_layouts(llama.lm_head.weight.detach())
+    with pytest.raises(ValueError, match="native kernels"):
+        from_transformers(llama, layout="native")
+    with pytest.raises(RuntimeError, match="native kernels"):
+        NativeLinear(drawn(3, 3))
+    model = from_transformers(llama)
+    hidden = model.run_layers(model.embed(torch.arange(5)), 0, 4, KVCache(model, 5))
+    torch.testing.assert_close(model.logits(hidden), full_logits(llama, list(range(5))), rtol=1e-5, atol=1e-4)
+
+
+@needs_native
+@every_variant
+def test_the_check_at_load_passes(variant: str) -> None:
+    with use(variant):
+        assert check.fault() is None
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("function", "texts", "found"),
+    [
+        ("linear", 1, "linear computes a row otherwise in company, on 1 threads"),
+        ("normalised_linear", 1, "normalised_linear computes a row otherwise in company, on 1 threads"),
+        ("step", 1, "step computes a row otherwise in company, on 1 threads"),
+        ("step", 2, "step computes a row otherwise in company, on 1 threads"),
+    ],
+)
+def test_the_check_at_load_finds_a_row_that_depends_on_its_company(
+    function: str, texts: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more rounding where there are several rows, or several texts, as a compiler might introduce it, is enough."""
+    chosen = library.load()
+    right = getattr(chosen, function)
+
+    def wrong(*arguments: Any) -> int:
+        job = right(*arguments)
+        if function == "step":
+            step = library.Step.from_address(arguments[0])
+            rows, result, several = step.rows, step.outputs, step.num_spans >= texts
+        else:
+            row_argument, result_argument = {"linear": (2, 4), "normalised_linear": (4, 5)}[function]
+            rows, result, several = arguments[row_argument], arguments[result_argument], True
+        if rows > 1 and several:
+            number = ctypes.c_int32.from_address(result)
+            number.value ^= 1  # the last bit of the first number
+        return job
+
+    broken = dataclasses.replace(chosen, **{function: wrong})
+    monkeypatch.setattr(library, "kernels", lambda: broken)
+    assert check.fault() == found
+    monkeypatch.setenv("SELFSPEC_NATIVE", "1")
+    check._passes.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=f"no native kernels.* failed their check on this machine: {found}"):
+            assert not native_works(CPU, torch.float32)
+        assert not native_works(CPU, torch.float32)  # without another warning
+        monkeypatch.setenv("SELFSPEC_NATIVE", "require")
+        check._passes.cache_clear()
+        with pytest.raises(library.KernelsUnavailableError, match=found):
+            native_works(CPU, torch.float32)
+    finally:
+        check._passes.cache_clear()
+
+
+@needs_native
+def test_the_check_at_load_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = library.load()
+
+    shape = library.Shape(43, 6, 2, 18, 1e-5, 1.0)
+
+    def unscaled(step: int, threads: int) -> int:
+        library.Step.from_address(step).shape = ctypes.addressof(shape)
+        return chosen.step(step, threads)
+
+    monkeypatch.setattr(library, "kernels", lambda: dataclasses.replace(chosen, step=unscaled))
+    assert check.fault() == "step computes something else"
+
+
+@needs_native
+def test_calls_that_would_read_or_write_beyond_are_refused() -> None:
+    """An off-by-one of a caller raises; it must not corrupt the memory behind a buffer."""
+    linear, x = NativeLinear(drawn(6, 5), drawn(6)), drawn(3, 5)
+    norm = RMSNorm(drawn(5), 1e-5)
+    for wrong in (drawn(3, 4), drawn(3, 6), drawn(5), x.double(), x.bfloat16(), torch.empty(3, 5, device="meta")):
+        with pytest.raises(ValueError, match=r"x must be float32 \[rows, 5\] on the CPU"):
+            linear(wrong)
+        with pytest.raises(ValueError, match=r"x must be float32 \[rows, 5\] on the CPU"):
+            linear.add_to(drawn(3, 6), wrong)
+        if wrong.dtype == torch.float32 and not wrong.is_meta:
+            with pytest.raises(ValueError, match=r"x must be float32 \[rows, 5\] on the CPU"):
+                linear.of_normalised(norm, wrong)
+    for residual, message in ((drawn(2, 6), "residual has 2 rows, x has 3"), (drawn(3, 5), "residual must be float32")):
+        with pytest.raises(ValueError, match=message):
+            linear.add_to(residual, x)
+    with pytest.raises(ValueError, match=r"norm's factors must be contiguous torch.float32 \[5\]"):
+        linear.of_normalised(RMSNorm(drawn(4), 1e-5), x)
+    for weight, bias in ((drawn(5), None), (drawn(0, 5), None), (drawn(6, 5), drawn(5)), (drawn(6, 5), drawn(6, 1))):
+        with pytest.raises(ValueError, match="must be"):
+            NativeLinear(weight, bias)
+    assert torch.equal(linear(x.T.contiguous().T), linear(x))  # any strides will do
+
+
+@needs_native
+def test_passes_that_would_read_or_write_beyond_are_refused() -> None:
+    """Before anything is written: of several texts, nothing of those that would fit either."""
+    model = from_transformers(tiny_llama(seed=11), layout="native")
+    hidden, size = drawn(4, model.hidden_size), model.num_layers
+
+    def made(position: int = 3, length: int = 12, **changes: Any) -> KVCache:
+        cache = KVCache(model, length)
+        cache.values.fill_(1.0)  # not what memory held before, which may be NaN and then equals nothing
+        cache.keys.fill_(2.0)
+        for name, value in changes.items():
+            setattr(cache, name, value)
+        cache.declare(position)
+        return cache
+
+    whole, other = made(), made(9)
+    before = whole.values.clone(), whole.keys.clone()
+
+    def refused(message: str, cache: Any = whole, hidden: Tensor = hidden, start: int = 0, stop: int = size) -> None:
+        with pytest.raises(ValueError, match=message):
+            model.run_layers(hidden, start, stop, cache)
+
+    refused("4 rows from position 9 on do not fit into a cache of 12", other)
+    refused("4 rows from position 9 on do not fit into a cache of 12", [(whole, 1), (other, 4)], drawn(5, 16))
+    refused(r"4 rows were given for caches that expect \[2, 1\]", [(whole, 2), (other, 1)])
+    refused(r"4 rows were given for caches that expect \[3\]", [(whole, 3)])
+    refused("4 rows were given", [])
+    refused("rows", [(whole, 5), (other, -1)])  # as many together, but C would count backwards
+    refused("are not among", stop=size + 1)
+    refused("are not among", start=-1)
+    refused("are not among", start=3, stop=2)
+    refused("hidden must be float32", hidden=hidden[:, 1:])
+    refused("hidden must be float32", hidden=hidden.double())
+    uneven = made()
+    uneven.extend(0, 2, 1)
+    refused("hold different numbers of rows", uneven)
+    refused("hold different numbers of rows", [(whole, 2), (uneven, 2)], start=1)
+    shape = list(whole.values.shape)
+    for change in ({0: 2}, {1: shape[1] + 1}, {3: shape[3] - 2}):
+        sizes = [change.get(i, number) for i, number in enumerate(shape)]
+        cache = made(values=torch.zeros(sizes), keys=torch.zeros(sizes).mT)
+        refused("are not among|must both be in memory", cache)
+        refused("are not among|must both be in memory", [(whole, 2), (cache, 2)])
+    keys, values = whole.keys, whole.values
+    refused("must both be in memory", made(keys=keys.contiguous()))
+    refused("must both be in memory", made(keys=keys[..., 1:]))
+    refused("must be float32", made(values=values.double()))
+    refused("must be float32", made(keys=keys.bfloat16()))
+    short = [*shape[:2], 6, shape[3]]
+    refused("7 rows do not fit into a cache of 6", made(values=torch.zeros(short), keys=torch.zeros(short).mT))
+    far = model.rotary.shape[0]
+    long = [*shape[:2], far + 9, shape[3]]
+    longer = made(far - 2, max_length=far + 9, values=torch.zeros(long), keys=torch.zeros(long).mT)
+    refused(f"{far + 2} rows are more than the rotary table's {far}", longer)
+    assert torch.equal(whole.values, before[0]) and torch.equal(whole.keys, before[1])
+    assert (whole.length, other.length) == (3, 9)
+
+
+@needs_native
+def test_a_cache_whose_memory_was_exchanged_is_looked_at_again() -> None:
+    """What was checked once is remembered, for that memory only."""
+    model = from_transformers(tiny_llama(seed=11), layout="native")
+    cache, hidden = KVCache(model, 12), drawn(2, model.hidden_size)
+    model.run_layers(hidden, 0, 4, cache)
+    before = cache.values[:, :, :2].clone()
+    cache.keys, cache.values = torch.zeros_like(cache.values).mT, torch.zeros_like(cache.values)
+    cache.declare(0)
+    model.run_layers(hidden, 0, 4, cache)
+    assert torch.equal(cache.values[:, :, :2], before)
+    cache.values = cache.values.double()
+    with pytest.raises(ValueError, match="must be float32"):
+        model.run_layers(hidden, 0, 4, cache)
+
+
+@needs_native
+def test_no_layers_leave_the_rows_as_they_are() -> None:
+    model = from_transformers(tiny_llama(seed=11), layout="native")
+    hidden = drawn(3, model.hidden_size)
+    assert torch.equal(model.run_layers(hidden, 2, 2, KVCache(model, 12), lambda layers, rows: None), hidden)
+
+
+@needs_native
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    """Scratch memory took PyTorch's default dtype once: half as large in bfloat16, and written beyond."""
+    model = from_transformers(tiny_llama(seed=12), layout="native")
+    tokens = torch.arange(9)
+    expected = model.logits(model.run_layers(model.embed(tokens), 0, 4, KVCache(model, 9)))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        again = from_transformers(tiny_llama(seed=12), layout="native")
+        assert check.fault() is None
+        for each in (model, again):
+            assert torch.equal(each.logits(each.run_layers(each.embed(tokens), 0, 4, KVCache(each, 9))), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@needs_native
+@every_variant
+def test_every_number_of_16_bits_is_read_as_what_it_is(variant: str) -> None:
+    """All 65,536 of them, zeros of both signs, subnormal numbers, infinities and NaN; in whole vectors and in the rest."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = patterns.view(dtype).float()
+        for width in (1, 64):  # one number beside zeros: in its sum nothing is rounded
+            weight = torch.zeros(len(patterns) + 3, width, dtype=dtype)
+            weight[: len(patterns), -1] = patterns.view(dtype)
+            with use(variant):
+                linear = NativeLinear(weight)
+            assert linear.stored.dtype == dtype
+            product = linear(torch.ones(1, width))[0, : len(patterns)]
+            torch.testing.assert_close(product, numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_native
+def test_16_bits_stay_what_they_are_and_more_are_kept_only_where_needed() -> None:
+    weight = drawn(6, 7)
+    assert NativeLinear(weight.bfloat16()).stored.dtype == NativeLinear(weight.bfloat16().float()).stored.dtype
+    assert NativeLinear(weight.half()).stored.dtype == NativeLinear(weight.half().float()).stored.dtype == torch.float16
+    assert NativeLinear(weight).stored.dtype == torch.float32
+    assert torch.equal(NativeLinear(weight.half()).weight, weight.half().float())
+
+
+@needs_native
+@every_variant
+def test_what_ran_is_said_everywhere(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with use(variant):
+        model = from_transformers(tiny_llama(seed=13), layout="native")
+        assert provenance(CPU, torch.float32)["kernels"] == variant
+        assert provenance(CPU, torch.float64)["kernels"] is None
+        assert check_kernels(model).detail == f"selfspec's own kernels for {variant}"
+    assert model.kernels == variant
+    result = SelfSpecGenerator(model, policy="ls:2-2").generate([1, 2, 3], max_new_tokens=4)
+    assert result.stats.kernels == variant
+    captured = SelfSpecGenerator(model, policy="ls:2-2", runner="captured").generate([1, 2, 3], max_new_tokens=4)
+    assert captured.stats.kernels is None
+    plain = from_transformers(tiny_llama(seed=13), layout="plain")
+    assert SelfSpecGenerator(plain, policy="ar").generate([1, 2, 3], max_new_tokens=4).stats.kernels is None
+    assert check_kernels(plain).detail == "PyTorch's operators"
+
+
+@needs_native
+def test_verify_fails_where_the_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = from_transformers(tiny_llama(seed=13), layout="native")
+    monkeypatch.setattr("selfspec.analysis.exactness.fault", lambda: "step computes something else")
+    verdict = check_kernels(model)
+    assert not verdict.passed and verdict.detail == "step computes something else"

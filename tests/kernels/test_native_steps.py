@@ -1,0 +1,160 @@
+"""A step in one native call gives, bit for bit, what the single calls give, and refuses what would leave its memory."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from layerskip_models import from_transformers
+from layerskip_models.choices import Detail
+from layerskip_models.kernels.library import kernels
+from layerskip_models.kernels.native_steps import STEP_ROWS, NativeForward
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import LayerSkipModel
+from policies import NeverStop, ObservationSpec, Policy
+from scripted_policies import ScriptedExit
+from selfspec.engine.round import decode
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.sequence import Text
+from tiny_llama import request_for, tiny_llama
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the native library")
+
+
+def made(dtype: torch.dtype = torch.float32) -> tuple[LayerSkipModel, NativeForward, KVCache]:
+    model = from_transformers(tiny_llama(num_layers=4, dtype=dtype), layout="native")
+    steps = model.steps()
+    assert steps is not None
+    return model, steps, KVCache(model, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_steps_are_the_single_calls(dtype: torch.dtype, recorded: bool) -> None:
+    """Three tokens through two layers one by one, then the rest of the layers at once: states, choices and the cache."""
+    model, steps, cache = made(dtype)
+    expected_cache = KVCache(model, 12)
+    memory = torch.zeros(4, 5, model.hidden_size)
+    exits = torch.zeros(3, model.hidden_size)
+    with torch.inference_mode():
+        for index, token in enumerate([7, 3, 9]):
+            record = (memory, index) if recorded else None
+            looks = steps.tokens([token], [(cache, 1)], 2, exits[index], head="draft", detail="all", record=record)
+            hidden = model.run_layers(model.embed_one(token), 0, 2, expected_cache)
+            assert torch.equal(exits[index], hidden[0])
+            choices = model.draft_choices(hidden, "all")
+            assert looks == [(int(choices.tokens[0]), *choices.numbers[:, 0].tolist())]
+            assert cache.position(0, 2) == index + 1 and cache.length == 0
+        assert steps.tokens([5], [(cache, 1)], 1, exits[0].clone()) == []
+        tokens, logits = steps.rows(exits, [(cache, 3)], 2, 4, record=(memory, 0) if recorded else None)
+        assert cache.length == cache.position(1, 4) == 3
+        seen: dict[int, torch.Tensor] = {}
+        hidden = model.run_layers(exits, 2, 4, expected_cache, lambda layer, states: seen.update({layer: states}))
+        choices = model.choices(hidden)
+        assert (tokens, logits) == (choices.tokens.tolist(), choices.logits.tolist())
+        assert torch.equal(cache.values[:, :, :3], expected_cache.values[:, :, :3])
+        assert torch.equal(cache.keys[..., :3], expected_cache.keys[..., :3])
+        if recorded:
+            assert torch.equal(memory[1, :3], exits)
+            assert all(torch.equal(memory[layer - 1, :3], states) for layer, states in seen.items())
+
+
+@pytest.mark.parametrize("detail", ["token", "confidence", "all"])
+@pytest.mark.parametrize("head", ["full", "draft"])
+def test_a_step_of_several_texts_is_their_steps(head: str, detail: Detail) -> None:
+    """Each at its own position: what is kept of every layer, what the head says, and the caches."""
+    model, steps, _ = made()
+    prompts = [[], [3, 1, 4], [9] * 7, [1]]
+    with torch.inference_mode():
+        caches = [[KVCache(model, 12) for _ in prompts] for _ in range(2)]
+        for cache, prompt in zip((cache for one in caches for cache in one), prompts * 2):
+            if prompt:
+                model.run_layers(model.embed(torch.tensor(prompt)), 0, 4, cache)
+        tokens, memory, last = [5, 0, 23, 5], torch.zeros(4, 9, model.hidden_size), torch.zeros(4, model.hidden_size)
+        rows = [(cache, 1) for cache in caches[0]]
+        looks = steps.tokens(tokens, rows, 3, last, head=head, detail=detail, record=(memory, 2))
+        alone, own = torch.zeros(4, 1, model.hidden_size), torch.zeros(4, model.hidden_size)
+        for index, (token, cache) in enumerate(zip(tokens, caches[1])):
+            look = steps.tokens([token], [(cache, 1)], 3, own[index], head=head, detail=detail, record=(alone, 0))
+            assert repr(look) == repr(looks[index : index + 1])  # NaN, where it was not asked for, equals nothing
+            assert torch.equal(memory[:3, 2 + index], alone[:3, 0])
+        assert torch.equal(last, own) and not memory[3].any() and not memory[:, 6:].any()
+        x, size = torch.cat([last[:1], last]), [2, 1, 1, 1]
+        for one in caches:
+            steps.tokens([5], [(one[0], 1)], 3, torch.zeros(model.hidden_size))  # a second row of the first text
+        found = steps.rows(x, list(zip(caches[0], size)), 3, 4, record=(memory, 1))
+        first = 0
+        for cache, count in zip(caches[1], size):
+            own_rows = steps.rows(x[first : first + count], [(cache, count)], 3, 4, record=(memory, 6))
+            assert own_rows == (found[0][first : first + count], found[1][first : first + count])
+            assert torch.equal(memory[3, 6 : 6 + count], memory[3, 1 + first : 1 + first + count])
+            first += count
+        for one, other, prompt in zip(*caches, prompts):
+            end = len(prompt) + 1
+            assert one.position(3, 4) == other.position(3, 4) >= end
+            assert torch.equal(one.values[:, :, :end], other.values[:, :, :end])
+            assert torch.equal(one.keys[..., :end], other.keys[..., :end])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Before C writes anywhere."""
+    model, steps, cache = made()
+    last, rows = torch.zeros(model.hidden_size), torch.zeros(3, model.hidden_size)
+    wide = torch.zeros(4, 5, model.hidden_size)
+    full, drafted = KVCache(model, 12), KVCache(model, 12)
+    full.declare(12)
+    drafted.declare(10)
+    one, three = [(cache, 1)], [(cache, 3)]
+    drafted.extend(0, 2, 2)
+    for call in (
+        lambda: steps.tokens([model.vocab_size], one, 2, last),
+        lambda: steps.tokens([-1], one, 2, last),
+        lambda: steps.tokens([1, -1], [(cache, 1), (KVCache(model, 12), 1)], 2, rows[:2]),
+        lambda: steps.tokens([1], [(full, 1)], 2, last),
+        lambda: steps.tokens([1, 1], [(cache, 1), (full, 1)], 2, rows[:2]),
+        lambda: steps.tokens([1, 1], one, 2, rows[:2]),
+        lambda: steps.tokens([1], [(drafted, 1)], 4, last),
+        lambda: steps.tokens([1], one, 2, last[1:]),
+        lambda: steps.tokens([1], one, 2, last.double()),
+        lambda: steps.tokens([1, 1], [(cache, 1), (KVCache(model, 12), 1)], 2, last),
+        lambda: steps.tokens([1, 1], [(cache, 1), (KVCache(model, 12), 1)], 2, wide[0, ::2][:2]),
+        lambda: steps.tokens([1], one, 5, last),
+        lambda: steps.tokens([1] * (STEP_ROWS + 1), [(cache, 1)] * (STEP_ROWS + 1), 2, last.expand(STEP_ROWS + 1, -1)),
+        lambda: steps.tokens([1], one, 2, last, record=(torch.zeros(4, 2, model.hidden_size), 2)),
+        lambda: steps.tokens([1], one, 4, last, record=(torch.zeros(3, 2, model.hidden_size), 0)),
+        lambda: steps.rows(rows, [(drafted, 3)], 2, 4),
+        lambda: steps.rows(rows, [(cache, 2)], 2, 4),
+        lambda: steps.rows(rows, [(cache, 2), (full, 1)], 2, 4),
+        lambda: steps.rows(rows.double(), three, 2, 4),
+        lambda: steps.rows(rows.t().contiguous().t(), three, 2, 4),
+        lambda: steps.rows(torch.zeros(STEP_ROWS + 1, model.hidden_size), [(cache, STEP_ROWS + 1)], 2, 4),
+        lambda: steps.rows(rows, three, 2, 4, record=(torch.zeros(3, 5, model.hidden_size), 0)),
+        lambda: steps.rows(rows, three, 2, 4, record=(wide, 3)),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    assert cache.length == cache.position(0, 4) == 0
+
+
+def test_the_states_of_a_text_are_kept_by_steps_as_well() -> None:
+    """Rows of drafts, of verification and of plain steps, at every layer that a policy looks back at."""
+    model, _, _ = made()
+    exits = ScriptedExit([(1, 4), (None, 0), (2, 3), (3, 6)])
+
+    class LooksBack(NeverStop):
+        observes = ObservationSpec(context_layers=(1, 3))
+
+    prompt = [3, 1, 4]
+    request = request_for(model, prompt, max_new_tokens=30)
+    with torch.inference_mode():
+        text = Text(model, KVCache(model, 40), request, Policy(exits, LooksBack()))
+        with patch.object(NativeForward, "tokens", autospec=True, side_effect=NativeForward.tokens) as tokens:
+            for _ in decode(text, EagerRunner(model)):
+                pass
+        assert tokens.call_count > 0
+        ids, seen = text.tokens[0, : text.length - 1], dict[int, torch.Tensor]()
+        model.run_layers(model.embed(ids), 0, 4, KVCache(model, 40), seen.__setitem__)
+        for layer in (1, 3):
+            assert torch.equal(text.states.rows(layer, 0, len(ids)), seen[layer])

@@ -1,0 +1,299 @@
+"""The team of threads: the same bits from any number of threads, late ones and several callers among them; fork and exit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.machine.busy import busy_processes
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kernels import threads
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.kv_cache import KVCache
+from rank_processes import results_of
+from selfspec import SelfSpecGenerator
+from tiny_llama import VOCAB_SIZE, tiny_llama
+
+needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+
+
+@pytest.fixture(scope="module")
+def model() -> LayerSkipModel:
+    llama = tiny_llama(seed=8, hidden_size=96, intermediate_size=160, heads=6, kv_heads=3, max_position_embeddings=256)
+    return from_transformers(llama, layout="native")
+
+
+def passes(model: LayerSkipModel) -> Tensor:
+    """Logits of a text that is run in pieces of several sizes, then of several texts whose rows share passes and steps."""
+    tokens = torch.randint(0, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(2))
+    cache, logits = KVCache(model, len(tokens)), []
+    with torch.inference_mode():
+        for part in tokens.split([20, 1, 1, 7, 1, 30]):
+            hidden = model.run_layers(model.embed(part), 0, model.num_layers, cache)
+            logits.append(model.logits(hidden))
+        caches = [KVCache(model, 40) for _ in range(5)]
+        steps = model.steps()
+        assert steps is not None
+        for sizes in ([1, 17, 1, 9, 3], [1, 1, 1, 1, 1], [20, 2, 1, 1, 8]):
+            hidden = model.embed(tokens[: sum(sizes)])
+            logits.append(model.logits(model.run_layers(hidden, 0, model.num_layers, [*zip(caches, sizes)])))
+            last = torch.empty(5, model.hidden_size)
+            steps.tokens([1, 2, 3, 4, 5], [(one, 1) for one in caches], model.num_layers, last, head="full")
+            logits.append(model.logits(last))
+    rows = [one.keys[..., : one.length].flatten()[-VOCAB_SIZE:].unsqueeze(0) for one in (cache, *caches)]
+    return torch.cat([*logits, *rows])
+
+
+@pytest.fixture
+def alone(model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """What one thread computes."""
+    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "1")
+    return passes(model)
+
+
+@needs_native
+@pytest.mark.parametrize("count", [2, 3, 5, 16])
+def test_the_same_bits_on_any_number_of_threads(
+    count: int, model: LayerSkipModel, alone: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More threads than cores: some lose theirs in the middle of a piece, and come back when the text is elsewhere."""
+    monkeypatch.setenv("SELFSPEC_NUM_THREADS", str(count))
+    for busy in (0, 1):
+        with busy_processes(busy, 30):
+            for _ in range(10):
+                assert torch.equal(passes(model), alone)
+    threads.settle()
+    assert not threads._kept
+
+
+def _turns_beside_single_threads() -> int:
+    """How often other threads of a process with one core woke within 0.4 s in which jobs were for one thread only."""
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    linear, x = NativeLinear(torch.randn(64, 64)), torch.randn(1, 64)
+
+    def run(count: int, seconds: float) -> None:
+        end = monotonic() + seconds
+        with threads.on_threads(count):
+            while monotonic() < end:
+                linear(x)
+
+    def turns() -> int:
+        others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+        lines = [line for task in others for line in (task / "status").read_text(encoding="utf-8").splitlines()]
+        return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+
+    run(2, 0.1)
+    run(1, 0.2)
+    before = turns()
+    run(1, 0.4)
+    return turns() - before
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no such setting here")
+def test_a_helper_that_shares_the_only_core_sleeps() -> None:
+    """It was woken for a job of two threads; those that follow are for one, and it does not look for more all the time."""
+    (found,) = results_of(1, _turns_beside_single_threads)
+    assert found < 40  # looking every millisecond it has hundreds
+
+
+@needs_native
+def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has the team, the others work alone rather than wait."""
+    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "3")
+    results: list[bool] = []
+
+    def call() -> None:
+        results.append(all(torch.equal(passes(model), alone) for _ in range(10)))
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == [True] * 4
+
+
+@needs_native
+@pytest.mark.parametrize("make", [NativeLinear, NativeInt8Linear])
+def test_matrices_of_any_size_on_many_threads(make: type[NativeLinear], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer outputs than threads, and so many that a thread has several pieces."""
+    generator = torch.Generator().manual_seed(4)
+    for outputs, size in ((1, 7), (5, 40), (37, 51), (700, 300)):
+        linear = make(torch.randn(outputs, size, generator=generator))
+        x = torch.randn(9, size, generator=generator)
+        monkeypatch.setenv("SELFSPEC_NUM_THREADS", "1")
+        expected = linear(x)
+        for count in ("2", "7"):
+            monkeypatch.setenv("SELFSPEC_NUM_THREADS", count)
+            assert torch.equal(linear(x), expected)
+            assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), expected)
+
+
+PROGRAM = """
+import os, torch
+from layerskip_models.kernels.native_linear import NativeLinear
+linear, x = NativeLinear(torch.randn(300, 64)), torch.randn(3, 64)
+expected = linear(x)
+"""
+
+
+def run(program: str) -> None:
+    environment = {**os.environ, "SELFSPEC_NUM_THREADS": "3"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program]
+    subprocess.run(command, check=True, env=environment, timeout=300, cwd=Path(__file__).parents[2])
+
+
+@needs_native
+def test_a_forked_child_has_a_team_of_its_own_and_a_process_ends_beside_one() -> None:
+    run("""
+child = os.fork()
+if child == 0:
+    same = all(torch.equal(linear(x), expected) for _ in range(100))
+    os._exit(0 if same else 1)
+assert all(torch.equal(linear(x), expected) for _ in range(100))
+assert os.waitpid(child, 0)[1] == 0
+""")
+
+
+@needs_native
+def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = [7]
+    monkeypatch.setattr(threads, "_kept", deque())
+    monkeypatch.setattr(threads, "pool", lambda: threads_pool(inside))
+    monkeypatch.setattr(threads, "_kept", deque())  # without what earlier tests left there
+    threads.keep(7, "a")
+    threads.keep(8, "b")
+    assert [needed for _, needed in threads._kept] == [("a",), ("b",)]
+    inside[0] = 8
+    threads.keep(9, "c")
+    assert [job for job, _ in threads._kept] == [8, 9]
+    inside[0] = 1 << 62
+    threads.settle()
+    assert not threads._kept
+    with pytest.raises(MemoryError):
+        threads.keep(-1)
+
+
+def threads_pool(inside: list[int]) -> object:
+    class Stand:
+        @staticmethod
+        def oldest() -> int:
+            return inside[0]
+
+    return Stand
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_which_number_of_threads_counts(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    assert threads.num_threads() == 4  # PyTorch's
+    monkeypatch.setattr(threads, "_cores", lambda: 3)
+    assert threads.num_threads() == 3  # what the process may use
+    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "7")
+    assert threads.num_threads() == 7  # what was asked for
+    monkeypatch.setenv("SELFSPEC_NUM_THREADS", "none")
+    with pytest.raises(ValueError, match="SELFSPEC_NUM_THREADS"):
+        threads.num_threads()
+
+
+@pytest.mark.parametrize("setting", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
+@pytest.mark.parametrize("own", [None, "2"])
+def test_a_setting_of_openmp_that_leaves_one_core_is_one_warning(
+    setting: str, own: str | None, four_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It binds the thread that loads PyTorch, before this package is loaded."""
+    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("SELFSPEC_NUM_THREADS", own)
+    monkeypatch.setattr(threads, "_cores", lambda: 1)
+    for name in threads._BINDING:
+        monkeypatch.delenv(name, raising=False)
+    threads._warn_of_binding.cache_clear()
+    assert threads.num_threads() == int(own or 1)
+    threads._warn_of_binding.cache_clear()
+    monkeypatch.setenv(setting, "close")
+    with pytest.warns(RuntimeWarning, match=f"{setting}=close binds this thread to one core") as caught:
+        assert threads.num_threads() == threads.num_threads() == int(own or 1)
+    assert len(caught) == 1
+    monkeypatch.setattr(threads, "_cores", lambda: 2)
+    threads._warn_of_binding.cache_clear()
+    assert threads.num_threads() == 2
+
+
+@needs_native
+def test_operators_start_no_team_within_a_round(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SELFSPEC_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    elsewhere: list[int] = []
+    with threads.OneTeam():
+        assert (torch.get_num_threads(), threads.num_threads()) == (1, 4)
+        other = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        with threads.OneTeam():
+            assert (torch.get_num_threads(), threads.num_threads()) == (1, 4)
+        assert threads.num_threads() == 4
+    assert torch.get_num_threads() == 4 and elsewhere == [4]
+
+
+@needs_native
+def test_a_streamer_has_the_callers_threads(four_threads: None, model: LayerSkipModel) -> None:
+    seen: list[int] = []
+
+    class Streamer:
+        def put(self, value: Tensor) -> None:
+            seen.append(torch.get_num_threads())
+
+        def end(self) -> None:
+            pass
+
+    SelfSpecGenerator(model, policy="ls:2-3").generate([1, 2, 3], max_new_tokens=8, streamer=Streamer())
+    assert set(seen) == {4}
+
+
+@pytest.mark.parametrize(
+    ("files", "group", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, "0::/\n", 1.5),
+        ({"cpu.max": "max 100000\n"}, "0::/\n", None),
+        ({"a/cpu.max": "max 100000\n", "a/b/cpu.max": "50000 100000\n"}, "0::/a/b\n", 0.5),
+        ({"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "300000 100000\n"}, "0::/a/b\n", 2.0),
+        ({"cpu.max": "400000 100000\n"}, "0::/outside/of/the/container\n", 4.0),
+        (
+            {"cpu,cpuacct/j/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/j/cpu.cfs_period_us": "100000\n"},
+            "5:memory:/j\n4:cpu,cpuacct:/j\n",
+            2.5,
+        ),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "4:cpu:/\n", None),
+        ({}, "0::/\n", None),
+    ],
+)  # fmt: skip
+def test_the_control_groups_quota(files: dict[str, str], group: str, cores: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    own = tmp_path / "own"
+    own.write_text(group)
+    assert threads.cpu_quota.__wrapped__(tmp_path / "root", own) == cores
+    assert threads.cpu_quota.__wrapped__(tmp_path / "root", tmp_path / "missing") is None

@@ -1,0 +1,189 @@
+"""Weights that a transformers model and the engine share: once in memory, and what is written to them is seen at once.
+
+That is so on CUDA. Here the same code runs on a CPU, with weights that are kept as they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_weight_watch import UPDATES
+from transformers import LlamaForCausalLM
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints.conversion import together
+from layerskip_models.kv_cache import KVCache
+from selfspec import SelfSpecGenerator, custom_generate
+from selfspec.engine import model_source
+from selfspec.integrations.live_models import generator_of
+from tiny_llama import full_logits, reference_greedy, tiny_llama
+
+TEXT = [3, 8, 1, 0, 22, 5, 7]
+PROMPT = [5, 1, 7]
+IN_PLACE = ("data.copy_", "data +=", "fused AdamW", "foreach SGD", "load_state_dict", "adapter", "head")
+
+
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators do here as on CUDA."""
+    monkeypatch.setattr(model_source, "why_not_shared", lambda source: None)
+    monkeypatch.setattr(model_source, "from_transformers", partial(from_transformers, layout="plain"))
+
+
+def storages(llama: LlamaForCausalLM) -> dict[int, int]:
+    """Bytes of all memory that parameters are in, by address."""
+    found = [parameter.untyped_storage() for parameter in llama.parameters()]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def logits_of(model: LayerSkipModel) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.logits(
+            model.run_layers(model.embed(torch.tensor(TEXT)), 0, model.num_layers, KVCache(model, len(TEXT)))
+        )
+
+
+def biased(dtype: torch.dtype) -> LlamaForCausalLM:
+    """With biases everywhere, and fewer heads for keys than for queries."""
+    llama = tiny_llama(heads=4, kv_heads=2, dtype=dtype, seed=3, attention_bias=True, mlp_bias=True)
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    return llama
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-5), (torch.float32, 1e-4)])
+def test_shared_weights_are_the_model_s_own_and_once_in_memory(dtype: torch.dtype, bound: float, tied: bool) -> None:
+    llama = tiny_llama(dtype=dtype, seed=3, tie_word_embeddings=tied)
+    before, expected = sum(storages(llama).values()), full_logits(llama, TEXT)
+    values = {name: value.clone() for name, value in llama.state_dict().items()}
+    model = from_transformers(llama, layout="plain", share=True)
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=bound)
+    assert sum(storages(llama).values()) == before
+    for layer in model._layers:
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            assert linear.weight.untyped_storage().data_ptr() in storages(llama)  # type: ignore[attr-defined]
+    assert model._embedding.data_ptr() == llama.model.embed_tokens.weight.data_ptr()
+    assert all(torch.equal(value, values[name]) for name, value in llama.state_dict().items())
+    torch.testing.assert_close(full_logits(llama, TEXT), expected, rtol=0, atol=1e-12)
+
+
+def test_biases_are_shared_as_well() -> None:
+    llama = biased(torch.float64)
+    model = from_transformers(llama, layout="plain", share=True)
+    torch.testing.assert_close(logits_of(model), full_logits(llama, TEXT), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.mul_(1.1)
+    torch.testing.assert_close(logits_of(model), full_logits(llama, TEXT), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_optimiser_s_step_is_seen_at_once(dtype: torch.dtype) -> None:
+    """Norms, embedding and head, too."""
+    llama = tiny_llama(dtype=dtype, seed=3)
+    model = from_transformers(llama, layout="plain", share=True)
+    before = logits_of(model)
+    UPDATES["fused AdamW"](llama)
+    assert not torch.allclose(logits_of(model), before, atol=1e-2)
+    torch.testing.assert_close(logits_of(model), full_logits(llama, TEXT), rtol=0, atol=1e-4)
+
+
+def test_a_second_engine_finds_the_weights_together() -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    from_transformers(llama, layout="plain", share=True)
+    places = [parameter.data_ptr() for parameter in llama.parameters()]
+    from_transformers(llama, layout="plain", share=True)
+    assert [parameter.data_ptr() for parameter in llama.parameters()] == places
+
+
+def test_rows_that_only_seem_to_be_together_are_not_taken_for_one_tensor() -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    top, gap, bottom = (torch.nn.Parameter(part) for part in (whole[:2], whole[3:5], whole[2:6]))
+    assert together([top, bottom]).data_ptr() == whole.data_ptr()
+    apart = together([top, gap])
+    assert apart.data_ptr() != whole.data_ptr()
+    assert apart.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19]]
+    assert top.data_ptr() == apart.data_ptr() and gap.tolist() == apart[2:].tolist()
+    turned = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())  # not contiguous
+    assert together([turned]).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert turned.is_contiguous()
+
+
+def test_a_shared_model_can_be_saved(tmp_path: Path) -> None:
+    llama = tiny_llama(dtype=torch.float32, seed=3)
+    values = {name: value.clone() for name, value in llama.state_dict().items()}
+    from_transformers(llama, layout="plain", share=True)
+    llama.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, values[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {"layout": "plain"}), (torch.float32, {}), (torch.float32, {"layout": "native"})],
+)
+def test_weights_that_are_not_kept_as_they_are_cannot_be_shared(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="kept as they are"):
+        from_transformers(tiny_llama(dtype=dtype, seed=3), share=True, **options)
+
+
+def test_weights_made_in_inference_mode_cannot_be_shared() -> None:
+    with torch.inference_mode():
+        llama = tiny_llama(dtype=torch.float64, seed=3)
+    with pytest.raises(ValueError, match="inference mode"):
+        from_transformers(llama, share=True, layout="plain")
+    assert SelfSpecGenerator(llama).generate(PROMPT, max_new_tokens=3).stats.num_new_tokens == 3
+
+
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_next_call_runs_on_updated_weights(name: str) -> None:
+    """In place they are there already, and what was captured stays; else they are taken anew. What was read is forgotten."""
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    engine = SelfSpecGenerator(llama, prefix_cache="1MB")
+    assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=12)
+    assert engine.generate(PROMPT, max_new_tokens=12).stats.num_reused_tokens > 0
+    model = engine.model
+    UPDATES[name](llama)
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=12)
+    result = engine.generate(PROMPT, max_new_tokens=12)
+    assert result.new_tokens == expected
+    assert result.stats.num_reused_tokens == 0
+    assert (engine.model is model) == (name in IN_PLACE)
+    assert set(UPDATES) - set(IN_PLACE) == {"new storage", "new module"}
+
+
+@pytest.mark.usefixtures("shares")
+def test_a_training_loop_generates_with_what_it_has_learned() -> None:
+    """Through transformers' own `generate`: nothing is made anew, and the text is the new weights' own."""
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    ids = torch.tensor([PROMPT])
+    models = []
+    for _ in range(3):
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "max_new_tokens": 12}
+        out = llama.generate(ids, custom_generate=custom_generate(policy="ls:2-3"), **options)
+        assert out[0, len(PROMPT) :].tolist() == reference_greedy(llama, PROMPT, max_new_tokens=12)
+        models.append(generator_of(llama).model)
+        UPDATES["fused AdamW"](llama)
+    assert models[0] is models[1] is models[2]
+
+
+@pytest.mark.usefixtures("shares")
+def test_two_generators_over_one_model_leave_each_other_s_weights_where_they_are() -> None:
+    llama = tiny_llama(dtype=torch.float64, seed=3)
+    engines = [SelfSpecGenerator(llama) for _ in range(2)]
+    models = [engine.model for engine in engines]
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=12)
+    for _ in range(2):
+        for engine, model in zip(engines, models):
+            assert engine.generate(PROMPT, max_new_tokens=12).new_tokens == expected
+            assert engine.model is model
+    engines[0].refresh()
+    assert engines[0].model is models[0]

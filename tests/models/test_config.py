@@ -1,0 +1,246 @@
+"""Every argument is checked where it enters, and errors say what to do; a GenerationConfig means what it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
+
+from layerskip_models import from_transformers
+from selfspec import SelfSpecGenerator
+from selfspec.engine.request import DEFAULT_MAX_NEW_TOKENS, encode_prompt, make_generator
+from tiny_llama import CONTEXT, VOCAB_SIZE, reference_greedy, tiny_llama, tiny_tokenizer
+
+PROMPT = [5, 1, 7]
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    return tiny_llama(dtype=torch.float64, seed=3)
+
+
+@pytest.fixture(scope="module")
+def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(llama, layout="plain"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exit_layer": 0}, r"exit_layer must be in \[1, 3\] for this 4-layer model, got 0"),
+        ({"exit_layer": 4}, r"exit_layer must be in \[1, 3\] for this 4-layer model, got 4"),
+        ({"exit_layer": -1}, "exit_layer must be in"),
+        ({"exit_layer": True}, "exit_layer must be in"),
+        ({"exit_layer": 4, "num_speculations": 0}, "exit_layer must be in"),
+        ({"num_speculations": -1}, "num_speculations|ls:"),
+        ({"policy": "ls:2-3", "exit_layer": 2}, "not both"),
+        ({"policy": "ls:2-3", "num_speculations": 4}, "not both"),
+        (
+            {"policy": "magic"},
+            "unknown policy 'magic'; known are ar, copy, ls, del, auto, fs, dv, svip, adaedl, spide, pacer",
+        ),
+        ({"policy": "ls:9-3"}, "exit_layer must be in"),
+        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
+        ({"max_new_tokens": -3}, "max_new_tokens must be"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
+        ({"temperature": -1}, "temperature must be a number of at least 0, got -1"),
+        ({"temperature": float("nan")}, "temperature must be"),
+        ({"temperature": "warm"}, "temperature must be"),
+        ({"top_k": -1}, "top_k must be an integer"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"top_p": 0.0}, "top_p must be"),
+        ({"top_p": 1.1}, "top_p must be"),
+        ({"min_p": -0.1}, "min_p must be"),
+        ({"min_p": 1.5}, "min_p must be"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
+        ({"seed": 1, "generator": torch.Generator()}, "seed or generator, not both"),
+    ],
+)
+def test_bad_options(engine: SelfSpecGenerator, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.generate(PROMPT, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, "empty"),
+        (torch.zeros(0, dtype=torch.long), ValueError, "empty"),
+        (torch.zeros(1, 0, dtype=torch.long), ValueError, "empty"),
+        ([1, VOCAB_SIZE], ValueError, rf"\[0, {VOCAB_SIZE - 1}\].*got {VOCAB_SIZE}"),
+        ([-1, 2], ValueError, "got -1"),
+        (torch.ones(2, 3, dtype=torch.long), ValueError, r"\[2, 3\]: one text is decoded at a time"),
+        (["a bed", "a fig"], TypeError, "list of 2 texts: one text is decoded at a time, call generate for each"),
+        (torch.ones(1, 1, 3, dtype=torch.long), ValueError, "shape"),
+        (torch.tensor(3), ValueError, "shape"),
+        (torch.ones(3), TypeError, "integers"),
+        ([1.5, 2], TypeError, "list of token ids .* got a list that holds a float"),
+        ([True, False], TypeError, "list of token ids"),
+        ([[1, 2]], TypeError, "list of token ids"),
+        (None, TypeError, "NoneType"),
+        ({"input_ids": [1]}, TypeError, r"\['input_ids'\]"),
+        ("text", ValueError, "needs a tokenizer"),
+    ],
+)
+def test_bad_prompts(engine: SelfSpecGenerator, prompt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        engine.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "message"),
+    [
+        ("num_beams", ValueError, "num_beams does not apply to self-speculative decoding of one sequence"),
+        ("num_return_sequences", ValueError, "num_return_sequences does not apply"),
+        ("assistant_early_exit", ValueError, "assistant_early_exit does not apply"),
+        ("max_tokens", TypeError, "'max_tokens': did you mean max_new_tokens"),
+        ("temprature", TypeError, "'temprature': did you mean temperature"),
+        ("no_repeat_ngram_size", TypeError, "set it in a GenerationConfig"),
+        ("xyzzy", TypeError, "'xyzzy'; it takes prompt, messages, max_new_tokens"),
+    ],
+)
+def test_arguments_that_generate_does_not_have(
+    engine: SelfSpecGenerator, argument: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine.generate(PROMPT, **{argument: 3})
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"generation_config": GenerationConfig(temperature=0.0)}])
+def test_temperature_zero_is_greedy(engine: SelfSpecGenerator, options: dict[str, Any]) -> None:
+    greedy = engine.generate(PROMPT, max_new_tokens=12, do_sample=False)
+    cold = engine.generate(PROMPT, max_new_tokens=12, do_sample=True, **options)
+    assert cold.new_tokens == greedy.new_tokens
+
+
+def test_min_new_tokens_takes_precedence_over_min_length(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
+    options = {"max_new_tokens": 12, "min_length": 11, "min_new_tokens": 1, "do_sample": False}
+    text = engine.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=[]).new_tokens
+    eos = text[3]
+    expected = llama.generate(torch.tensor([PROMPT]), eos_token_id=eos, pad_token_id=0, **options)
+    ours = engine.generate(PROMPT, generation_config=GenerationConfig(eos_token_id=eos, **options))
+    assert ours.sequences.tolist() == expected.tolist()
+    assert len(ours.new_tokens) == text.index(eos) + 1  # and not forbidden until min_length
+
+
+def test_an_empty_text_is_an_empty_prompt(llama: LlamaForCausalLM) -> None:
+    engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate("")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[1, 2, 3]]),
+        torch.tensor([1, 2, 3], dtype=torch.int32),
+        "bcd",
+    ],
+)
+def test_every_form_of_a_prompt(prompt: Any) -> None:
+    ids = encode_prompt(prompt, tiny_tokenizer(), VOCAB_SIZE)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == [1, 2, 3]
+
+
+def test_too_long_says_by_how_much(engine: SelfSpecGenerator) -> None:
+    prompt = [1] * 50
+    message = rf"prompt \(50\) \+ max_new_tokens \(20\) = 70 tokens exceed this model's context of {CONTEXT} by 6"
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompt, max_new_tokens=20)
+    with pytest.raises(ValueError, match="by 37"):
+        engine.generate([1] * 100)
+    with pytest.raises(ValueError, match="max_length=10 leaves no room behind a prompt of 50 tokens"):
+        engine.generate(prompt, generation_config=GenerationConfig(max_length=10))
+
+
+def test_the_default_length_fits_the_context(engine: SelfSpecGenerator) -> None:
+    assert CONTEXT < DEFAULT_MAX_NEW_TOKENS
+    assert len(engine.generate(PROMPT).new_tokens) == CONTEXT - len(PROMPT)
+    longer = SelfSpecGenerator(from_transformers(tiny_llama(max_position_embeddings=256), layout="plain"))
+    assert len(longer.generate(PROMPT).new_tokens) == DEFAULT_MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 4},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 2},
+        {"guidance_scale": 2.0},
+        {"output_scores": True, "return_dict_in_generate": True},
+    ],
+)
+def test_what_does_not_apply_is_refused_by_name(engine: SelfSpecGenerator, fields: dict[str, Any]) -> None:
+    (name, value), *_ = fields.items()
+    with pytest.raises(ValueError, match=rf"{name}={value!r} does not apply"):
+        engine.generate(PROMPT, generation_config=GenerationConfig(**fields))
+
+
+def test_never_stopping(llama: LlamaForCausalLM) -> None:
+    """eos_token_id=[] means never stop, also where the checkpoint has an EOS token; None means the checkpoint's."""
+    free = reference_greedy(llama, PROMPT, max_new_tokens=20)
+    with_eos = tiny_llama(dtype=torch.float64, seed=3)
+    with_eos.generation_config.eos_token_id = free[6]
+    engine = SelfSpecGenerator(from_transformers(with_eos, layout="plain"))
+    assert engine.generate(PROMPT, max_new_tokens=20, eos_token_id=[]).new_tokens == free
+    stopped = engine.generate(PROMPT, max_new_tokens=20)
+    assert stopped.new_tokens == free[: free.index(free[6]) + 1]
+    assert stopped.stop_reason == "eos"
+
+
+def test_the_call_goes_before_the_config_before_the_checkpoint(llama: LlamaForCausalLM) -> None:
+    changed = tiny_llama(dtype=torch.float64, seed=3)
+    changed.generation_config.update(repetition_penalty=2.0, max_new_tokens=9)
+    engine = SelfSpecGenerator(from_transformers(changed, layout="plain"))
+    expected = [
+        reference_greedy(llama, PROMPT, repetition_penalty=penalty, max_new_tokens=length)
+        for penalty, length in ((2.0, 9), (1.5, 9), (1.1, 12))
+    ]
+    config = GenerationConfig(repetition_penalty=1.5)
+    assert engine.generate(PROMPT).new_tokens == expected[0]
+    assert engine.generate(PROMPT, generation_config=config).new_tokens == expected[1]
+    last = engine.generate(PROMPT, generation_config=config, repetition_penalty=1.1, max_new_tokens=12)
+    assert last.new_tokens == expected[2]
+    assert config.repetition_penalty == 1.5  # not written to
+    assert len({tuple(tokens) for tokens in expected}) == 3
+
+
+def test_max_length_counts_the_prompt(engine: SelfSpecGenerator) -> None:
+    assert len(engine.generate(PROMPT, generation_config=GenerationConfig(max_length=11)).new_tokens) == 8
+
+
+def test_sampling_settings_reach_the_distribution(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
+    """top_k = 1 makes sampling greedy: the one sampled text that can be compared token for token."""
+    config = GenerationConfig(do_sample=True, top_k=1, temperature=0.7, max_new_tokens=15)
+    expected = reference_greedy(llama, PROMPT, max_new_tokens=15)
+    assert engine.generate(PROMPT, generation_config=config, seed=3).new_tokens == expected
+
+
+def test_random_sources() -> None:
+    cpu = torch.device("cpu")
+    assert make_generator(1, None, cpu, do_sample=False) is None
+    given = torch.Generator()
+    assert make_generator(None, given, cpu, do_sample=True) is given
+    seeded = [make_generator(seed, None, cpu, do_sample=True) for seed in (5, 5, None, None)]
+    numbers = [torch.rand(1, generator=source).item() for source in seeded]
+    assert numbers[0] == numbers[1]
+    assert len(set(numbers)) == 3
+
+
+def test_a_generator_on_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="make it there"):
+        make_generator(None, torch.Generator(), torch.device("meta"), do_sample=True)
+
+
+def test_an_empty_processor_list_is_no_processor(engine: SelfSpecGenerator, llama: LlamaForCausalLM) -> None:
+    out = engine.generate(PROMPT, max_new_tokens=5, logits_processor=LogitsProcessorList())
+    assert out.new_tokens == reference_greedy(llama, PROMPT, max_new_tokens=5)

@@ -1,0 +1,149 @@
+"""A field of config.json is in our logits as in transformers', or it is refused by name."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from layerskip_models import load_model
+from layerskip_models.families import FAMILIES
+from layerskip_models.kv_cache import KVCache
+from tests.fuzz.fuzz_models import random_model
+
+TEXT = torch.tensor([(7 * i * i + 3) % 24 for i in range(40)])
+ALL = tuple(FAMILIES)
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0] * 8}
+
+
+@cache
+def saved(kind: str) -> Path:
+    own: dict[str, Any] = {"head_dim": 16} if kind == "qwen3" else {}
+    config = FAMILIES[kind].config(
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **own,
+    )
+    folder = Path(mkdtemp())
+    random_model(config, late_scale=0.5, sharpness=1.5, seed=1).float().save_pretrained(folder)
+    return folder
+
+
+def with_fields(kind: str, fields: dict[str, Any], folder: Path) -> Path:
+    config = json.loads((saved(kind) / "config.json").read_text())
+    if "rope_scaling" in fields:
+        config.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    (folder / "model.safetensors").symlink_to(saved(kind) / "model.safetensors")
+    return folder
+
+
+def ours(folder: Path) -> Tensor:
+    model = load_model(folder, dtype="float32", device="cpu", layout="plain")
+    with torch.inference_mode():
+        hidden = model.run_layers(model.embed(TEXT), 0, model.num_layers, KVCache(model, len(TEXT)))
+        return model.logits(hidden)
+
+
+EQUAL: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (ALL, {"rms_norm_eps": 0.3}),
+    (ALL, {"attention_dropout": 0.5}),
+    (("llama", "mistral", "qwen2", "olmo2"), {"rope_theta": 100.0, "rope_parameters": None}),
+    (("llama", "qwen3"), {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    (("llama", "qwen2"), {"rope_scaling": YARN}),
+    (("llama",), {"rope_scaling": {**LLAMA_3, "original_max_position_embeddings": 16}}),
+    (("phi3",), {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    (("phi3",), {"rope_scaling": LONG, "original_max_position_embeddings": 48}),
+    (("mistral", "phi3"), {"sliding_window": 4}),
+    (("qwen2", "qwen3", "smollm3"), {"use_sliding_window": True, "sliding_window": 4, "layer_types": LAYERS}),
+    (
+        ("qwen2", "qwen3"),
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": None, "max_window_layers": 1},
+    ),
+    (("smollm3",), {"no_rope_layers": [0, 1, 1]}),
+    (("llama",), {"partial_rotary_factor": 0.5, "logit_scale": 0.5, "clip_qkv": 0.1}),  # transformers' Llama reads none
+]
+
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (ALL, {"is_causal": False}, "is_causal=False"),
+    (("llama", "olmo2"), {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (("llama", "qwen3", "olmo2"), {"attention_bias": True}, r"lacks weights.*self_attn\.k_proj\.bias"),
+    (("llama", "smollm3"), {"mlp_bias": True}, r"lacks weights.*down_proj\.bias"),
+    (("llama", "mistral"), {"head_dim": 8}, r"another shape.*self_attn\.k_proj"),
+    (("llama",), {"head_dim": 10**12}, "head_dim=1000000000000"),
+    (("llama",), {"head_dim": 0}, "head_dim=0|cannot read the config.json"),
+    (("llama", "qwen2"), {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "uses 'dynamic' rope scaling"),
+    (("llama",), {"rope_scaling": LONG}, "uses 'longrope' rope scaling"),
+    (
+        ("llama",),
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "cannot read the config.json.*low_freq_factor",
+    ),
+    (
+        ("llama",),
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "rotate 8 of 16 numbers",
+    ),
+    (("mistral",), {"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor=0.0"),
+    (("llama",), {"rope_theta": 0.0, "rope_parameters": None}, "rope_theta=0.0"),
+    (("llama",), {"rope_theta": "a", "rope_parameters": None}, "rope_theta='a'|cannot read the config.json"),
+    (("phi3",), {"rope_scaling": {"type": "default", "partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5"),
+    (("mistral", "phi3"), {"sliding_window": 0}, "sliding_window=0"),
+    (("mistral",), {"sliding_window": 4, "layer_types": LAYERS}, "'ministral' model"),
+    (("qwen2",), {"layer_types": ["chunked_attention"] * 3}, "layer_types="),
+    (("llama", "qwen2", "smollm3"), {"layer_types": LAYERS, "sliding_window": None}, "no sliding_window"),
+    (("smollm3",), {"no_rope_layers": [1, 1]}, "no_rope_layers=|cannot read the config.json|builds no model"),
+    (("llama", "qwen2"), {"num_attention_heads": 0}, "num_attention_heads=0|cannot read the config.json"),
+    (("llama",), {"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    (("llama",), {"num_hidden_layers": "3"}, "cannot read the config.json.*num_hidden_layers"),
+    (("llama",), {"num_hidden_layers": 4}, r"lacks weights.*layers\.3\."),
+    (("llama",), {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
+    (("llama",), {"dtype": "nothing"}, "cannot read the config.json.*nothing"),
+    (("llama",), {"transformers_weights": "x.safetensors"}, "transformers_weights='x.safetensors'"),
+    (("llama",), {"quantization_config": "x"}, "cannot read the config.json of"),
+    (("qwen2",), {"model_type": "qwen2_moe"}, "a mixture of experts"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(EQUAL)))
+def test_equal(number: int, tmp_path: Path) -> None:
+    kinds, fields = EQUAL[number]
+    for kind in kinds:
+        folder = tmp_path / kind
+        folder.mkdir()
+        with_fields(kind, fields, folder)
+        with torch.no_grad():
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+                TEXT[None], use_cache=False
+            ).logits[0]
+        torch.testing.assert_close(ours(folder), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refused(number: int, tmp_path: Path) -> None:
+    kinds, fields, message = REFUSED[number]
+    for kind in kinds:
+        folder = tmp_path / kind
+        folder.mkdir()
+        with pytest.raises(ValueError, match=f"(?s){message}") as found:
+            ours(with_fields(kind, fields, folder))
+        assert "\n" not in str(found.value)

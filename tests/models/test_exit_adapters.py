@@ -1,0 +1,268 @@
+"""Exit adapters at work: the numbers of the trained network, found beside a checkpoint, refused for another model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from companies import LAYOUTS, shared_model
+from layerskip_models import LayerSkipModel, from_transformers, load_model
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
+from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters
+from layerskip_models.exits.lean import LeanAdapter, lean_adapters, with_exits
+from layerskip_models.kernels.native_linear import operators_only
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import Layout
+from policies import FixedExit, LayerCost, MeasuredCost, NeverStop, Policy
+from selfspec import SelfSpecGenerator
+from selfspec.engine.calibrate import measured_cost
+from selfspec.exits.exit_settings import default_rank
+from tests.fuzz.random_adapters import adapted, random_adapters
+from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
+
+
+def rows_of(model: LayerSkipModel, rows: int) -> torch.Tensor:
+    own = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, model.hidden_size, generator=own, dtype=model.dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trained_network_in_another_layout(layout: Layout) -> None:
+    model = shared_model(layout)
+    trained = random_adapters(model, [1, 3], seed=5)
+    hidden = rows_of(model, 150)  # more than the kernels take at once
+    for layer, lean in lean_adapters(trained, model).items():
+        with torch.no_grad():
+            expected = trained.double().at(layer)(hidden.double())
+        # Norms are computed in float32 in every dtype.
+        torch.testing.assert_close(lean(hidden).double(), expected, rtol=1e-4, atol=1e-5)
+        with operators_only():
+            torch.testing.assert_close(lean(hidden).double(), expected, rtol=1e-4, atol=1e-5)
+        assert lean.num_bytes > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_row_depends_on_nothing_beside_it(layout: Layout) -> None:
+    """One by one, together, and within a step of the kernels: the same bits."""
+    model = shared_model(layout)
+    hidden = rows_of(model, 40)
+    for lean in lean_adapters(random_adapters(model, [2], seed=1), model).values():
+        together = lean(hidden)
+        assert torch.equal(together, torch.cat([lean(row) for row in hidden.split(1)]))
+    steps = model.steps()
+    assert steps is not None
+    tokens = [3, 5, 8, 1, 9, 2, 7]
+    for exit_layer in (1, 2, 3):  # the second one is bare
+        last = torch.empty(len(tokens), model.hidden_size)
+        looks = steps.tokens(tokens, ((KVCache(model, 16), len(tokens)),), exit_layer, last, head="draft", detail="all")
+        choices = model.draft_choices(model.at_exit(last, exit_layer), "all")
+        assert [look.token for look in looks] == choices.tokens.tolist()
+        assert [list(look[1:]) for look in looks] == choices.numbers.T.tolist()
+
+
+def test_drafts_change_and_text_does_not() -> None:
+    """Otherwise nothing of the tests of equality would concern adapters."""
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.5, seed=3)
+    bare = from_transformers(llama, layout="plain")
+    expected = reference_greedy(llama, [5, 1, 7], max_new_tokens=40)
+    drafts = []
+    for model in (bare, adapted(bare, [2])):
+        result = SelfSpecGenerator(model).generate([5, 1, 7], max_new_tokens=40, policy="ls:2-4", trace=True)
+        assert result.new_tokens == expected
+        drafts.append([record.draft_tokens for record in result.trace])
+    assert drafts[0] != drafts[1]
+    assert bare.adapters == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shadow_tokens_pass_the_adapter(layout: Layout) -> None:
+    """What a policy learns of an exit is what that exit would have drafted."""
+    model = shared_model(layout)
+    generator = SelfSpecGenerator(model)
+    seen = []
+
+    class Learner(FixedExit):
+        from policies import ObservationSpec
+
+        observes = ObservationSpec(shadow_layers=(1, 2, 3))
+
+        def observe(self, record: object) -> None:
+            seen.append(record)
+
+    policy = Policy(Learner(3, 3, num_layers=model.num_layers), NeverStop())
+    result = generator.generate([5, 1, 7, 2], max_new_tokens=30, policy=policy, trace=True)
+    assert result.stats.num_drafted > 0
+    checked = 0
+    for record in result.trace:
+        if record.shadow is None or not record.draft_tokens:
+            continue
+        slot = record.shadow.layers.index(3)
+        said = record.shadow.tokens[slot].tolist()
+        for draft, shadow in zip(record.draft_tokens[: record.num_accepted], said):
+            assert draft == shadow
+            checked += 1
+    assert checked > 5
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint with adapters beside it."""
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for file in checkpoint.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    (copied / FOLDER).mkdir()
+    save_adapters(random_adapters(load_model(copied), [1, 2]), copied / FOLDER)
+    return copied
+
+
+def test_adapters_beside_a_checkpoint_are_found(folder: Path) -> None:
+    model = load_model(folder)
+    assert sorted(model.adapters) == [1, 2]
+    assert load_model(folder, exits=None).adapters == {}
+    assert SelfSpecGenerator(model, exits=None)._models.current.model.adapters == {}
+    assert sorted(SelfSpecGenerator(model)._models.current.model.adapters) == [1, 2]
+    llama = LlamaForCausalLM.from_pretrained(folder)
+    assert sorted(SelfSpecGenerator(llama)._models.current.model.adapters) == [1, 2]
+    assert SelfSpecGenerator(llama, exits=None)._models.current.model.adapters == {}
+
+
+def test_adapters_of_another_model_are_refused(folder: Path) -> None:
+    other = from_transformers(tiny_llama(seed=99))
+    with pytest.raises(ValueError, match="train-exit"):
+        with_exits(other, folder / FOLDER)
+    llama = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        llama.model.layers[0].mlp.down_proj.weight.mul_(-5)
+    with pytest.warns(RuntimeWarning, match="exits are bare"):
+        generator = SelfSpecGenerator(llama, tiny_tokenizer())
+    assert generator._models.current.model.adapters == {}
+    with pytest.raises(ValueError, match="not those of"):
+        SelfSpecGenerator(llama, exits=folder / FOLDER)
+
+
+def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
+    first = load_adapters(folder / FOLDER)
+    again = folder / "again"
+    again.mkdir()
+    save_adapters(first, again)
+    second = load_adapters(again)
+    assert first.config == second.config
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
+
+
+@pytest.mark.parametrize("damage", ["missing", "config", "type", "weights", "nan", "scale"])
+def test_damaged_folders(folder: Path, damage: str) -> None:
+    place = folder / FOLDER
+    error: type[Exception] = ValueError
+    if damage == "missing":
+        place, error = folder / "nowhere", FileNotFoundError
+    elif damage == "config":
+        (place / "exits.json").write_text('{"rank": 3}')
+    elif damage == "type":
+        config = json.loads((place / "exits.json").read_text())
+        (place / "exits.json").write_text(json.dumps({**config, "eps": "1e-6"}))
+    elif damage == "weights":
+        (place / "exits.safetensors").write_bytes(b"nothing")
+    else:
+        adapters = load_adapters(place)
+        value = adapters.at(1).scale if damage == "scale" else adapters.at(1).down.weight.data[0, 0]
+        value.fill_(float("nan"))
+        save_adapters(adapters, place)
+    with pytest.raises(error, match="train"):
+        load_model(folder, exits=place)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"form": "wide"},
+        {"exit_layers": ()},
+        {"exit_layers": (2, 1)},
+        {"rank": 0},
+        {"rank": 2.5},
+        {"hidden_size": "16"},
+        {"eps": 0.0},
+        {"eps": float("nan")},
+        {"exit_layers": (1, None)},
+        {"form": "steered"},
+        {"steering_layers": (1,)},
+        {"form": "layer", "num_heads": 3, "num_kv_heads": 2, "head_dim": 8},
+    ],
+)
+def test_configurations_that_cannot_be(wrong: dict[str, object]) -> None:
+    good: dict[str, object] = {"hidden_size": 16, "exit_layers": (1, 2), "rank": 4}
+    with pytest.raises(ValueError):
+        AdapterConfig(**{**good, **wrong})  # type: ignore[arg-type]
+
+
+def test_an_untrained_adapter_changes_nothing() -> None:
+    states = torch.randn(2, 7, 16)
+    positions = torch.arange(7).expand(2, 7)
+    for form, own in (
+        ("low_rank", {}),
+        ("steered", {"steering_layers": (1, 2, 3), "steering_size": 4}),
+        ("layer", {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}),
+    ):
+        adapters = ExitAdapters(AdapterConfig(form=form, hidden_size=16, exit_layers=(2,), rank=4, **own))  # type: ignore[arg-type]
+        steering = None if adapters.steering is None else adapters.steering(torch.randn(2, 7, 3, 16))
+        assert torch.equal(adapters.at(2)(states, steering=steering, positions=positions), states)
+
+
+def test_only_the_low_rank_form_drafts() -> None:
+    config = AdapterConfig(
+        form="layer", hidden_size=16, exit_layers=(1,), rank=4, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    with pytest.raises(ValueError, match="low_rank"):
+        LeanAdapter(ExitAdapters(config).at(1), dtype=torch.float32, device=torch.device("cpu"), layout="plain")
+
+
+def test_an_adapter_is_part_of_a_draft_steps_price() -> None:
+    bare = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(2.0, 2.5))
+    priced = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.5), head_seconds=(2.0, 2.5), adapter_seconds=((2, 0.25),))
+    assert priced.round(2, 3) == bare.round(2, 3) + 3 * 0.25
+    assert priced.round(1, 3) == bare.round(1, 3)
+    assert priced.copying(2, 3, 1) == bare.copying(2, 3, 1) + 0.25
+    assert priced.for_batch_size(2).look(2) == bare.for_batch_size(2).look(2) + 0.25 / 2
+    assert MeasuredCost.from_dict(priced.as_dict()) == priced
+    assert LayerCost(4).look(2) == 0
+
+
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+@pytest.mark.usefixtures("small_captures")
+def test_costs_are_measured_with_adapters(runner: str) -> None:
+    model = shared_model("plain")
+    cost = measured_cost(model.with_adapters(model.adapters), runner)  # type: ignore[arg-type]
+    assert [layer for layer, _ in cost.adapter_seconds] == [1, 3]
+    assert all(seconds >= 0 for _, seconds in cost.adapter_seconds)
+    assert measured_cost(model.with_adapters({})).adapter_seconds == ()
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "heads", "kv_heads", "intermediate_size"),
+    [(4096, 32, 32, 11008), (4096, 32, 8, 14336), (2048, 32, 8, 8192), (896, 14, 2, 4864), (192, 3, 1, 576)],
+    ids=["Llama-2-7B", "Llama-3-8B", "Llama-3.2-1B", "Qwen2.5-0.5B", "demo"],
+)
+def test_an_adapter_of_default_rank_is_a_small_part_of_a_layer(
+    hidden_size: int, heads: int, kv_heads: int, intermediate_size: int
+) -> None:
+    head_dim = hidden_size // heads
+    layer = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * intermediate_size)
+    shape = SimpleNamespace(hidden_size=hidden_size, layer_weights=layer)
+    rank = default_rank(shape)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        adapter = ExitAdapters(AdapterConfig(hidden_size=hidden_size, exit_layers=(2,), rank=rank)).at(2)
+    weights = sum(parameter.numel() for parameter in adapter.parameters())
+    assert 0.04 * layer < weights <= 0.1 * layer
+
+
+def test_a_models_layer_is_counted() -> None:
+    model = shared_model("plain")
+    layer = tiny_llama(num_layers=4, heads=4, kv_heads=2).model.layers[0]
+    matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 2)
+    assert model.layer_weights == matrices

@@ -1,0 +1,178 @@
+"""GGUF files: transformers' reader makes the model of them that they hold, or they are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen3Config
+from typer.testing import CliRunner
+
+from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, load_gguf
+from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.compact_linear import int8_works
+from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
+from tiny_llama import full_logits, tiny_llama, tiny_tokenizer
+
+gguf = pytest.importorskip("gguf")
+from bench.engines import gguf_file  # noqa: E402
+from bench.engines.gguf_file import write_gguf  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def small(**options: Any) -> LlamaForCausalLM:
+    """Rows that Q8_0 holds."""
+    return tiny_llama(hidden_size=32, heads=2, kv_heads=1, head_dim=16, intermediate_size=64, seed=4, **options)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
+def test_a_gguf_file_gives_the_models_logits(rope: str, tmp_path: Path) -> None:
+    llama_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama_3["original_max_position_embeddings"] = 8192
+    model = small(rope=llama_3 if rope == "llama3" else rope, max_position_embeddings=64 if rope != "llama3" else 16384)
+    write_gguf(model, tmp_path / "model.gguf", "F32")
+    config = load_config(tmp_path)
+    assert config.rope_parameters["rope_type"] == rope and config.eos_token_id is None
+    found = load_transformers(tmp_path / "model.gguf", dtype="float32", device="cpu")
+    text = [(7 * i + 3) % 24 for i in range(60)]
+    torch.testing.assert_close(full_logits(found, text), full_logits(model, text), rtol=1e-4, atol=1e-4)
+    assert not hasattr(found.config, "quantization_config")
+    found.save_pretrained(tmp_path / "saved")
+    assert load_model(tmp_path / "saved").num_layers == 4
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_gguf_files_of_other_families(kind: str, tmp_path: Path) -> None:
+    """Read by the names of their own family: biases, and norms of heads whose size is none of hidden_size / heads."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "vocab_size": 24, "eos_token_id": 1}
+    config = Qwen2Config(**shape, head_dim=16) if kind == "qwen2" else Qwen3Config(**shape, head_dim=8)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, kind)
+    gguf_file._describe(writer, config, 1.0)
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == kind)
+    names = gguf.get_tensor_name_map(architecture, 2)
+    for name, parameter in model.named_parameters():
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), parameter.detach().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read = gguf_config(path)
+    del read.quantization_config
+    found = load_gguf(str(path), read, dtype=torch.float32, device=CPU)
+    assert type(found) is type(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+def test_a_gguf_file_of_8_bits_is_int8_and_of_floats_is_not(tmp_path: Path) -> None:
+    for kind in ("Q8_0", "F16"):
+        write_gguf(small(), tmp_path / f"{kind}.gguf", kind)
+    eight, full = (load_model(tmp_path / f"{kind}.gguf", device="cpu") for kind in ("Q8_0", "F16"))
+    same = load_model(tmp_path / "F16.gguf", dtype="int8", device="cpu") if int8_works(CPU, torch.float32) else eight
+    assert eight.layer_bytes == same.layer_bytes <= full.layer_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_4_bits_of_a_gguf_file_keep_their_numbers(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Those that transformers reads; all else is as it would be without."""
+    shape = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate_size": 192}
+    model = tiny_llama(**shape, num_layers=3, seed=4, late_scale=0.6, tie_word_embeddings=tied)
+    write_gguf(model, tmp_path / "model.gguf", kind)
+    meant = load_transformers(tmp_path, dtype="float32", device="cpu")
+    found, by_name = load_model(tmp_path, device="cpu"), load_model(tmp_path, dtype="int4", device="cpu")
+    full = from_transformers(meant)
+    bytes_of_32 = 16 + (2 if kind == "Q4_0" else 2 + 4)
+    norms = 2 * 64 * 4
+    assert found.layer_bytes == by_name.layer_bytes == norms + found.layer_weights // 32 * bytes_of_32
+    unfolded = ("output", "down") if full.kernels is None else ("qkv", "output", "gate_up", "down")
+    for ours, theirs in zip(found._layers, full._layers):
+        for name in unfolded:  # the others have a norm's factors in them, without our kernels
+            x = torch.eye({"output": 128, "down": 192}.get(name, 64))
+            torch.testing.assert_close(getattr(ours, name)(x), getattr(theirs, name)(x), rtol=1e-6, atol=1e-7)
+    assert torch.equal(found.embed(torch.arange(24)), full.embed(torch.arange(24)))
+    text = [(7 * i + 3) % 24 for i in range(40)]
+    engine = SelfSpecGenerator(found, policy="ls:1-3")
+    assert (
+        engine.generate(text, max_new_tokens=16).new_tokens
+        == SelfSpecGenerator(by_name, policy="ar").generate(text, max_new_tokens=16).new_tokens
+    )
+
+
+def test_generate_and_verify_a_gguf_file(tmp_path: Path) -> None:
+    """With the tokenizer that lies beside it, by the file's name and by the folder's."""
+    write_gguf(small(max_position_embeddings=256), tmp_path / "tiny.gguf", "Q8_0")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    run = CliRunner()
+    for name in (tmp_path / "tiny.gguf", tmp_path):
+        result = run.invoke(app, ["generate", "abc", "--model", str(name), "--max-new-tokens", "8", "--json"])
+        assert result.exit_code == 0, result.output
+        assert len(json.loads(result.stdout)["token_ids"]) == 8
+    (tmp_path / "a.txt").write_text("abc abd abe")
+    options = ["--policy", "ls:2-3", "--draws", "0", "--max-new-tokens", "8", "--file", str(tmp_path / "a.txt")]
+    result = run.invoke(app, ["verify", str(tmp_path / "tiny.gguf"), *options])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_gguf_file_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    """Byte-level BPE; the special tokens of the file are the model's."""
+    original = json.loads((DEMO_PATH / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    tokens = sorted(original["vocab"], key=original["vocab"].get)[:400]  # the first merges made the first tokens
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in original["merges"]]
+    merges = [pair for pair in merges if pair.replace(" ", "") in tokens]
+    path = tmp_path / "model.gguf"
+    model = small(vocab_size=len(tokens), num_layers=2)
+    writer = gguf.GGUFWriter(path, "llama")
+    gguf_file._describe(writer, model.config, 1.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if index == 0 else 1 for index in range(len(tokens))])
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(5)
+    for name, tensor in gguf_file._tensors(model).items():
+        writer.add_tensor(name, gguf_file._reordered(name, tensor, model.config).float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(path)
+    text = "def fibonacci(n):\n    return n"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and len(ids) < len(text)
+    assert tokenizer.eos_token == tokens[0]
+    assert load_transformers(path, device="cpu").generation_config.eos_token_id == [0, 5]
+
+
+def test_gguf_files_that_would_become_another_model(tmp_path: Path) -> None:
+    cases = {"biases": small(attention_bias=True), "yarn": small(rope="yarn")}
+    messages = {"biases": "would leave out.*attn_.*bias", "yarn": "scales rotary positions"}
+    for name, model in cases.items():
+        write_gguf(model, tmp_path / f"{name}.gguf", "F32")
+        with pytest.raises(ValueError, match=f"(?s){messages[name]}.*load the checkpoint that the file was made from"):
+            load_model(tmp_path / f"{name}.gguf")
+    with pytest.raises(ValueError, match="holds 2 GGUF files: name one"):
+        load_model(tmp_path)
+    part = tmp_path / "big-00001-of-00002.gguf"
+    shutil.copy(tmp_path / "yarn.gguf", part)
+    with pytest.raises(ValueError, match="join them first"):
+        load_model(part)
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "yarn.gguf").read_bytes()[:400])
+    with pytest.raises(OSError, match="incomplete or damaged"):
+        load_model(tmp_path / "cut.gguf")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json of the original"):
+        load_tokenizer(tmp_path / "yarn.gguf")

@@ -1,0 +1,306 @@
+"""The KV cache against a list of rows, as a state machine, and inside the engine against a fresh forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from layerskip_models import LayerSkipModel, from_transformers, kv_cache
+from layerskip_models.kv_cache import KVCache
+from policies import Policy
+from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
+from selfspec.engine.round import decode
+from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.sequence import Text
+from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
+
+NUM_LAYERS = 3
+LAYERS = from_transformers(tiny_llama(num_layers=NUM_LAYERS, dtype=torch.float64, seed=8), layout="plain")
+
+
+def fresh_rows(model: LayerSkipModel, tokens: list[int]) -> KVCache:
+    """A cache filled by one pass over a whole text."""
+    cache = KVCache(model, max(len(tokens), 1))
+    if tokens:
+        model.run_layers(model.embed(torch.tensor(tokens)), 0, model.num_layers, cache)
+    return cache
+
+
+def rows_of(cache: KVCache, length: int) -> Tensor:
+    """Keys and values of the first positions: [2, layers, kv_heads, length, head_dim]."""
+    return torch.stack([cache.keys.mT[:, :, :length], cache.values[:, :, :length]])
+
+
+def assert_same_rows(cache: KVCache, expected: KVCache, length: int) -> None:
+    torch.testing.assert_close(rows_of(cache, length), rows_of(expected, length), rtol=0, atol=1e-10)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Rows are appended to all layers, or to a lower range first; rolled back; overwritten. The model is a list of tokens
+    for every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(LAYERS, CONTEXT)
+        self.tokens: list[list[int]] = [[] for _ in range(NUM_LAYERS)]
+
+    @property
+    def common(self) -> list[int]:
+        """The tokens that every layer holds."""
+        return min(self.tokens, key=len)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers hold the same tokens."""
+        return all(held == self.tokens[0] for held in self.tokens)
+
+    def run(self, hidden: Tensor, start: int, stop: int) -> Tensor:
+        return LAYERS.run_layers(hidden, start, stop, self.cache)
+
+    @precondition(lambda self: self.is_even and len(self.common) < CONTEXT - 6)
+    @rule(block=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6))
+    def append(self, block: list[int]) -> None:
+        self.run(LAYERS.embed(torch.tensor(block)), 0, NUM_LAYERS)
+        for held in self.tokens:
+            held += block
+
+    @precondition(lambda self: self.is_even and len(self.common) < CONTEXT - 6)
+    @rule(
+        block=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6),
+        exit_layer=st.integers(1, NUM_LAYERS - 1),
+        kept=st.integers(0, 6),
+    )
+    def draft_then_verify(self, block: list[int], exit_layer: int, kept: int) -> None:
+        """Rows one at a time through the first layers, then all at once through the rest; some are given back."""
+        start = len(self.common)
+        hidden = []
+        for index, token in enumerate(block):
+            hidden.append(self.run(LAYERS.embed_one(token), 0, exit_layer))
+            assert self.cache.position(0, exit_layer) == start + index + 1
+            assert self.cache.position(exit_layer, NUM_LAYERS) == self.cache.length == start
+        self.run(torch.cat(hidden), exit_layer, NUM_LAYERS)
+        assert self.cache.length == start + len(block)
+        self.cache.roll_back(start + min(kept, len(block)))
+        for held in self.tokens:
+            held += block[:kept]
+
+    @precondition(lambda self: len(self.tokens[0]) < CONTEXT - 6)
+    @rule(exit_layer=st.integers(1, NUM_LAYERS - 1), token=st.integers(0, VOCAB_SIZE - 1))
+    def leave_a_row_behind(self, exit_layer: int, token: int) -> None:
+        """A draft that is never kept leaves rows behind the text, in its layers."""
+        if len({len(held) for held in self.tokens[:exit_layer]}) > 1:
+            with pytest.raises(ValueError, match="hold different numbers of rows"):
+                self.run(LAYERS.embed_one(token), 0, exit_layer)
+            return
+        self.run(LAYERS.embed_one(token), 0, exit_layer)
+        for held in self.tokens[:exit_layer]:
+            held.append(token)
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.common)))
+        self.cache.roll_back(length)
+        for held in self.tokens:
+            del held[length:]
+
+    @rule(block=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6))
+    def declare(self, block: list[int]) -> None:
+        """Somebody else writes all the rows, and says how many there are."""
+        other = fresh_rows(LAYERS, block)
+        self.cache.keys[..., : len(block)] = other.keys[..., : len(block)]
+        self.cache.values[:, :, : len(block)] = other.values[:, :, : len(block)]
+        self.cache.declare(len(block))
+        self.tokens = [list(block) for _ in range(NUM_LAYERS)]
+
+    @rule(extra=st.integers(1, 3))
+    def ask_for_too_much(self, extra: int) -> None:
+        """Nothing is changed by what does not fit; a rollback goes no further than every layer's rows."""
+        length = len(self.common)
+        for wrong in (length + extra, -extra):
+            with pytest.raises(ValueError, match=rf"\[0, {length}\]"):
+                self.cache.roll_back(wrong)
+        for wrong in (CONTEXT + extra, -extra):
+            with pytest.raises(ValueError, match=rf"\[0, {CONTEXT}\]"):
+                self.cache.declare(wrong)
+        held = len(self.tokens[0])
+        rows = torch.zeros(CONTEXT - held + extra, LAYERS.hidden_size, dtype=torch.float64)
+        with pytest.raises(ValueError, match=f"from position {held} on do not fit into a cache of {CONTEXT}"):
+            self.run(rows, 0, 1)
+
+    @invariant()
+    def holds_the_rows_of_the_text(self) -> None:
+        assert self.cache.length == len(self.common)
+        for start in range(NUM_LAYERS):
+            for stop in range(start + 1, NUM_LAYERS + 1):
+                lengths = {len(held) for held in self.tokens[start:stop]}
+                if len(lengths) == 1:
+                    assert self.cache.position(start, stop) == lengths.pop()
+                else:
+                    with pytest.raises(ValueError, match="hold different numbers of rows"):
+                        self.cache.position(start, stop)
+        for layer, held in enumerate(self.tokens):
+            expected = rows_of(fresh_rows(LAYERS, held), len(held))[:, layer]
+            torch.testing.assert_close(rows_of(self.cache, len(held))[:, layer], expected, rtol=0, atol=1e-10)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=20)
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_roll_back_refuses_what_it_does_not_hold(length: int) -> None:
+    cache = fresh_rows(LAYERS, [1, 2, 3])
+    with pytest.raises(ValueError, match=r"\[0, 3\], the rows that every layer holds, got"):
+        cache.roll_back(length)
+    assert cache.length == 3
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_no_more_rows_are_declared_than_there_is_room_for(length: int) -> None:
+    with pytest.raises(ValueError, match=r"\[0, 8\]"):
+        KVCache(LAYERS, 8).declare(length)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 4), (-1, 2), (2, 2), (2, 1), (3, 4)])
+def test_there_is_no_place_in_layers_that_do_not_exist(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=rf"layers \[{start}, {stop}\) of 3"):
+        KVCache(LAYERS, 8).position(start, stop)
+
+
+def test_a_draft_that_ran_into_other_layers_is_an_error() -> None:
+    """The rows of a text are behind each other in every layer, or nobody could say which row attends to which."""
+    cache = fresh_rows(LAYERS, [1, 2, 3])
+    cache.roll_back(2)
+    hidden = LAYERS.run_layers(LAYERS.embed_one(5), 0, 1, cache)
+    with pytest.raises(ValueError, match=r"layers \[0, 3\) of 3 hold different numbers of rows: \[3, 2, 2\]"):
+        LAYERS.run_layers(hidden, 0, 3, cache)
+    assert (cache.length, cache.position(0, 1)) == (2, 3)
+    cache.roll_back(2)
+    assert cache.position(0, 3) == 2
+
+
+def test_roll_back_moves_nothing() -> None:
+    cache = fresh_rows(LAYERS, [1, 2, 3])
+    before = rows_of(cache, 3).clone()
+    cache.roll_back(1)
+    assert torch.equal(rows_of(cache, 3), before)
+
+
+def test_a_window_is_the_cache_itself() -> None:
+    cache = fresh_rows(LAYERS, [1, 2, 3, 4])
+    cache.roll_back(2)
+    windows = list(cache.windows(1, 3, 2))
+    assert cache.length == 2  # until somebody has filled them
+    assert len(windows) == 2
+    for layer, (new_keys, new_values, keys, values) in zip((1, 2), windows):
+        assert torch.equal(new_keys, cache.keys[layer].permute(2, 0, 1)[2:4])
+        assert torch.equal(new_values, cache.values[layer].transpose(0, 1)[2:4])
+        assert torch.equal(keys, cache.keys[layer])
+        assert torch.equal(values, cache.values[layer])
+        new_keys.zero_()
+        new_values.zero_()
+        assert not keys[..., 2:].any()
+        assert not values[:, 2:].any()
+        assert keys[..., :2].all()
+
+
+def test_long_caches_ask_for_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 MiB of float64 are 32,768 positions of a head of 8 numbers."""
+    asked: list[Tensor] = []
+    monkeypatch.setattr(kv_cache, "expect_large_pages", asked.append)
+    KVCache(LAYERS, 32767)
+    assert not asked
+    cache = KVCache(LAYERS, 32768)
+    assert [memory.data_ptr() for memory in asked] == [cache.keys.data_ptr(), cache.values.data_ptr()]
+
+
+def test_size_in_bytes() -> None:
+    # 3 layers * 10 rows * (1 key + 1 value head) * 8 numbers * 8 bytes
+    assert KVCache(LAYERS, 10).num_bytes == 3 * 10 * 2 * 8 * 8
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.usefixtures("small_captures")
+def test_after_every_captured_round_the_cache_equals_a_full_forward(do_sample: bool) -> None:
+    """Whatever was launched ahead, dropped or padded: rows 0 .. n-2 of every layer, on one cache for all texts."""
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
+    model = from_transformers(llama, layout="plain")
+    cache = KVCache(model, 40)
+    runner = CudaGraphRunner(model, cache)
+    discarded = 0
+    for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
+        policy = Policy(ScriptedExit([(1, 4), (1, 3), (3, 2), (None, 0), (None, 0), (2, 5)]), stopping)
+        for prompt in ([7], [3, 3, 9, 1]):
+            request = request_for(
+                model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
+            )
+            cache.declare(0)
+            runner.begin()
+            text = Text(model, cache, request, policy)
+            with torch.inference_mode():
+                for _ in decode(text, runner):
+                    tokens = text.tokens[0, : text.length].tolist()
+                    assert cache.length == len(tokens) - 1
+                    assert_same_rows(cache, fresh_rows(model, tokens), len(tokens) - 1)
+            discarded += text.stats.num_discarded_rows
+    assert discarded > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_after_every_round_cache_and_logits_equal_a_full_forward(
+    do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 0 .. n-2 of every layer, and the logits of every row that was verified, whatever was drafted and rejected."""
+    llama = tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3)
+    model = from_transformers(llama, layout="plain")
+    verified: list[tuple[list[int], int, Tensor]] = []
+    original = EagerRunner._judgeable
+
+    def spy(self: EagerRunner, groups: Sequence[Any]) -> Any:
+        (group,) = groups
+        verified.append((group.draft.tokens, group.draft.turn.length, model.logits(group.hidden).clone()))
+        return original(self, groups)
+
+    monkeypatch.setattr(EagerRunner, "_judgeable", spy)
+    rejected = 0
+    for stopping in (None, StopBelow(0.4), StopAtTokens(range(0, 24, 2))):
+        policy = Policy(ScriptedExit([(1, 4), (3, 2), (None, 0), (2, 5)]), stopping)
+        for prompt in ([7], [3, 3, 9, 1]):
+            request = request_for(
+                model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
+            )
+            cache = KVCache(model, len(prompt) + 30)
+            text = Text(model, cache, request, policy)
+            with torch.inference_mode():
+                for committed in decode(text, EagerRunner(model)):
+                    tokens = text.tokens[0, : text.length].tolist()
+                    assert cache.length == len(tokens) - 1
+                    assert_same_rows(cache, fresh_rows(model, tokens), len(tokens) - 1)
+                    record = committed.record
+                    if record is None:
+                        continue
+                    draft, length, logits = verified.pop()
+                    assert (draft, length) == (list(record.draft_tokens), record.num_committed_before)
+                    expected = full_logits(llama, tokens[:length] + draft)[length - 1 :]
+                    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+                    rejected += record.num_drafted - record.num_accepted
+            assert not verified
+    assert rejected > 0
+
+
+def test_a_prepared_model_is_left_alone() -> None:
+    """Growing the rotary table does not change the angles of the positions that were there."""
+    llama: LlamaForCausalLM = tiny_llama(dtype=torch.float64, seed=8)
+    model = from_transformers(llama, layout="plain")
+    short = fresh_rows(model, [1, 2, 3])
+    KVCache(model, CONTEXT)
+    assert_same_rows(fresh_rows(model, [1, 2, 3]), short, 3)

@@ -1,0 +1,290 @@
+"""Checkpoints of every LayerSkip shape, saved by transformers and read back; what cannot run is refused with the list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from layerskip_models import (
+    DEMO_PATH,
+    LAYERSKIP_CHECKPOINTS,
+    LayerSkipModel,
+    from_transformers,
+    load_model,
+    load_tokenizer,
+)
+from layerskip_models.checkpoints.loading import resolve_device, resolve_dtype
+from layerskip_models.checkpoints.supported import check_config
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.linear import PlainLinear, default_layout
+from selfspec import SelfSpecGenerator
+from tiny_llama import CONTEXT, full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+
+TEXT = [(7 * i + 3) % 24 for i in range(30)]
+CODE_LLAMA = {"rope_type": "default", "rope_theta": 1_000_000.0}
+LLAMA_3 = {"rope_type": "default", "rope_theta": 500_000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7B": {"num_layers": 4, "heads": 4, "kv_heads": 4, "rms_norm_eps": 1e-5},
+    "llama2-13B": {"num_layers": 5, "heads": 4, "kv_heads": 4, "rms_norm_eps": 1e-5},
+    "llama2-70B": {"num_layers": 6, "heads": 8, "kv_heads": 1, "rms_norm_eps": 1e-5},
+    "codellama-7B": {"num_layers": 4, "heads": 4, "kv_heads": 4, "rope": CODE_LLAMA},
+    "codellama-34B": {"num_layers": 5, "heads": 8, "kv_heads": 2, "rope": CODE_LLAMA},
+    "llama3-8B": {"num_layers": 4, "heads": 4, "kv_heads": 1, "rope": LLAMA_3},
+    "llama3.2-1B": {"num_layers": 4, "heads": 8, "kv_heads": 2, "rope": "llama3", "tie_word_embeddings": True},
+}
+"""Small copies: heads per key-value head, rope and tied embeddings as in Meta's checkpoint of that name."""
+
+
+def forward(model: LayerSkipModel) -> Tensor:
+    ids = torch.tensor(TEXT)
+    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(TEXT))))
+
+
+def test_every_published_shape_is_tried() -> None:
+    assert {f"facebook/layerskip-{name}" for name in SHAPES} == set(LAYERSKIP_CHECKPOINTS)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_checkpoint_of_every_shape(name: str, tmp_path: Path) -> None:
+    options = SHAPES[name]
+    llama = tiny_llama(hidden_size=16, head_dim=4, seed=2, **options)
+    llama.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    assert model.dtype == torch.float32
+    assert model.num_layers == options["num_layers"]
+    assert model.name == str(tmp_path)
+    torch.testing.assert_close(forward(model), full_logits(llama, TEXT), rtol=1e-5, atol=1e-4)
+    engine = SelfSpecGenerator(load_model(tmp_path, dtype="float64"), policy="ls:2-3")
+    expected = reference_greedy(llama.to(torch.float64), TEXT[:5], max_new_tokens=20)
+    assert engine.generate(TEXT[:5], max_new_tokens=20).new_tokens == expected
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(saved: torch.dtype, tmp_path: Path) -> None:
+    """ "auto" is float32 on a CPU whatever was saved; weights are rounded to a dtype that is asked for."""
+    tiny_llama(dtype=saved, seed=2).save_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu").dtype == torch.float32
+    for dtype in (saved, torch.float64):
+        model = load_model(tmp_path, dtype=dtype, device="cpu")
+        assert model.weights_dtype == dtype
+        assert model.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        bound = {torch.float64: 1e-5, torch.float32: 1e-4}.get(dtype, 0.2)
+        torch.testing.assert_close(forward(model), full_logits(reference, TEXT), rtol=1e-5, atol=bound)
+
+
+def test_no_home_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(RuntimeError, match="home"):
+        Path.home()
+    assert len(SelfSpecGenerator.from_pretrained(DEMO_PATH).generate("def f", max_new_tokens=3).new_tokens) == 3
+
+
+def test_from_pretrained(tmp_path: Path) -> None:
+    """Weights, tokenizer, generation settings and the checkpoint's own fixed setting, from one folder."""
+    llama = tiny_llama(dtype=torch.float32, seed=2)
+    llama.generation_config.max_new_tokens = 6
+    llama.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "selfspec.json").write_text('{"policy": "ls:3-2"}')
+    engine = SelfSpecGenerator.from_pretrained(tmp_path)
+    result = engine.generate("bad")
+    assert result.policy == "auto"
+    assert len(result.new_tokens) == 6
+    assert result.text == load_tokenizer(tmp_path).decode(result.new_tokens)
+    assert engine.generate("bad", exit_layer=1).policy == "ls:1-2"
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"policy": 3}', '{"policy": "magic"}'])
+def test_a_broken_settings_file_is_an_error(content: str, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    (tmp_path / "selfspec.json").write_text(content)
+    with pytest.raises(ValueError, match="policy"):
+        SelfSpecGenerator(load_model(tmp_path)).generate([1], exit_layer=1)
+
+
+def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
+    others = {
+        "gpt2": (GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=24, n_positions=16)), "LayerNorm"),
+        "mixtral": (
+            MixtralForCausalLM(
+                MixtralConfig(
+                    vocab_size=24, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+                )
+            ),
+            "experts",
+        ),
+        "codegen": (
+            CodeGenForCausalLM(CodeGenConfig(n_layer=2, n_head=4, n_embd=16, rotary_dim=4, vocab_size=24, n_positions=16)),
+            "nobody has written",
+        ),
+    }  # fmt: skip
+    for kind, (model, need) in others.items():
+        model.save_pretrained(tmp_path / kind)
+        with pytest.raises(ValueError, match=f"'{kind}' model, which would need .*{need}.*; supported are") as error:
+            load_model(tmp_path / kind)
+        assert "LlamaForCausalLM" in str(error.value)
+        assert all(name in str(error.value) for name in LAYERSKIP_CHECKPOINTS)
+        with pytest.raises(ValueError, match=f"which would need .*{need}.*; supported are LlamaForCausalLM"):
+            SelfSpecGenerator(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'; supported is 'silu'"),
+        ({"num_hidden_layers": 1}, "early exit needs at least 2"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' rope scaling"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_configs_that_cannot_be_run(changes: dict[str, Any], message: str) -> None:
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, vocab_size=8)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        check_config(config, "this one")
+
+
+def test_weights_that_cannot_be_run() -> None:
+    with torch.device("meta"):
+        nowhere = LlamaForCausalLM(tiny_llama().config)
+    with pytest.raises(ValueError, match="on one device"):
+        from_transformers(nowhere)
+    mixed = tiny_llama()
+    mixed.lm_head.half()
+    with pytest.raises(ValueError, match="of one dtype"):
+        from_transformers(mixed)
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with an adapter, as PEFT wraps it: its `weight` is the bare layer's."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.adapter = torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.adapter(x)
+
+
+def test_an_adapter_is_not_left_out() -> None:
+    llama = tiny_llama()
+    attention = llama.model.layers[2].self_attn
+    generator = SelfSpecGenerator(llama)
+    attention.v_proj = Adapted(attention.v_proj)
+    for make in (from_transformers, SelfSpecGenerator):
+        with pytest.raises(
+            ValueError, match=r"layers\.2\.self_attn\.v_proj is a test_loading\.Adapted.*merge adapters"
+        ):
+            make(llama)
+    with pytest.raises(ValueError, match="merge adapters"):
+        generator.generate([1, 2], max_new_tokens=2)  # it was added since
+
+
+def test_a_wrapper_around_the_model_is_told_to_merge() -> None:
+    class Wrapper(torch.nn.Module):
+        def merge_and_unload(self) -> torch.nn.Module:
+            return tiny_llama()
+
+    with pytest.raises(ValueError, match="a Wrapper holds adapters beside the weights: merge"):
+        SelfSpecGenerator(Wrapper())  # type: ignore[arg-type]
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    llama = tiny_llama()
+    llama.config.save_pretrained(tmp_path)
+    torch.save(llama.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(tmp_path, local_files_only=True)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere"])
+def test_a_missing_folder(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_model(name)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError)):
+        load_model(tmp_path, local_files_only=True)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(6, generator=torch.Generator().manual_seed(3))])
+def test_linears(bias: Tensor | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x, residual = (torch.randn(*shape, generator=generator) for shape in ((6, 5), (3, 5), (3, 6)))
+    kept = residual.clone()
+    expected = torch.nn.functional.linear(x, weight, bias)
+    linear = PlainLinear(weight, bias)
+    torch.testing.assert_close(linear(x), expected)
+    torch.testing.assert_close(linear.add_to(residual, x), residual + expected)
+    assert torch.equal(residual, kept)
+
+
+def test_a_weight_is_kept_as_it_is_where_nothing_better_works() -> None:
+    assert default_layout(torch.zeros(4, 4, dtype=torch.float64)) == "plain"
+    assert default_layout(torch.zeros(4, 4, device="meta")) == "plain"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_not_resident_twice(tied: bool) -> None:
+    """Released, the transformers model holds nothing; kept, it holds all, and shares no memory with the copy."""
+    llama = tiny_llama(seed=2, tie_word_embeddings=tied)
+    expected = full_logits(llama, TEXT)
+    kept = from_transformers(llama)
+    with torch.no_grad():
+        for parameter in llama.parameters():
+            parameter.add_(1.0)
+    torch.testing.assert_close(forward(kept), expected, rtol=1e-5, atol=1e-4)
+    again = tiny_llama(seed=2, tie_word_embeddings=tied)
+    released = from_transformers(again, release=True)
+    assert sum(parameter.numel() for parameter in again.parameters()) == 0
+    torch.testing.assert_close(forward(released), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_devices_and_dtypes_by_name() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="use 'cpu' or 'auto'"):
+        resolve_device("warp:3")
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", cpu, torch.bfloat16) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda"), torch.bfloat16) == torch.bfloat16
+    assert resolve_dtype("float16", cpu, None) == torch.float16
+    for wrong in ("int3", "half", torch.int8):
+        with pytest.raises(ValueError, match="dtype must be one of"):
+            resolve_dtype(wrong, cpu, None)
+
+
+def test_the_context_is_the_checkpoints() -> None:
+    assert from_transformers(tiny_llama()).max_positions == CONTEXT

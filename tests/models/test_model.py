@@ -1,0 +1,111 @@
+"""The lean forward pass against transformers': whole texts, ranges of layers, rows in any grouping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import layerskip_models.checkpoints.conversion
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.kv_cache import KVCache
+from layerskip_models.model import interleave_heads
+from strategies import POOL_SIZE, tokens
+from tiny_llama import CONTEXT, full_logits, pool_model, tiny_llama
+
+
+def forward(model: LayerSkipModel, text: list[int]) -> Tensor:
+    """Logits of every position, [n, vocab]."""
+    ids = torch.tensor(text)
+    return model.logits(model.run_layers(model.embed(ids), 0, model.num_layers, KVCache(model, len(text))))
+
+
+@pytest.mark.parametrize("index", range(POOL_SIZE))
+def test_logits_equal_transformers(index: int) -> None:
+    """Every shape of the pool: grouped queries, biases, tied embeddings, every rope, both layouts."""
+    text = [(7 * i + index) % 24 for i in range(40)]
+    for dtype, bound in ((torch.float64, 1e-5), (torch.float32, 1e-4)):  # logits come back as float32
+        llama, engine = pool_model(index, dtype)
+        torch.testing.assert_close(forward(engine.model, text), full_logits(llama, text), rtol=1e-5, atol=bound)
+
+
+@given(index=st.integers(0, POOL_SIZE - 1), text=st.lists(tokens, min_size=2, max_size=24), data=st.data())
+@settings(max_examples=100)
+def test_rows_and_layers_in_any_grouping(index: int, text: list[int], data: st.DataObject) -> None:
+    """Blocks of rows, each through layers [0, a) in one piece or row by row and [a, L) together, give the same rows."""
+    _, engine = pool_model(index, torch.float64)
+    model = engine.model
+    whole = KVCache(model, len(text))
+    layers: dict[int, Tensor] = {}
+    model.run_layers(
+        model.embed(torch.tensor(text)), 0, model.num_layers, whole, lambda layer, h: layers.update({layer: h})
+    )
+    assert sorted(layers) == list(range(1, model.num_layers + 1))
+    cache = KVCache(model, len(text))
+    start = 0
+    while start < len(text):
+        stop = data.draw(st.integers(start + 1, len(text)))
+        split = data.draw(st.integers(1, model.num_layers - 1))
+        low = [model.run_layers(model.embed_one(token), 0, split, cache) for token in text[start:stop]]
+        hidden = torch.cat(low)
+        kept = hidden.clone()
+        top = model.run_layers(hidden, split, model.num_layers, cache)
+        assert torch.equal(hidden, kept)  # the input is left as it was
+        torch.testing.assert_close(hidden, layers[split][start:stop], rtol=0, atol=1e-10)
+        torch.testing.assert_close(top, layers[model.num_layers][start:stop], rtol=0, atol=1e-10)
+        start = stop
+
+
+def test_hidden_states_equal_transformers() -> None:
+    """hidden[l] is the output after l layers, as transformers counts them."""
+    llama = tiny_llama(dtype=torch.float64, seed=5)
+    model = from_transformers(llama, layout="plain")
+    ids = torch.tensor([[3, 14, 15, 9, 2, 6]])
+    with torch.no_grad():
+        expected = llama.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    seen: dict[int, Tensor] = {}
+    model.run_layers(
+        model.embed(ids[0]), 0, model.num_layers, KVCache(model, 6), lambda layer, h: seen.update({layer: h})
+    )
+    torch.testing.assert_close(model.embed(ids[0]), expected[0][0], rtol=0, atol=0)
+    for layer in range(1, model.num_layers):  # transformers' last entry has been through the norm
+        torch.testing.assert_close(seen[layer], expected[layer][0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["float32", "half"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.2), (torch.float16, 0.03)])
+def test_half_precision_is_close_and_logits_are_float32(
+    dtype: torch.dtype, bound: float, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU in float32, and in the dtype itself, as on other devices."""
+    if own:
+        monkeypatch.setattr(
+            layerskip_models.checkpoints.conversion, "arithmetic_dtype", lambda weights, device: weights
+        )
+    llama = tiny_llama(dtype=dtype, seed=5)
+    model = from_transformers(llama)
+    assert model.dtype == (dtype if own else torch.float32)
+    logits = forward(model, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, full_logits(llama, [1, 2, 3, 4, 5, 6, 7, 8]), rtol=0, atol=bound)
+
+
+def test_embed_one_is_a_view() -> None:
+    model = from_transformers(tiny_llama(), layout="plain")
+    assert torch.equal(model.embed_one(3), model.embed(torch.tensor([3])))
+    assert model.embed_one(3).data_ptr() == model.embed_one(0).data_ptr() + 3 * model.hidden_size * 4
+
+
+def test_interleaved_heads_pair_what_rotates_together() -> None:
+    # one head of 6: pairs (0, 3), (1, 4), (2, 5) become neighbours; the second head likewise, behind the first
+    rows = torch.arange(12.0)
+    assert interleave_heads(rows, 2).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_attributes() -> None:
+    model = from_transformers(tiny_llama(num_layers=5, heads=4, kv_heads=2, head_dim=6, hidden_size=12))
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.max_positions) == (5, 12, 24, CONTEXT)
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (4, 2, 6)
+    assert (model.dtype, model.device.type) == (torch.float32, "cpu")

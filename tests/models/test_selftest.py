@@ -1,0 +1,212 @@
+"""`selfspec verify` passes where the engine is right, and fails clearly on every planted fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+import selfspec.engine.verification
+from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
+from policies import LayerCost, parse_policy
+from policies.names import EXITS, STOPPINGS
+from selfspec.analysis.exactness import Check, every_policy, num_steps, verify_engine
+from selfspec.cli.main import app
+from selfspec.engine.accept import accept_sampled
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.runners.runner import SequenceRound
+from tiny_llama import ROPES, tiny_llama, tiny_tokenizer
+
+PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama 2: as many key-value heads": {"kv_heads": 2},
+    "Llama 3: grouped queries, its rope": {"heads": 4, "kv_heads": 2, "rope": "llama3"},
+    "Llama 3.2: tied embeddings": {"rope": "llama3", "tie_word_embeddings": True},
+    "CodeLlama: wide rope": {"rope": {"rope_type": "default", "rope_theta": 1e6}},
+    "scaled rope": {"rope": "linear"},
+    "yarn": {"rope": "yarn"},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "two layers": {"num_layers": 2},
+}
+
+
+def failures(llama: LlamaForCausalLM, **options: Any) -> list[str]:
+    return [check.name for check in checks(llama, **options) if not check.passed]
+
+
+def checks(llama: LlamaForCausalLM, **options: Any) -> list[Check]:
+    settings: dict[str, Any] = {"max_new_tokens": 12, "draws": 60, **options}
+    return list(verify_engine(llama, PROMPTS, **settings))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_supported_shape_passes(shape: str) -> None:
+    told: list[str] = []
+    llama = tiny_llama(seed=3, **SHAPES[shape])
+    num_layers = llama.config.num_hidden_layers
+    found = checks(llama, advance=told.append)
+    assert [check.name for check in found if not check.passed] == []
+    assert len(told) == num_steps(num_layers, len(PROMPTS), 60)
+    names = {check.name.removeprefix("greedy, ") for check in found if check.name.startswith("greedy")}
+    assert names == set(every_policy(num_layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_pass(dtype: torch.dtype) -> None:
+    assert failures(tiny_llama(seed=3).to(dtype)) == []
+
+
+def test_all_policies_are_there() -> None:
+    names = every_policy(8)
+    used = {part.split(":")[0] for name in names for part in name.split("+")}
+    assert used | {"pacer"} == EXITS.keys() | STOPPINGS.keys()  # which needs a trained layer beside the model
+    for name in every_policy(2):
+        parse_policy(name, num_layers=2, measure=lambda: LayerCost(2))
+
+
+def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification writes the last layer's values one position early."""
+    original, original_rows = LayerSkipModel.run_layers, NativeForward.rows
+
+    def shift(rows: CacheRows, start: int) -> None:
+        for cache, number in rows:
+            end = cache.length
+            if start > 0 and end - number > 1:
+                values = cache.values[-1]
+                values[:, end - number - 1 : end - 1] = values[:, end - number : end].clone()
+
+    def shifted(
+        self: LayerSkipModel, hidden: Tensor, start: int, stop: int, cache: KVCache | CacheRows, *rest: Any
+    ) -> Tensor:
+        out = original(self, hidden, start, stop, cache, *rest)
+        shift(cache_rows(cache, hidden.shape[0]), start)
+        return out
+
+    def shifted_rows(
+        self: NativeForward, x: Tensor, rows: CacheRows, start: int, stop: int, **record: Any
+    ) -> tuple[list[int], list[float]]:
+        out = original_rows(self, x, rows, start, stop, **record)
+        shift(rows, start)
+        return out
+
+    monkeypatch.setattr(LayerSkipModel, "run_layers", shifted)
+    monkeypatch.setattr(NativeForward, "rows", shifted_rows)
+
+
+def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected drafts stay in the text that the next round's rows attend to: verification sees one draft too many."""
+    verify = EagerRunner.verify
+
+    def off(self: EagerRunner, turns: Sequence[SequenceRound]) -> None:
+        verify(self, turns)
+        self._scores = [
+            replace(
+                scores,
+                tokens=[*scores.tokens[-1:], *scores.tokens[:-1]],
+                values=[*scores.values[-1:], *scores.values[:-1]],
+                logits=None if scores.logits is None else scores.logits.roll(1, dims=0),
+            )
+            for scores in self._scores
+        ]
+
+    monkeypatch.setattr(EagerRunner, "verify", off)
+
+
+def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft is accepted with a probability that is a hundredth too large."""
+
+    def biased(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> Any:
+        return accept_sampled(p, q, drafts, uniforms / 1.01)
+
+    monkeypatch.setattr(selfspec.engine.verification, "accept_sampled", biased)
+
+
+def accepts_any_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft counts as right."""
+    monkeypatch.setattr(selfspec.engine.verification, "accept_greedy", lambda drafts, target: len(drafts))
+
+
+def wrong_single_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is wrong for one row only, as some devices' kernels were."""
+    original = LayerSkipModel.logits
+
+    def faulty(self: LayerSkipModel, hidden: Tensor) -> Tensor:
+        logits = original(self, hidden)
+        return logits.flip(-1) if len(hidden) == 1 else logits
+
+    monkeypatch.setattr(LayerSkipModel, "logits", faulty)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (row_off_by_one, "greedy, ls:1-4"),
+        pytest.param(not_rolled_back, "greedy, ls:1-4", marks=pytest.mark.slow),
+        pytest.param(accepts_any_greedy, "greedy, ls:1-4", marks=pytest.mark.slow),
+        (accepts_too_much, "acceptance rule"),
+        (wrong_single_row, "head on a single row"),
+    ],
+)
+def test_planted_faults_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    found = failures(tiny_llama(seed=3, late_scale=0.6), draws=400, policies=["ar", "ls:1-4"])
+    assert expected in found
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["verify", *arguments])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-checkpoint")
+    tiny_llama(seed=3, max_position_embeddings=256).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("a bed, a fig", encoding="utf-8")
+    arguments = (str(checkpoint), "--file", str(prompt), "--policy", "ls:1-4", "--draws", "20", "--max-new-tokens", "8")
+    result = command(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("ok ") == 7
+    assert "ok      kernels: " in result.output
+    assert result.output.rstrip().endswith("gives what the model itself gives")
+    accepts_any_greedy(monkeypatch)
+    result = command(*arguments)
+    assert result.exit_code == 1
+    assert "FAILED  greedy, ls:1-4: differs at new token" in result.output
+    assert "NOT verified: 1 of the checks failed" in result.output
+
+
+def test_the_demo_model_passes() -> None:
+    result = command("--draws", "50", "--max-new-tokens", "16")
+    assert result.exit_code == 0, result.output
+
+
+def test_mistakes(checkpoint: Path) -> None:
+    result = command(str(checkpoint), "--policy", "dell")
+    assert result.exit_code == 2
+    assert "unknown policy" in result.stderr
+    result = command("no/such/folder/here")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+
+
+def test_every_rope_has_a_shape() -> None:
+    used = {shape.get("rope", "default") for shape in SHAPES.values() if not isinstance(shape.get("rope"), dict)}
+    assert used == set(ROPES)

@@ -1,0 +1,210 @@
+"""`auto`: the value of drafting on against brute force, the rate against enumeration, and what it does at the extremes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import AutoStopping, LayerCost, MeasuredCost, RoundContext, parse_policy
+from policies.acceptance_table import DOUBT_BINS
+from policies.auto.constants import TUNING
+from policies.auto.draft_values import DraftValues
+from policies.auto.learner import AutoLearner
+from policies.auto.policy import AutoExit
+from records import finished, row, shadow
+
+CONTEXT = RoundContext(round_index=3, num_committed=40, remaining_tokens=50)
+
+
+def exact_value(frequency: np.ndarray, acceptance: np.ndarray, steps: np.ndarray, look: float, start: float) -> float:
+    """What drafting on is worth, by going through every sequence of confidences."""
+    if len(steps) == 0:
+        return 0.0
+    worth = -look
+    for chance, accepted in zip(frequency, acceptance):
+        reached = start * accepted
+        worth += chance * max(reached + exact_value(frequency, acceptance, steps[1:], look, reached) - steps[0], 0.0)
+    return max(worth, 0.0)
+
+
+@settings(max_examples=40)
+@given(
+    chances=st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3),
+    acceptance=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
+    steps=st.lists(st.floats(0.02, 0.8), min_size=1, max_size=4),
+    look=st.floats(0.0, 0.1),
+)
+def test_values_are_those_of_every_course(
+    chances: list[float], acceptance: list[float], steps: list[float], look: float
+) -> None:
+    frequency = np.array(chances) / sum(chances)
+    rates = np.array(acceptance)
+    values = DraftValues(frequency[None], rates[None], np.array(steps)[None], np.array([look]))
+    expected = exact_value(frequency, rates, np.array(steps), look, 1.0)
+    # Between the tabulated reliabilities values are interpolated; they are convex, so at most a little too high.
+    assert values.start()[0] == pytest.approx(expected, abs=0.03)
+    assert values.start()[0] >= expected - 1e-9
+
+
+def fed(num_layers: int, hits: dict[int, float], confidence: float = 0.55, rounds: int = 60) -> AutoExit:
+    """`auto` after rounds in which each layer agreed in a given share of rows, all of one confidence."""
+    policy = AutoExit(num_layers=num_layers, layers=tuple(hits))
+    for index in range(rounds):
+        matches = [[1 if (index + 1) * share % 1 < share - 1e-9 or share == 1 else 0] for share in hits.values()]
+        policy.observe(finished(0, 0, exit_layer=1, seen=shadow(tuple(hits), matches, [[confidence]] * len(hits))))
+    return policy
+
+
+def test_the_rate_settles_at_the_best_tokens_per_cost() -> None:
+    # Layer 1 of 8 always agrees: 10 drafts, 11 tokens, cost 10 * 1 + 8.
+    policy = fed(8, {1: 1.0, 4: 1.0}, rounds=400)
+    assert policy.plan(CONTEXT).exit_layer == 1
+    assert policy.learner.rate == pytest.approx(11 / 18, rel=0.05)
+
+
+def test_nothing_pays() -> None:
+    policy = fed(8, {1: 0.0, 2: 0.0, 4: 0.02}, confidence=0.05)
+    assert policy.learner.rate == pytest.approx(1 / 8, rel=0.01)
+    # Looking at a first row costs no layer, and a rare confidence might pay; this one never does.
+    stopping = AutoStopping(policy.learner)
+    for layer in (1, 2, 4):
+        stopping.start_round(policy.plan(CONTEXT))
+        assert stopping.stop_before_draw(row(0, exit_layer=layer, confidence=0.05))
+
+
+def test_measured_cost_turns_speculation_off_where_a_draft_step_is_dear() -> None:
+    dear = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.1), head_seconds=(1.0, 1.1), draft_seconds=9.0)
+    cheap = MeasuredCost(num_layers=8, layer_seconds=(1.0, 1.1), head_seconds=(1.0, 1.1))
+    seen = shadow([1, 2], [[1, 0] * 8] * 2, [[0.5] * 16] * 2)
+    plans = []
+    for cost in (dear, cheap):
+        policy = AutoExit(num_layers=8, layers=[1, 2], cost=cost)
+        for _ in range(8):
+            policy.observe_prompt(seen)
+        plans.append(policy.plan(CONTEXT).exit_layer)
+    assert plans == [None, 1]
+
+
+def test_a_deeper_layer_wins_where_it_is_worth_its_cost() -> None:
+    assert fed(8, {1: 0.2, 2: 1.0}).plan(CONTEXT).exit_layer == 2
+    assert fed(8, {1: 0.9, 4: 1.0}).plan(CONTEXT).exit_layer == 1
+
+
+def test_confidence_decides_when_to_stop() -> None:
+    policy = AutoExit(num_layers=8, layers=[2])
+    for index in range(64):
+        sure = index % 2 == 0
+        policy.observe(finished(0, 0, exit_layer=2, seen=shadow([2], [[int(sure)]], [[0.95 if sure else 0.15]])))
+    stopping = AutoStopping(policy.learner)
+    stopping.start_round(policy.plan(CONTEXT))
+    assert not stopping.stop_before_draw(row(0, exit_layer=2, confidence=0.95))
+    assert stopping.stop_before_draw(row(1, exit_layer=2, confidence=0.15))
+    assert 0 < stopping.threshold(2) < 1
+
+
+def test_state_survives_a_file(tmp_path: Path) -> None:
+    policy, other = (parse_policy("auto:cost=layers", num_layers=8) for _ in range(2))
+    seen = shadow([1, 2, 3, 4], [[1, 0, 1]] * 4, [[0.8, 0.4, 0.6]] * 4)
+    policy.observe_prompt(seen)
+    policy.observe(finished(1, 1, exit_layer=2, confidences=[0.7], seen=seen))
+    policy.save(tmp_path / "state.json")
+    other.load(tmp_path / "state.json")
+    assert other.exit.state() == policy.exit.state()
+    assert json.dumps(other.exit.state())
+    old = {name: value for name, value in policy.exit.state().items() if name != "fit"}
+    with pytest.raises(ValueError, match="lacks fit: it was saved by another version"):
+        other.exit.restore(old)
+    with pytest.raises(ValueError, match="state of policy 'auto:cost=layers'"):
+        parse_policy("del", num_layers=8).load(tmp_path / "state.json")
+    policy.reset()
+    assert policy.exit.state() == parse_policy("auto:cost=layers", num_layers=8).exit.state()
+
+
+@settings(max_examples=30)
+@given(data=st.data(), num_layers=st.integers(2, 10))
+def test_it_plans_within_its_limits(data: st.DataObject, num_layers: int) -> None:
+    learner_policy = AutoExit(num_layers=num_layers)
+    layers = learner_policy.learner.layers
+    for _ in range(data.draw(st.integers(0, 6))):
+        rows = data.draw(st.integers(1, 4))
+        hits = data.draw(
+            st.lists(st.lists(st.booleans(), min_size=rows, max_size=rows), min_size=len(layers), max_size=len(layers))
+        )
+        sure = data.draw(
+            st.lists(
+                st.lists(st.floats(0, 1, width=32), min_size=rows, max_size=rows),
+                min_size=len(layers),
+                max_size=len(layers),
+            )
+        )
+        learner_policy.observe_prompt(shadow(layers, hits, sure))
+        plan = learner_policy.plan(CONTEXT)
+        assert plan.exit_layer is None or 1 <= plan.exit_layer < num_layers
+        assert (plan.exit_layer is None) == (plan.max_speculations == 0)
+        learner: AutoLearner = learner_policy.learner
+        assert np.all((learner.acceptance >= 0) & (learner.acceptance <= 1))
+        assert learner.acceptance.shape == (len(layers), len(DOUBT_BINS))
+        # One pass of L layers can never bring more than the draft's tokens, and plain decoding is always possible.
+        assert 1 / num_layers * 0.9 < learner.rate < (plan.max_speculations + 13) / num_layers
+
+
+def test_the_same_records_give_the_same_plans() -> None:
+    first, second = fed(8, {1: 0.6, 2: 0.7}), fed(8, {1: 0.6, 2: 0.7})
+    assert first.plan(CONTEXT) == second.plan(CONTEXT)
+    assert first.learner.rate == second.learner.rate
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_speculations": 0}, {"prompt_rows": -1}, {"learn_every": 0}, {"layers": [8]}, {"decay": 0.0}]
+)
+def test_auto_refuses(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        AutoExit(num_layers=8, cost=LayerCost(8), **options)  # type: ignore[arg-type]
+
+
+def taught(policy: AutoExit, rows: int) -> AutoExit:
+    """After a prompt of so many rows, in which every layer was right half the time."""
+    layers = policy.learner.layers
+    policy.begin_text()
+    policy.observe_prompt(shadow(layers, [[1, 0] * (rows // 2)] * len(layers), [[0.5] * rows] * len(layers)))
+    return policy
+
+
+def test_earlier_calls_save_learning_and_are_outweighed() -> None:
+    policy = AutoExit(num_layers=8)
+    fresh = policy.observes.prompt_rows
+    assert taught(policy, TUNING.taught // 2).observes.prompt_rows == fresh
+    assert taught(policy, TUNING.taught // 2).observes.prompt_rows == TUNING.prompt_rows_taught < fresh
+    for _ in range(3):
+        taught(policy, TUNING.memory)
+        assert policy.learner.known <= 2 * TUNING.memory  # as much as TUNING.memory from before, and this prompt
+    other = AutoExit(num_layers=8)
+    other.restore(policy.state())
+    assert other.observes == policy.observes and other.plan(CONTEXT) == policy.plan(CONTEXT)
+    policy.reset()
+    assert policy.observes.prompt_rows == fresh
+
+
+def test_prompt_rows_are_as_many_as_said() -> None:
+    for rows in (0, 2, 20):
+        policy = parse_policy(f"auto:cost=layers,prompt_rows={rows}", num_layers=8)
+        assert policy.observes.prompt_rows == rows
+        assert isinstance(policy.exit, AutoExit)
+        assert taught(policy.exit, 2 * TUNING.taught).observes.prompt_rows == min(rows, TUNING.prompt_rows_taught)
+
+
+def test_another_kind_of_text_is_soon_believed() -> None:
+    policy = AutoExit(num_layers=8, layers=[2, 4])
+    for _ in range(60):  # layer 2 was always right
+        policy.begin_text()
+        policy.observe_prompt(shadow([2, 4], [[1] * 16] * 2, [[0.6] * 16] * 2))
+    assert policy.plan(CONTEXT).exit_layer == 2
+    for _ in range(12):  # and now only layer 4 is
+        policy.begin_text()
+        policy.observe_prompt(shadow([2, 4], [[0] * 16, [1] * 16], [[0.6] * 16] * 2))
+    assert policy.plan(CONTEXT).exit_layer == 4

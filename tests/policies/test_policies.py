@@ -1,0 +1,234 @@
+"""Policies by name, the fixed exit layer, and how needs combine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from policies import (
+    DelThreshold,
+    FiniteStateLength,
+    FixedExit,
+    LayerCost,
+    ObservationSpec,
+    Plan,
+    Policy,
+    RoundContext,
+    SpideStopping,
+    autoregressive,
+    check_exit_layer,
+    parse_policy,
+)
+from policies.base import check_layers
+from records import row, shadow
+from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
+
+FIRST_ROUND = RoundContext(round_index=0, num_committed=4, remaining_tokens=10)
+
+
+def test_names() -> None:
+    plan = parse_policy("ls:3-6", num_layers=8).exit.plan(FIRST_ROUND)
+    assert plan == Plan(exit_layer=3, max_speculations=6)
+    assert parse_policy(" ls:7-1 ", num_layers=8).name == "ls:7-1"
+    assert parse_policy("ar", num_layers=8).exit.plan(FIRST_ROUND) == Plan(exit_layer=None, max_speculations=0)
+    assert parse_policy("ls:3-0", num_layers=8).exit.plan(FIRST_ROUND).exit_layer is None
+    assert autoregressive(8).name == "ar"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ar", "ls:3-6", "fs:3-6", "dv:3", "dv:3,start=0.5", "svip:3", "svip:3,threshold=0.4", "adaedl:3", "spide:3",
+        "spide:3,tau=0.7", "del", "del:on_stop=keep", "del:length=tpl", "del:layers=2/4,d_max=6", "del:no_speculation=on",
+        "del:cost=measured", "del+spide:tau=0.7", "del+dv", "del+fs:3", "ls:3-18+del", "auto", "auto:cost=layers",
+        "auto:cost=layers,learn_every=2", "auto+svip",
+    ],
+)  # fmt: skip
+def test_every_documented_form(text: str) -> None:
+    policy = parse_policy(text, num_layers=8, measure=lambda: LayerCost(8))
+    assert policy.name == text
+    plan = policy.exit.plan(FIRST_ROUND)
+    assert plan.exit_layer is None or 1 <= plan.exit_layer <= 7
+    json.dumps([policy.exit.state(), policy.stopping and policy.stopping.state()])
+
+
+def test_a_policy_by_name_is_what_its_arguments_say() -> None:
+    keep = parse_policy("del:on_stop=keep,omega=0.5", num_layers=4)
+    assert isinstance(keep.stopping, DelThreshold)
+    keep.observe_prompt(shadow([1, 2, 3], [[1]] * 3, [[0.9]] * 3))
+    assert keep.stopping.stop_after_draw(row(confidence=0.1), 0)
+    spide = parse_policy("spide:3,tau=0.6", num_layers=8)
+    assert isinstance(spide.stopping, SpideStopping)
+    assert spide.stopping.tau == 0.6
+    assert spide.exit.plan(FIRST_ROUND) == Plan(exit_layer=3, max_speculations=18)
+    assert parse_policy("dv:2", num_layers=8).exit.plan(FIRST_ROUND) == Plan(exit_layer=2, max_speculations=8)
+    finite = parse_policy("fs:2-5", num_layers=8)
+    assert isinstance(finite.stopping, FiniteStateLength)
+    assert finite.stopping.length == 5
+    assert parse_policy("del:length=tpl", num_layers=8).stopping is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", "known are ar, copy, ls, del, auto, fs,"),
+        ("nonsense", "known are ar, copy, ls,"),
+        ("LS:3-6", "did you mean ls"),
+        ("spyde:3", "did you mean spide?"),
+        ("atuo", "did you mean auto?"),
+        ("del+nonsense", "known are fs, dv, svip, adaedl, spide, pacer, del"),
+        ("del+adadel", "did you mean adaedl"),
+        ("ls:1-2+auto", "unknown stopping policy 'auto'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_closest(text: str, answer: str) -> None:
+    with pytest.raises(ValueError, match="unknown") as error:
+        parse_policy(text, num_layers=8)
+    assert repr(text) in str(error.value) and answer in str(error.value)
+    assert len(str(error.value)) < 180 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["ls", "ls:", "ls:3", "ls:3-", "ls:-6", "ls:3-6-1", "ls:a-b", "ls:3--6", "ls:3.5-2"])
+def test_bad_arguments_show_a_good_one(text: str) -> None:
+    with pytest.raises(ValueError, match="as in ls:3-6"):
+        parse_policy(text, num_layers=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ar:3", "no further arguments"),
+        ("ls:99-4", r"exit_layer must be in \[1, 7\] for this 8-layer model, got 99"),
+        ("ls:99-0", r"exit_layer must be in \[1, 7\]"),
+        ("del:on_stop=keep+spide", r"on_stop= changes nothing before \+spide"),
+        ("del:on_stop=drop+del", r"on_stop= changes nothing before \+del"),
+        ("del:length=tpl,on_stop=keep", "on_stop= changes nothing with length=tpl"),
+        ("del+spide:learn_every=4", "learn_every= changes nothing behind 'del'"),
+        ("spide:3,learn_every=4", "learn_every= changes nothing without shadow tokens"),
+        ("spide:3,prompt_rows=8,learn_every=4", "learn_every= changes nothing without shadow tokens"),
+        ("spide:3,shadow=off,learn_every=4", "learn_every= changes nothing without shadow tokens"),
+        ("ls:3-0+dv", "drafts nothing"),
+        ("del:omega=0.9,omega=0.5", "omega= is given twice"),
+        ("del:state=lost", "state must be one of fresh, kept"),
+        ("ls:3-18+del:prompt=never", "prompt must be one of first, counted"),
+        ("ar+dv", "drafts nothing"),
+        ("del:3", "takes cost=, layers="),
+        ("del:on_stop=maybe", "on_stop must be one of drop, keep"),
+        ("del:cost=free", "cost must be one of layers, measured"),
+        ("del:layers=2/9", r"\[1, 7\]"),
+        ("del:omega=x", "omega=x"),
+        ("del:no_speculation=yes", "on or off"),
+        ("dv", "needs an exit layer first"),
+        ("dv:9", r"\[1, 7\]"),
+        ("dv:3+svip", "ends drafts itself"),
+        ("fs:3", "needs an exit layer first"),
+        ("spide:3,tau=2", r"tau must be in \(0, 1\)"),
+        ("svip:3,tau=2", "takes threshold=, max_length="),
+        ("auto", "needs measured seconds"),
+    ],
+)
+def test_a_mistake_is_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse_policy(text, num_layers=8)
+    assert repr(text) in str(error.value)
+    assert len(str(error.value)) < 200 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("exit_layer", [0, 8, 9])
+def test_exit_layers_outside_the_model(exit_layer: int) -> None:
+    with pytest.raises(ValueError, match=rf"exit_layer must be in \[1, 7\] for this 8-layer model, got {exit_layer}"):
+        parse_policy(f"ls:{exit_layer}-2", num_layers=8)
+
+
+@pytest.mark.parametrize("exit_layer", [0, 8, True, 2.0, "3"])
+def test_check_exit_layer(exit_layer: int) -> None:
+    with pytest.raises(ValueError, match=r"\[1, 7\]"):
+        check_exit_layer(exit_layer, 8)
+
+
+def test_check_layers() -> None:
+    assert check_layers([5, 1, 5], 8) == (1, 5)
+    with pytest.raises(ValueError, match="got 8"):
+        check_layers([1, 8], 8)
+
+
+def test_fixed_exit() -> None:
+    policy = FixedExit(2, 3, num_layers=4)
+    plans = {policy.plan(RoundContext(round_index=i, num_committed=i, remaining_tokens=9 - i)) for i in range(5)}
+    assert plans == {Plan(exit_layer=2, max_speculations=3)}
+    assert policy.observes == ObservationSpec()
+
+
+@pytest.mark.parametrize(
+    ("exit_layer", "num_speculations", "message"),
+    [
+        (2, -1, r"\[0, 64\]"),
+        (2, True, r"\[0, 64\]"),
+        (2, 1.0, r"\[0, 64\]"),
+        (None, 3, "exit_layer is missing"),
+        (4, 1, r"\[1, 3\]"),
+    ],
+)
+def test_fixed_exit_refuses(exit_layer: int | None, num_speculations: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FixedExit(exit_layer, num_speculations, num_layers=4)
+
+
+def test_needs_are_joined() -> None:
+    left = ObservationSpec(confidence=True, shadow_layers=(3, 1), prompt_rows=8, learn_every=4)
+    right = ObservationSpec(entropy=True, shadow_layers=(2, 3), prompt_rows=32, learn_every=2)
+    assert left | right == ObservationSpec(
+        confidence=True, entropy=True, shadow_layers=(1, 2, 3), prompt_rows=32, learn_every=2
+    )
+    # A part that learns nothing does not ask for every round.
+    assert (left | ObservationSpec(exit_hidden=True)).learn_every == 4
+    assert (left | ObservationSpec(exit_hidden=True)).exit_hidden
+    assert (left | ObservationSpec(learn_first=3)).learn_first == 3
+
+
+def test_the_prompt_alone_can_be_learned_from() -> None:
+    prompt = ObservationSpec(shadow_layers=(2,), learn_every=0, prompt_rows=32)
+    assert prompt.prompt_rows_for(100, 50) == 32
+    assert not prompt.learns(0, 0)
+    # Beside a policy that learns from rounds it changes nothing of their schedule.
+    assert (prompt | ObservationSpec(shadow_layers=(1,), learn_every=4)).learn_every == 4
+    assert (prompt | ObservationSpec(confidence=True)).learn_every == 0
+    for name, learn_every, rows in (("spide:3,prompt_rows=32", 0, 32), ("spide:3,shadow=on,prompt_rows=8", 1, 8)):
+        observes = parse_policy(name, num_layers=8).observes
+        assert (observes.shadow_layers, observes.learn_every, observes.prompt_rows) == ((3,), learn_every, rows)
+
+
+def rounds_learned(observes: ObservationSpec, rows: list[int]) -> list[int]:
+    """Indices of the rounds that are learned from, when they commit so many rows each."""
+    learned: list[int] = []
+    seen = 0
+    for index, count in enumerate(rows):
+        if observes.learns(sum(rows[i] for i in learned), seen):
+            learned.append(index)
+        seen += count
+    return learned
+
+
+def test_the_rounds_that_are_learned_from() -> None:
+    observes = ObservationSpec(shadow_layers=(1,), learn_every=4, learn_first=3)
+    assert rounds_learned(observes, [1] * 17) == [0, 1, 2, 12, 16]  # the first three, then one row in four of all
+    # Rounds of five: 5 rows of 0, then not before 20 were seen, then 10 of 40.
+    assert rounds_learned(observes, [5] * 10) == [0, 4, 8]
+    assert rounds_learned(ObservationSpec(shadow_layers=(1,)), [1, 5, 2, 1]) == [0, 1, 2, 3]
+    assert not ObservationSpec(learn_every=1).learns(0, 0)
+
+
+def test_prompt_rows_shrink_with_the_text_to_come() -> None:
+    observes = ObservationSpec(shadow_layers=(1,), prompt_rows=16, prompt_every=6)
+    assert [observes.prompt_rows_for(100, tokens) for tokens in (1, 12, 95, 96, 500)] == [0, 2, 15, 16, 16]
+    assert observes.prompt_rows_for(7, 500) == 7
+    assert ObservationSpec(shadow_layers=(1,), prompt_rows=32).prompt_rows_for(100, 1) == 32
+    assert ObservationSpec(prompt_rows=32).prompt_rows_for(100, 100) == 0
+
+
+def test_a_policy_asks_for_what_its_parts_ask_for() -> None:
+    exit_policy = ScriptedExit([(1, 1)], ObservationSpec(entropy=True))
+    assert Policy(exit_policy).observes == ObservationSpec(entropy=True)
+    assert Policy(exit_policy, StopBelow(0.5)).observes == ObservationSpec(entropy=True, confidence=True)
+    assert Policy(exit_policy, StopAtTokens([1])).observes == ObservationSpec(entropy=True)

@@ -1,0 +1,129 @@
+"""Every option of every policy name changes the policy, or is refused; and nothing is learned that is never asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies import EXITS, STOPPINGS, Policy, parse_policy
+from scripted_policies import made_up_cost
+
+NUM_LAYERS = 5
+
+OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default depends on the name, several
+    "cost": ("layers", "measured"), "layers": ("1/3", "3"), "d_max": ("3",), "omega": ("0.5",), "length": ("tpl",),
+    "no_speculation": ("on",), "on_stop": ("keep",), "state": ("kept",), "prompt": ("counted",), "decay": ("0.5",),
+    "prompt_rows": ("5",), "learn_every": ("3", "100"), "learn_first": ("7",), "start": ("0.3",), "target": ("0.3",),
+    "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",), "shadow": ("on", "off"),
+    "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",), "criterion": ("any",), "scope": ("block",),
+    "bins": ("paper",), "min": ("3",), "copy": ("off",),
+}  # fmt: skip
+
+FIRST = {"copy": "4", "ls": "3-4", "fs": "2-4", "dv": "2", "svip": "2", "adaedl": "2", "spide": "2", "pacer": "folder"}
+
+
+class NoPreVerifier:
+    """Stands where a trained one would: it knows two layers and is never asked."""
+
+    exit_layers = (1, 3)
+    defaults: Mapping[str, float] = {"exit_layer": 3}
+
+    def pass_seconds(self, block: int) -> float:
+        """What a pass costs, for policies that measure."""
+        return 0.5
+
+
+def parsed(text: str) -> Policy:
+    return parse_policy(
+        text,
+        num_layers=NUM_LAYERS,
+        measure=lambda: made_up_cost(NUM_LAYERS),
+        preverifier=lambda path: NoPreVerifier(),  # type: ignore[arg-type,return-value]
+    )
+
+
+def inside(value: Any) -> Any:
+    """All that an object holds, comparable. What each part asks the engine for is left out: see `signature`."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): inside(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [inside(item) for item in value]
+    if is_dataclass(value):
+        return [type(value).__name__, {field.name: inside(getattr(value, field.name)) for field in fields(value)}]
+    if type(value).__module__.startswith("policies"):
+        names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
+        return [type(value).__name__, {name: inside(getattr(value, name)) for name in names if "needs" not in name}]
+    return repr(value) if not isinstance(value, (int, float, str, type(None))) else value
+
+
+def signature(policy: Policy) -> Any:
+    """What the engine sees of a policy: its parts, and what they ask for together."""
+    return inside([policy.exit, policy.stopping, policy.observes])
+
+
+def form(name: str, arguments: tuple[str, ...]) -> str:
+    parts = [FIRST[name]] if name in FIRST else []
+    return ":".join(part for part in (name, ",".join([*parts, *arguments])) if part)
+
+
+def forms() -> Iterator[tuple[str, str | None]]:
+    """(exit or lone stopping policy, stopping policy behind it)."""
+    for name in EXITS:
+        yield name, None
+        yield from ((name, other) for other in STOPPINGS if name not in ("ar", "copy"))
+    yield from (("copy", name) for name in (*EXITS, *STOPPINGS) if name not in ("ar", "auto", "copy"))
+    yield from ((name, None) for name in STOPPINGS if name != "del")
+
+
+def text_of(name: str, other: str | None, options: Mapping[tuple[int, str], str]) -> str:
+    """options: by (0 for the first name or 1 for the one behind the plus, option)."""
+    first = form(name, tuple(f"{key}={value}" for (place, key), value in options.items() if place == 0))
+    if other is None:
+        return first
+    alone = name == "copy"  # then a whole policy follows
+    parts = form(other, ()) if alone else {"fs": "fs:3", "pacer": "pacer:folder"}.get(other, other)
+    behind = ",".join(f"{key}={value}" for (place, key), value in options.items() if place == 1)
+    return f"{first}+{parts}" + (("," if ":" in parts else ":") + behind if behind else "")
+
+
+@pytest.mark.parametrize(("name", "other"), list(forms()))
+def test_an_option_changes_the_policy_or_is_refused(name: str, other: str | None) -> None:
+    """Alone and beside every other option."""
+    known = {(0, key) for key in (EXITS.get(name) or STOPPINGS[name]).options}
+    if other is not None:
+        named = EXITS[other] if name == "copy" and other in EXITS else STOPPINGS[other]
+        known |= {(1, key) for key in named.options}
+    contexts: list[dict[tuple[int, str], str]] = [{}]
+    contexts += [{place: value} for place in sorted(known) for value in OTHER_VALUES[place[1]][-1:]]
+    for context in contexts:
+        try:
+            before = signature(parsed(text_of(name, other, context)))
+        except ValueError:
+            assert context, "without options every form must do"
+            continue
+        for place in sorted(known - context.keys()):
+            changed = False
+            for value in OTHER_VALUES[place[1]]:
+                text = text_of(name, other, {**context, place: value})
+                try:
+                    changed = changed or signature(parsed(text)) != before
+                except ValueError as error:
+                    assert len(str(error)) < 200
+                    changed = True  # one line says why not
+            assert changed, f"{place[1]}= changes nothing in {text!r}, and is not refused"
+
+
+@pytest.mark.parametrize(("name", "other"), list(forms()))
+def test_no_layer_is_learned_that_is_never_chosen(name: str, other: str | None) -> None:
+    policy = parsed(text_of(name, other, {}))
+    layers = policy.exit.exit_layers
+    assert layers is not None
+    assert set(policy.observes.shadow_layers) <= set(layers)
+    if "dv" in (name, other) and (other if name == "copy" else name) in FIRST:
+        assert policy.observes.shadow_layers == ()

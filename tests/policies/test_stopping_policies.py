@@ -1,0 +1,195 @@
+"""Stopping policies on rounds written by hand: finite state, Draft&Verify, entropy rules, SPIDE."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies import (
+    AcceptanceTable,
+    AdaEdlThreshold,
+    DraftVerifyThreshold,
+    FiniteStateLength,
+    Plan,
+    SpideStopping,
+    SvipThreshold,
+    parse_policy,
+)
+from policies.acceptance_table import BINS, DOUBT_BINS, PAPER_BINS, Bins
+from records import finished, row, shadow
+
+PLAN = Plan(exit_layer=1, max_speculations=20)
+
+
+def test_finite_state_follows_its_script() -> None:
+    policy = FiniteStateLength(2)
+    lengths = [policy.length]
+    # all accepted, all accepted, one short, none, none, none (held at 1), a round without drafts, all accepted
+    for drafted, accepted in [(2, 2), (3, 3), (4, 3), (3, 0), (2, 0), (1, 0), (0, 0), (1, 1)]:
+        policy.observe(finished(drafted, accepted))
+        lengths.append(policy.length)
+    assert lengths == [2, 3, 4, 3, 2, 1, 1, 1, 2]
+    assert not policy.stop_after_draw(row(0), 5)
+    assert policy.stop_after_draw(row(1), 5)
+    policy.reset()
+    assert policy.length == 2
+
+
+def test_finite_state_has_an_end() -> None:
+    policy = FiniteStateLength(3, max_length=4)
+    for _ in range(3):
+        policy.observe(finished(4, 4))
+    assert policy.length == 4
+    with pytest.raises(ValueError, match=r"\[1, 4\]"):
+        FiniteStateLength(5, max_length=4)
+
+
+def test_draft_verify_follows_its_script() -> None:
+    policy = DraftVerifyThreshold(0.5)
+    assert policy.stop_after_draw(row(0, confidence=0.49), 7)
+    assert not policy.stop_after_draw(row(0, confidence=0.5), 7)
+    assert policy.stop_after_draw(row(7, confidence=0.9), 7)  # the eighth token is the last
+    assert not policy.stop_before_draw(row(0, confidence=0.0))
+    # Rate 0 < .9: towards .51 by a tenth: .9 * .5 + .1 * .51 = .501. Then rate (0 + 1) / 2 = .5 < .9: .502.
+    policy.observe(finished(2, 0))
+    assert policy.threshold(1) == pytest.approx(0.501)
+    policy.observe(finished(2, 2))
+    assert policy.threshold(1) == pytest.approx(0.502)
+    # Rates .75, .875, .9375: only the last is above .9, and moves it down: .503, .504, .503.
+    for expected in (0.503, 0.504, 0.503):
+        policy.observe(finished(2, 2))
+        assert policy.threshold(1) == pytest.approx(expected)
+    # At its cap (its own 8, or the plan's) a lower threshold would change nothing.
+    policy.observe(finished(8, 8))
+    policy.observe(finished(3, 3, cause="cap"))
+    policy.observe(finished(0, 0))
+    assert policy.threshold(1) == pytest.approx(0.503)
+    policy.reset()
+    assert policy.threshold(1) == 0.5
+
+
+def test_entropy_rules_by_hand() -> None:
+    svip = SvipThreshold(0.6)
+    assert not svip.stop_after_draw(row(0, entropy=0.36), 1)  # sqrt(.36) is the bound, not above it
+    assert svip.stop_after_draw(row(0, entropy=0.37), 1)
+    assert svip.stop_after_draw(row(17, entropy=0.0), 1)
+    adaedl = AdaEdlThreshold(0.4)
+    # 1 - sqrt(.2 H) < .4 when H > .36 / .2 = 1.8.
+    assert not adaedl.stop_after_draw(row(0, entropy=1.79), 1)
+    assert adaedl.stop_after_draw(row(0, entropy=1.81), 1)
+    adaedl.observe(finished(2, 0))
+    assert adaedl.threshold(1) == pytest.approx(0.401)
+    for policy in (svip, adaedl):
+        assert not policy.stop_before_draw(row(0, entropy=9.0))
+        policy.reset()
+    assert adaedl.threshold(1) == 0.4
+
+
+@pytest.mark.parametrize(
+    ("confidence", "index"),
+    [
+        (0.0, 0), (0.0999, 0), (0.1, 1), (0.3, 3), (0.8999, 8), (0.9, 9), (0.9099, 9), (0.91, 10), (0.95, 14), (0.98, 17),
+        (0.99, 18), (0.999999, 18), (1.0, 19),
+    ],
+)  # fmt: skip
+def test_the_twenty_bins_and_their_edges(confidence: float, index: int) -> None:
+    assert PAPER_BINS.index(confidence) == index
+    assert len(PAPER_BINS) == 20
+
+
+def test_bins_of_doubt_go_on_where_the_papers_end() -> None:
+    # From .1 on, 1 - confidence falls to .07, .05, .03, .02, .01, .005, .002, .001, .0003, .0001 and below.
+    values = (0.85, 0.92, 0.94, 0.96, 0.975, 0.985, 0.993, 0.997, 0.9985, 0.9995, 0.9998, 0.99995, 1.0)
+    assert [DOUBT_BINS.index(value) for value in values] == [*range(8, 20), 19]
+    assert len(DOUBT_BINS) == 20
+    # The next float32 below 1 is 1 - 6e-8: all but it and 1 itself are in the paper's last bin but one.
+    assert PAPER_BINS.index(1 - 6e-8) == PAPER_BINS.index(0.991) == 18
+
+
+@given(confidence=st.floats(0, 1), bins=st.sampled_from(sorted(BINS)))
+def test_every_confidence_has_a_bin_that_starts_from_its_midpoint(confidence: float, bins: str) -> None:
+    chosen: Bins = BINS[bins]
+    index = chosen.index(confidence)
+    assert index == sum(edge <= confidence for edge in chosen.edges)
+    bounds = (0.0, *chosen.edges, 1.0)
+    assert bounds[index] <= chosen.midpoints[index] <= bounds[index + 1]
+
+
+def test_what_another_policy_asked_of_a_prompt_teaches_spide() -> None:
+    seen = shadow([1, 2, 3], [[1, 0], [1, 1], [0, 0]], [[0.42, 0.42]] * 3)
+    beside_del = parse_policy("del+spide", num_layers=4)
+    beside_del.observe_prompt(seen)
+    assert isinstance(beside_del.stopping, SpideStopping)
+    assert [beside_del.stopping.table.seen[layer][4] for layer in (1, 2, 3)] == [2, 2, 2]
+    assert beside_del.stopping.table.rate(2, 0.42) == pytest.approx((2 + 2 * 0.45) / 4)
+    deaf = parse_policy("del+spide:shadow=off", num_layers=4)
+    deaf.observe_prompt(seen)
+    deaf.observe(finished(0, 0, seen=seen))
+    assert isinstance(deaf.stopping, SpideStopping)
+    assert deaf.stopping.table.observations == 0
+
+
+def test_spide_stops_where_the_product_falls_to_tau() -> None:
+    # Rates .9, .8, .9 (by hand into the table): .9 * .8 = .72 > .7 goes on, times .9 = .648 stops.
+    policy = SpideStopping([1], num_layers=4, tau=0.7, prior_count=1e-9)
+    for confidence, hits in ((0.75, 9), (0.55, 8)):
+        for index in range(10):
+            policy.table.add(1, confidence, float(index < hits))
+    policy.start_round(PLAN)
+    drawn = [policy.stop_after_draw(row(depth, confidence=value), 0) for depth, value in enumerate((0.75, 0.55, 0.75))]
+    assert drawn == [False, False, True]
+    assert policy.reliability == pytest.approx(0.648)
+    policy.start_round(PLAN)
+    assert not policy.stop_after_draw(row(0, confidence=0.75), 0)
+    assert not policy.stop_before_draw(row(0, confidence=0.0))
+
+
+def test_the_prior_is_the_midpoint() -> None:
+    table = AcceptanceTable([1], prior_count=2.0)
+    assert table.rate(1, 0.42) == pytest.approx(0.45)
+    table.add(1, 0.42, 1.0)  # (1 + 2 * .45) / (1 + 2)
+    assert table.rate(1, 0.42) == pytest.approx(1.9 / 3)
+    assert AcceptanceTable([1], bins=PAPER_BINS).rate(1, 1.0) == 1.0
+    assert table.rate(1, 1.0) == pytest.approx(1 - 0.00005)
+
+
+def test_tables_learn_from_drafts_and_from_shadow_tokens() -> None:
+    table = AcceptanceTable([1, 2])
+    # Layer 1 drafted three, the second was rejected: the third has no fate. Row 2 of the shadow rows was not drafted.
+    seen = shadow([1, 2], [[1, 0, 1], [0, 1, 1]], [[0.15, 0.25, 0.35], [0.15, 0.25, 0.35]])
+    table.observe(finished(2, 1, exit_layer=1, confidences=[0.15, 0.25], seen=seen))
+    assert [table.seen[1][index] for index in (1, 2, 3)] == [1, 1, 1]
+    assert [table.accepted[1][index] for index in (1, 2, 3)] == [1, 0, 1]
+    assert [table.accepted[2][index] for index in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_when_sampling_tables_learn_probabilities() -> None:
+    table = AcceptanceTable([1, 2])
+    seen = shadow([1, 2], [[1, 1], [1, 1]], [[0.15, 0.25]] * 2, [[0.3, 0.4], [0.5, 0.6]])
+    table.observe(finished(1, 1, exit_layer=1, confidences=[0.15], acceptance=[0.7], seen=seen))
+    assert (table.accepted[1][1], table.accepted[1][2]) == pytest.approx((0.7, 0.4))  # own draft, then a shadow row
+    assert (table.accepted[2][1], table.accepted[2][2]) == pytest.approx((0.5, 0.6))
+
+
+def test_what_was_seen_fades() -> None:
+    table = AcceptanceTable([1], decay=0.5)
+    table.add(1, 0.42, 1.0)
+    table.observe(finished(1, 0, exit_layer=1, confidences=[0.42]))
+    assert (table.seen[1][4], table.accepted[1][4]) == (1.5, 0.5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 1.0, -0.5])
+def test_spide_refuses_a_tau(tau: float) -> None:
+    with pytest.raises(ValueError, match="tau must be in"):
+        SpideStopping([1], num_layers=4, tau=tau)
+
+
+def test_a_table_for_other_bins_is_refused() -> None:
+    ours, papers = AcceptanceTable([1]), AcceptanceTable([1], bins=PAPER_BINS)
+    papers.add(1, 0.42, 1.0)
+    with pytest.raises(ValueError, match="other bins"):
+        ours.restore(papers.state())
+    with pytest.raises(ValueError, match="lacks edges: it was saved by another version"):
+        ours.restore({name: rows for name, rows in ours.state().items() if name != "edges"})
+    assert ours.observations == 0

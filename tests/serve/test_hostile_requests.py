@@ -1,0 +1,368 @@
+"""Requests that are sent to hurt: large and malformed bodies, half a request, other hosts, policies, and more than fits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from layerskip_models import DEMO_PATH
+from running_server import RunningServer, running_server
+from selfspec import SelfSpecGenerator
+from selfspec.engine.engine import Engine
+from selfspec.serve import app as app_module
+from selfspec.serve import guard, patience, scheduler
+from selfspec.serve.api_errors import ApiError
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest
+from selfspec.serve.bodies import parse
+from selfspec.serve.lanes import Lane
+from selfspec.serve.server_settings import SAFE_POLICIES, allowed_hosts
+from test_serve import CODE, post, wait_until
+
+ASK: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def generator() -> SelfSpecGenerator:
+    return SelfSpecGenerator.from_pretrained(DEMO_PATH)
+
+
+@pytest.fixture(scope="module")
+def server(generator: SelfSpecGenerator) -> Iterator[RunningServer]:
+    """As a newcomer starts it."""
+    settings: dict[str, Any] = {"allowed_policies": SAFE_POLICIES, "allowed_hosts": allowed_hosts("127.0.0.1", None)}
+    with running_server(
+        generator, batch_size=1, max_waiting=1, most_new_tokens=400, most_context=600, **settings
+    ) as made:
+        yield made
+
+
+def ask(server: RunningServer, path: str = "/v1/completions", **fields: Any) -> tuple[int, dict[str, Any]]:
+    status, answer, _ = post(server, path, json.dumps({**ASK, **fields}).encode())
+    return status, answer
+
+
+LARGE: list[tuple[str, bytes]] = [
+    ("messages", b'{"model":"demo","messages":[' + b",".join([b"{}"] * 400_000) + b"]}"),
+    ("prompt", b'{"model":"demo","prompt":[' + b",".join([b'"a",1'] * 300_000) + b"]}"),
+    ("prompt", b'{"model":"demo","prompt":[' + b",".join([b"[]"] * 400_000) + b"]}"),
+    ("prompt", b'{"model":"demo","prompt":[' + b",".join([b"1"] * 1_000_000) + b"]}"),
+    ("keys", json.dumps({**ASK, **{f"k{i}": 1 for i in range(100_000)}}).encode()),
+    ("keys", json.dumps({**ASK, "logit_bias": {str(i): 1000 for i in range(100_000)}}).encode()),
+    ("nested", b'{"model":' + b"[" * 2_000_000 + b"]" * 2_000_000),
+    ("digits", b'{"model":' + b"1" * 3_000_000 + b"}"),
+]
+
+
+@pytest.mark.parametrize(("named", "body"), LARGE, ids=[f"{i}-{name}" for i, (name, _) in enumerate(LARGE)])
+def test_a_large_body_that_is_wrong_has_few_errors(named: str, body: bytes) -> None:
+    """Whoever validates all of it makes an error of some hundred bytes for each item."""
+    kind: Any = ChatRequest if named == "messages" else CompletionRequest
+    if body is LARGE[3][1]:
+        assert len(parse(body, kind).prompt) == 1_000_000  # right as far as it goes; the context is looked at later
+        return
+    started = time.thread_time()
+    with pytest.raises(ApiError) as error:
+        parse(body, kind)
+    assert error.value.status == 400
+    assert len(error.value.message) < 500
+    assert time.thread_time() - started < 30  # it was minutes, and is a part of a second
+
+
+def test_large_bodies_are_read_in_another_thread(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither JSON nor a prompt of some size is looked at on the event loop, nor is a policy's name."""
+    loops: list[str] = []
+    translator = server.app.state.translator
+    plain_loads, plain_choose, plain_check = json.loads, translator._policies.choose, translator._bounds.check
+
+    def here(what: str) -> None:
+        if threading.current_thread() is not threading.main_thread():  # which is the client
+            loops.append(f"{what} in {'the loop' if threading.current_thread() is server.thread else 'a pool'}")
+
+    monkeypatch.setattr("selfspec.serve.bodies.json.loads", lambda *a, **k: (here("json"), plain_loads(*a, **k))[1])
+    monkeypatch.setattr(translator._policies, "choose", lambda *a, **k: (here("policy"), plain_choose(*a, **k))[1])
+    monkeypatch.setattr(translator._bounds, "check", lambda texts: (here("prompt"), plain_check(texts))[1])
+    assert ask(server)[0] == 200
+    assert set(loops) == {"json in the loop", "prompt in the loop", "policy in the loop"}  # no name that is parsed
+    for size in (40_000, 3_000_000):
+        loops.clear()
+        status, answer = ask(server, prompt="word " * (size // 5), policy="auto")
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert set(loops) == {"json in a pool", "prompt in a pool"}
+    loops.clear()
+    assert ask(server, policy="del")[0] == 200
+    assert "policy in a pool" in loops and "policy in the loop" not in loops
+
+
+def test_a_prompt_is_refused_before_all_of_it_is_made_into_tokens(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = server.app.state.translator
+    characters = 0
+    plain = type(translator.tokenizer).__call__
+
+    def counting(tokenizer: Any, text: Any, *rest: Any, **options: Any) -> Any:
+        nonlocal characters
+        characters += len(text)
+        return plain(tokenizer, text, *rest, **options)
+
+    monkeypatch.setattr(type(translator.tokenizer), "__call__", counting)
+    long = "Some words, and more of them. " * 100_000
+    assert ask(server, prompt=long)[1]["error"]["code"] == "context_length_exceeded"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": long}]}
+    assert (
+        post(server, "/v1/chat/completions", json.dumps(chat).encode())[1]["error"]["code"] == "context_length_exceeded"
+    )
+    assert 0 < characters < 50_000
+
+
+def test_what_the_operator_bounds_is_refused(server: RunningServer) -> None:
+    assert ask(server, max_tokens=401)[1]["error"]["param"] == "max_tokens"
+    assert ask(server, prompt=[5] * 300, max_tokens=301)[1]["error"]["code"] == "context_length_exceeded"
+    assert ask(server, policy="ls:3-4")[1]["error"]["param"] == "policy"
+    assert "--allow-policy" in ask(server, policy="auto:cost=layers,d_max=1000000")[1]["error"]["message"]
+    status, answer = ask(server, n=3)  # one place, and room for one more: it would be told to come again for ever
+    assert (status, answer["error"]["param"]) == (400, "n")
+    for temperature in (1e-40, 1e-6):
+        assert ask(server, temperature=temperature)[1]["choices"] == ask(server)[1]["choices"]
+
+
+def test_memory_is_as_the_operator_says_and_is_given_back(
+    generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are reserved for a prompt and its limit, which the operator bounds. An idle server keeps those of kept texts."""
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.3)
+    model = generator.model
+    row = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
+    reserved: list[float] = []
+    plain = Engine.step
+    with running_server(generator, most_context=600, default_chat_tokens=100_000) as server:
+
+        def watched(engine: Engine) -> list[Any]:
+            reserved.append(server.metric("kv_cache_bytes"))
+            return plain(engine)
+
+        monkeypatch.setattr(Engine, "step", watched)
+        chat = {"model": "demo", "messages": [{"role": "user", "content": CODE}], "temperature": 0, "stop": "e"}
+        assert post(server, "/v1/chat/completions", json.dumps(chat).encode())[0] == 200
+        assert 300 * row < max(reserved) <= 600 * row
+        wait_until(lambda: server.metric("kv_cache_bytes") == 0)
+        assert server.metric("kept_cache_bytes") == max(reserved)
+        wait_until(lambda: server.metric("kept_cache_bytes") == 0)
+        assert generator.kept_texts.num_bytes == 0
+        assert ask(server, max_tokens=300, stop="e", cache_salt="mine")[0] == 200
+        wait_until(lambda: 0 < server.metric("kept_cache_bytes") < 50 * row)  # the text itself
+        assert ask(server, cache_salt="mine")[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_policies_that_an_operator_allows_are_bounded(generator: SelfSpecGenerator) -> None:
+    with running_server(generator) as free:
+        for policy in (
+            "auto:cost=layers,d_max=1000000",
+            "del:d_max=30000000",
+            "ls:1-1900",
+            "spide:3,prompt_rows=100000",
+        ):
+            status, answer = ask(free, policy=policy)
+            assert (status, answer["error"]["param"]) == (400, "policy"), answer
+        assert ask(free, policy="ls:3-4")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200), ({"Host": "localhost:8000"}, 200), ({"Host": "[::1]"}, 200), ({"Host": "LOCALHOST."}, 200),
+        ({"Host": "attacker.example"}, 403), ({"Host": "127.0.0.1.attacker.example:80"}, 403),
+        ({"Content-Type": "text/plain"}, 400), ({"Content-Type": ""}, 400),
+    ],
+)  # fmt: skip
+def test_other_pages_cannot_call(server: RunningServer, headers: dict[str, str], status: int) -> None:
+    """Neither by a name of their own for this address, nor with a type that a browser sends without asking."""
+    assert post(server, "/v1/completions", json.dumps(ASK).encode(), **headers)[0] == status
+
+
+def test_names_by_which_a_server_is_called() -> None:
+    assert allowed_hosts("0.0.0.0", None) is None
+    assert allowed_hosts("127.0.0.1", "key") is None
+    assert allowed_hosts("127.0.0.1", None, ["*"]) is None
+    assert "example.org" in (allowed_hosts("0.0.0.0", None, ["Example.org"]) or ())
+
+
+def test_every_route_asks_by_which_name_it_is_called(server: RunningServer) -> None:
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/demo", "/nowhere"):
+        connection = http.client.HTTPConnection(server.base[7:], timeout=30)
+        connection.request("GET", path, headers={"Host": "attacker.example"})
+        assert connection.getresponse().status == 403, path
+        connection.close()
+
+
+def test_what_is_too_much_is_told_by_its_name(generator: SelfSpecGenerator) -> None:
+    """The field that the client sent, its number and the bound."""
+    long = "some words " * 2000
+    with running_server(generator, batch_size=2, max_waiting=3, max_body_bytes=1 << 20) as free:
+        for fields, param, words in (
+            ({"prompt": ["a"] * 33}, "prompt", "33 prompts: at most 32"),
+            ({"stop": ["a"] * 17}, "stop", "17 stop strings: at most 16"),
+            ({"prompt": long}, "prompt", "max_tokens is 3"),
+            ({"n": 6}, "n", "6 texts in one request, this server takes at most 5"),
+        ):
+            status, answer = ask(free, **fields)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert words in answer["error"]["message"]
+        chat = {"model": "demo", "max_completion_tokens": 5000, "messages": [{"role": "user", "content": "x"}]}
+        status, answer, _ = post(free, "/v1/chat/completions", json.dumps(chat).encode())
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "max_completion_tokens is 5000" in answer["error"]["message"]
+    for template in ("{{ 1 // 0 }}", "{{ 10.0 ** 9999 }}"):
+        with running_server(generator, chat_template=template) as broken:
+            chat = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+            assert post(broken, "/v1/chat/completions", json.dumps(chat).encode())[0] == 400
+
+
+def connected(server: RunningServer) -> socket.socket:
+    address = urlsplit(server.base)
+    return socket.create_connection((address.hostname or "", address.port or 0), timeout=10)
+
+
+def test_half_a_request_is_not_waited_for(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(patience, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    halves = [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "]
+    opened = [connected(server) for _ in halves]
+    for half, one in zip(halves, opened):
+        one.sendall(half)
+    begun = connected(server)
+    begun.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+                  b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+    assert begun.recv(100).startswith(b"HTTP/1.1 408")
+    for one in opened:
+        with contextlib.suppress(ConnectionError):
+            assert one.recv(100) == b""
+    endless = connected(server)
+    endless.sendall(b"GET / HTTP/1.1\r\n")
+    with pytest.raises(ConnectionError):
+        for number in range(10_000):
+            endless.sendall(b"X-%d: %s\r\n" % (number, b"x" * 1000))
+    for one in (*opened, begun, endless):
+        one.close()
+    assert ask(server)[0] == 200
+
+
+def told(one: socket.socket, seconds: float) -> bytes | None:
+    """The first bytes that come within these seconds, none from a connection that is closed; None for nothing."""
+    one.settimeout(seconds)
+    try:
+        return one.recv(12)
+    except ConnectionError:
+        return b""
+    except TimeoutError:
+        return None
+
+
+POST_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+
+
+def test_of_too_many_connections_that_send_nothing_the_oldest_is_closed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So those who hold connections open cannot keep others out. One that is being answered stays."""
+    monkeypatch.setattr(patience, "MOST_WAITED_FOR", 5)
+    halves = [b"", b"POST /v1/comp", POST_HEAD % 9 + b"{"]
+    with contextlib.ExitStack() as stack:
+        streaming = stack.enter_context(contextlib.closing(http.client.HTTPConnection(server.base[7:], timeout=30)))
+        body = {**ASK, "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
+        streaming.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        opened = []
+        for number in range(20):
+            opened.append(stack.enter_context(connected(server)))
+            opened[-1].sendall(halves[number % 3])
+            time.sleep(0.01)
+        assert ask(server, max_tokens=1)[0] in (200, 429)
+        assert [told(one, 10) for one in opened[:14]] == [b""] * 14
+        assert [told(one, 0.01) for one in opened[-3:]] == [None] * 3
+        assert streaming.getresponse().read().endswith(b"data: [DONE]\n\n")
+
+
+def test_bodies_that_do_not_end_are_bounded_together(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be as large as a body may be, so there may not be many of them."""
+    monkeypatch.setattr(guard, "MOST_UNFINISHED", 2)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(connected(server)) for _ in range(4)]
+        for one in opened:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(POST_HEAD % 4_000_000 + b" " * 3_999_000)
+        assert sorted(str(told(one, 0.3)) for one in opened) == ["None"] * 2 + ["b'HTTP/1.1 429'"] * 2
+    wait_until(lambda: ask(server)[0] == 200)
+
+
+def test_a_stream_that_fails_at_once_has_a_status(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(engine: Engine) -> list[Any]:
+        raise MemoryError("no memory for this round")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", broken)
+        assert ask(server, stream=True)[0] == 500
+    with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL):
+        patch.setattr(server.app.state.translator, "completions", lambda body: 1 / 0)
+        before = server.metric("requests_total", route="/v1/completions", status="500")
+        status, answer = ask(server)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert server.metric("requests_total", route="/v1/completions", status="500") == before + 1
+
+
+def test_a_stream_that_waits_says_so_and_the_end_is_503(
+    generator: SelfSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "PING_SECONDS", 0.05)
+    endless = {**ASK, "max_tokens": 1900, "logit_bias": {"0": -100}, "stream": True}
+    with running_server(generator, batch_size=1, max_waiting=2, grace_seconds=1) as server:
+        first, second, third = (http.client.HTTPConnection(server.base[7:], timeout=30) for _ in range(3))
+        headers = {"Content-Type": "application/json"}
+        first.request("POST", "/v1/completions", json.dumps(endless), headers)
+        assert first.getresponse().read(6) == b"data: "
+        second.request("POST", "/v1/completions", json.dumps({**ASK, "stream": True}), headers)
+        waiting = second.getresponse()
+        assert waiting.read(10) == b": waiting\n"
+        third.request("POST", "/v1/completions", json.dumps(ASK), headers)
+        wait_until(lambda: server.app.state.scheduler.waiting == 2)
+        monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.05) or [])  # nothing ends any more
+        server.server.should_exit = True
+        answer = third.getresponse()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (503, "shutting_down")
+        for one in (first, second, third):
+            one.close()
+
+
+def test_a_lane_takes_turns_and_rests() -> None:
+    async def work() -> None:
+        lane = Lane("things", most_waiting=2, rests=3.0)
+        blocked = threading.Event()
+        begun = [asyncio.ensure_future(lane.run(blocked.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await lane.run(int)
+        assert refused.value.status == 429
+        blocked.set()
+        await asyncio.gather(*begun)
+        busy = time.monotonic()
+        await lane.run(lambda: [x * x for x in range(1_000_000)])
+        lane._rested = max(lane._rested, busy)
+        assert lane._rested > time.monotonic()
+        lane.close()
+
+    asyncio.run(work())

@@ -1,0 +1,517 @@
+"""The real `openai` client against a server with the demo checkpoint."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from layerskip_models import DEMO_PATH
+from running_server import RunningServer, running_server
+from selfspec import SelfSpecGenerator
+from selfspec.engine.engine import Engine, Progress
+
+ROOT = Path(__file__).parents[2]
+CODE = "def fibonacci(n):\n"
+SUM: list[Any] = [{"role": "user", "content": "Tom has 3 apples and buys 4. How many has he?"}]
+PLAIN_SUM = "Question: Tom has 3 apples and buys 4. How many has he?\nAnswer:"
+REPEATING = "auto:cost=layers"
+
+
+@pytest.fixture(scope="module")
+def offline() -> SelfSpecGenerator:
+    return SelfSpecGenerator.from_pretrained(DEMO_PATH)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH), batch_size=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.client() as opened:
+        yield opened
+
+
+def wait_until(holds: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def post(server: RunningServer, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any], Any]:
+    address = urlsplit(server.base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read()), response.headers
+    finally:
+        connection.close()
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "selfspec"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_completion_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    expected = offline.generate(CODE, max_new_tokens=40)
+    answer = client.completions.create(
+        model="demo", prompt=CODE, max_tokens=40, temperature=0, extra_body={"policy": "ls:3-4"}
+    )
+    (choice,) = answer.choices
+    assert choice.text == expected.text
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (10, 40, 50)
+    extra = answer.usage.model_extra or {}
+    assert 0 < extra["accepted"] <= extra["drafted"]
+    # Every round brings one token beside the accepted drafts, and the prompt's end brings the first.
+    assert extra["accepted"] + extra["rounds"] + 1 >= 40
+
+
+def test_the_printed_example_works(
+    server: RunningServer, offline: SelfSpecGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    lines = re.findall(r"(?:^    .*\n)+", page[page.index("    from openai") :], re.MULTILINE)[0]
+    exec(textwrap.dedent(lines).replace("http://127.0.0.1:8000", server.base), {})
+    assert (offline.generate(CODE, max_new_tokens=40).text or "") in capsys.readouterr().out
+
+
+def test_a_chat_answer_is_the_offline_text(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    expected = offline.generate(PLAIN_SUM, max_new_tokens=30)
+    for limit in ({"max_tokens": 30}, {"max_completion_tokens": 30}):
+        answer = client.chat.completions.create(model="demo", messages=SUM, temperature=0, **limit)  # type: ignore[call-overload]
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].message.content == expected.text
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": SUM[0]["content"]}]}]
+    answer = client.chat.completions.create(model="demo", messages=parts, temperature=0, max_tokens=30)
+    assert answer.choices[0].message.content == expected.text
+
+
+def test_streams_are_the_whole_answer_in_pieces(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    expected = offline.generate(CODE, max_new_tokens=40)
+    chunks = list(
+        client.completions.create(
+            model="demo",
+            prompt=CODE,
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert not chunks[-1].choices
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+    chat = list(client.chat.completions.create(model="demo", messages=SUM, temperature=0, max_tokens=9, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == (
+        offline.generate(PLAIN_SUM, max_new_tokens=9).text
+    )
+    assert [chunk.choices[0].delta.role for chunk in chat] == ["assistant"] + [None] * (len(chat) - 1)
+    assert all(chunk.usage is None for chunk in chat)
+
+
+@pytest.mark.parametrize("stop", [None, " representation repre"])
+def test_shown_drafts_keep_step_with_the_text(client: OpenAI, offline: SelfSpecGenerator, stop: str | None) -> None:
+    """Also where text is held back because a stop string may have begun, and where it is cut there."""
+    extra = {"show_drafts": True, "policy": "ls:3-4"}  # "auto" may find that no draft pays here
+    stream = client.completions.create(
+        model="demo", prompt=CODE, max_tokens=40, temperature=0, stop=stop, stream=True, extra_body=extra
+    )
+    text, fields = "", []
+    for chunk in stream:
+        fields.append((chunk.model_extra or {})["selfspec"])
+        kept = [piece["text"] for piece in fields[-1]["pieces"] if piece["fate"] != "rejected"]
+        assert "".join(kept) == chunk.choices[0].text
+        text += chunk.choices[0].text
+    whole = offline.generate(CODE, max_new_tokens=40)
+    assert text == (whole.text or "").partition(stop or "\0")[0]
+    rounds = [one for field in fields for one in field["rounds"]]
+    pieces = [piece["fate"] for field in fields for piece in field["pieces"]]
+    assert sum(field["tokens"] for field in fields) == sum(one["accepted"] + 1 for one in rounds) + 1 <= 41
+    assert "accepted" in pieces and [field["seconds"] for field in fields] == sorted(
+        field["seconds"] for field in fields
+    )
+    assert "rejected" in pieces or stop
+
+
+@pytest.mark.parametrize("stops", ["return", ["no such text", "sentation\n", " representation repre"]])
+def test_stop_strings_end_the_text_and_are_not_in_it(
+    client: OpenAI, offline: SelfSpecGenerator, stops: str | list[str]
+) -> None:
+    """The tokens are those of transformers' StopStringCriteria; the text ends before the first stop string."""
+    options: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 200, "temperature": 0, "stop": stops}
+    expected = offline.generate(CODE, max_new_tokens=200, stop_strings=stops)
+    assert expected.stop_reason == "stop_string"
+    assert expected.text is not None
+    listed = [stops] if isinstance(stops, str) else stops
+    cut = min(place for stop in listed if (place := expected.text.find(stop)) >= 0)
+    answer = client.completions.create(**options)
+    assert answer.choices[0].text == expected.text[:cut]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == expected.stats.num_new_tokens
+    assert (
+        "".join(chunk.choices[0].text for chunk in client.completions.create(**options, stream=True))
+        == (expected.text[:cut])
+    )
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_company(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    options: dict[str, Any] = {"model": "demo", "max_tokens": 30, "temperature": 0.9, "top_p": 0.95}
+
+    def ask(seed: int) -> str:
+        prompt = CODE if seed % 2 else "Once upon a time"
+        return client.completions.create(**options, prompt=prompt, seed=seed).choices[0].text
+
+    alone = [ask(seed) for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        together = [*pool.map(ask, [0, 1, 2, 3] * 2)]
+    assert together == alone * 2
+    assert len(set(alone)) == 4
+    expected = offline.generate(
+        CODE, max_new_tokens=30, do_sample=True, temperature=0.9, top_p=0.95, seed=1, policy=REPEATING
+    )
+    assert alone[1] == expected.text
+
+
+def test_choices_are_seeded_one_after_the_other(client: OpenAI) -> None:
+    options: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 1.0}
+    both = client.completions.create(**options, prompt=[CODE, "Once"], n=2, seed=5)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.usage is not None
+    assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (12, 48)
+    for choice, prompt in zip(both.choices, [CODE, CODE, "Once", "Once"]):
+        single = client.completions.create(**options, prompt=prompt, seed=5 + choice.index)
+        assert choice.text == single.choices[0].text
+    pieces = {0: "", 1: ""}
+    for chunk in client.chat.completions.create(
+        model="demo", messages=SUM, n=2, seed=1, max_tokens=10, stream=True, temperature=1
+    ):
+        pieces[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    whole = client.chat.completions.create(model="demo", messages=SUM, n=2, seed=1, max_tokens=10, temperature=1)
+    assert [choice.message.content for choice in whole.choices] == [*pieces.values()]
+
+
+def test_token_ids_and_echo(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    assert offline.tokenizer is not None
+    ids = offline.tokenizer(CODE)["input_ids"]
+    text = offline.generate(CODE, max_new_tokens=5).text
+    for prompt in (CODE, ids, [ids]):
+        answer = client.completions.create(model="demo", prompt=prompt, max_tokens=5, temperature=0, echo=True)
+        assert answer.choices[0].text == f"{CODE}{text}"
+    stream = client.completions.create(model="demo", prompt=CODE, max_tokens=5, temperature=0, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == f"{CODE}{text}"
+    assert client.completions.create(model="demo", prompt=CODE).usage.completion_tokens <= 16  # type: ignore[union-attr]
+
+
+def test_biases_and_penalties(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    options: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 12, "temperature": 0}
+    forced = client.completions.create(**options, logit_bias={"300": 100})
+    assert offline.tokenizer is not None
+    assert forced.choices[0].text == offline.tokenizer.decode([300] * 12)
+    plain = client.completions.create(**options)
+    penalised = client.completions.create(**options, presence_penalty=2, frequency_penalty=2)
+    assert plain.choices[0].text.count(" representation") > penalised.choices[0].text.count(" representation")
+    unspeculative = client.completions.create(
+        **options, presence_penalty=2, frequency_penalty=2, extra_body={"policy": "ar"}
+    )
+    assert penalised.choices[0].text == unspeculative.choices[0].text
+
+
+def test_logprobs_are_the_models(client: OpenAI, offline: SelfSpecGenerator) -> None:
+    """Against transformers' forward pass over prompt and answer."""
+    reference = LlamaForCausalLM.from_pretrained(DEMO_PATH, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_PATH)
+    result = offline.generate(PLAIN_SUM, max_new_tokens=12)
+    with torch.no_grad():
+        logits = reference(result.sequences).logits[0, result.stats.num_prompt_tokens - 1 : -1].float()
+    expected = logits.log_softmax(-1)
+    best = expected.topk(3)
+    options: dict[str, Any] = {"model": "demo", "messages": SUM, "temperature": 0, "max_tokens": 12}
+    options |= {"logprobs": True, "top_logprobs": 3, "presence_penalty": 1e-9}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    assert whole is not None
+    assert whole.content is not None
+    assert [entry.token for entry in whole.content] == [tokenizer.decode([t]) for t in result.new_tokens]
+    for row, entry in enumerate(whole.content):
+        assert bytes(entry.bytes or []).decode() == entry.token
+        assert entry.logprob == pytest.approx(float(expected[row, result.new_tokens[row]]), abs=1e-3)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(best.values[row].tolist(), abs=1e-3)
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**options, stream=True)
+        for entry in (chunk.choices[0].logprobs.content or [] if chunk.choices[0].logprobs else [])
+    ]
+    assert streamed == whole.content
+    old = client.completions.create(model="demo", prompt=PLAIN_SUM, temperature=0, max_tokens=12, logprobs=3)
+    found = old.choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == [entry.logprob for entry in whole.content]
+    assert found.tokens is not None
+    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(12)]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "colour": {"enum": ["red", "green"]},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["age", "colour", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 3}])
+def test_json_schema(client: OpenAI, sampling: dict[str, Any]) -> None:
+    """Speculation included: the same text as plain decoding when greedy, and drafts are accepted."""
+    asked: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    options: dict[str, Any] = {"model": "demo", "messages": SUM, "max_tokens": 60, "response_format": asked}
+    answers = {}
+    for policy in ("ls:3-4", "ar"):
+        answer = client.chat.completions.create(**options, **sampling, extra_body={"policy": policy})
+        found = json.loads(answer.choices[0].message.content or "")
+        assert set(found) == {"age", "colour", "tags"}
+        assert 0 <= found["age"] <= 120
+        assert found["colour"] in ("red", "green")
+        answers[policy] = answer
+    assert (answers["ls:3-4"].usage.model_extra or {})["accepted"] > 0
+    if sampling["temperature"] == 0:
+        assert answers["ls:3-4"].choices[0].message.content == answers["ar"].choices[0].message.content
+
+
+def test_json_object(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=SUM, max_tokens=100, temperature=0, response_format={"type": "json_object"}
+    )
+    text = answer.choices[0].message.content or ""
+    assert text.startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 100_000}, "messages"),
+        ({"stop": [""]}, "stop.0"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"policy": "ls:99-1"}, "policy"),
+        ({"policy": "pacer:/etc"}, "policy"),
+        ({"policy": "auto", "seed": 1, "temperature": 1}, "policy"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x " * 3000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "half: \ud800"}]}, "messages"),
+        ({"\ud800": 1}, None),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "?"}}}},
+         "response_format"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(server: RunningServer, fields: dict[str, Any], named: str | None) -> None:
+    body = json.dumps({"model": "demo", "messages": SUM, "max_tokens": 3, **fields}).encode()
+    status, answer, _ = post(server, "/v1/chat/completions", body)
+    assert status == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == named
+    assert answer["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_taken(server: RunningServer) -> None:
+    nothing = {"tools": None, "tool_choice": "none", "store": False, "logit_bias": None, "user": "me", "seed": None}
+    body = json.dumps({"model": "demo", "messages": SUM, "max_tokens": 3, **nothing}).encode()
+    assert post(server, "/v1/chat/completions", body)[0] == 200
+
+
+def test_requests_that_are_none(server: RunningServer) -> None:
+    path = "/v1/completions"
+    for body in (b"{", b"", b"[1]", b"\xff", b'"x"', b"[" * 100_000):
+        status, answer, _ = post(server, path, body)
+        assert status == 400
+        assert answer["error"]["message"]
+    status, answer, _ = post(server, path, json.dumps({"model": "gpt", "prompt": "x"}).encode())
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    status, answer, _ = post(server, "/v1/load_model", b"{}")
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    large = json.dumps({"model": "demo", "prompt": "x" * (5 << 20)}).encode()
+    assert post(server, path, large)[0] == 413
+    assert post(server, path, iter([large[:100], large[100:]]))[0] == 413  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_disconnect_frees_the_place(server: RunningServer, streamed: bool) -> None:
+    cancelled = server.metric("cancelled_texts_total")
+    tokens = server.metric("generated_tokens_total")
+    address = urlsplit(server.base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    body = {"model": "demo", "prompt": CODE, "max_tokens": 1900, "temperature": 1, "stream": streamed, "n": 3}
+    body["logit_bias"] = {"0": -100}  # no end
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if streamed:
+        assert connection.getresponse().read(10) == b'data: {"id'
+    wait_until(lambda: server.metric("decoding_texts") == 3)
+    connection.close()
+    wait_until(lambda: server.metric("decoding_texts") == 0)
+    assert server.metric("cancelled_texts_total") == cancelled + 3
+    assert server.metric("generated_tokens_total") < tokens + 3 * 1900
+    assert server.app.state.scheduler.decoding == 0
+
+
+def test_an_engine_that_fails_takes_only_its_own_texts_along(
+    client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(engine: Engine) -> list[Progress]:
+        raise MemoryError("no memory for this round")
+
+    monkeypatch.setattr(Engine, "step", broken)
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="no memory for this round"):
+            client.completions.create(model="demo", prompt=CODE, temperature=0)
+    with pytest.raises(openai.APIError, match="no memory for this round"):
+        list(client.completions.create(model="demo", prompt=CODE, temperature=0, stream=True))
+    monkeypatch.undo()
+    assert client.completions.create(model="demo", prompt=CODE, temperature=0).choices[0].text
+
+
+def test_metrics_and_health(server: RunningServer, client: OpenAI) -> None:
+    client.completions.create(model="demo", prompt=CODE, max_tokens=20, temperature=0, extra_body={"policy": "ls:3-4"})
+    address = urlsplit(server.base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+    connection.close()
+    lines = [line for line in text.splitlines() if line.startswith("selfspec_") and "_created" not in line]
+    names = {re.sub(r"(_bucket|_sum|_count)?[{ ].*", "", line) for line in lines}
+    assert float(re.findall(r'selfspec_drafted_tokens_total\{exit_layer="3"\} (\S+)', text)[0]) > 0
+    dashboard = (ROOT / "docs" / "grafana-dashboard.json").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\b(selfspec_\w+?)(?:_bucket|_sum|_count)?(?=[\[{,) \"])", dashboard))
+    assert shown == names, "the dashboard shows every metric, and no other"
+
+
+def test_texts_to_copy_from_are_for_every_request_that_copies(offline: SelfSpecGenerator) -> None:
+    """The server copies what the model is going to say; usage and metrics tell copied drafts from those of an exit."""
+    expected = offline.generate(CODE, max_new_tokens=40)
+    texts = (CODE + (expected.text or ""),)
+    ask: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 40, "temperature": 0}
+    with running_server(offline, copy_from=texts) as running, running.client() as client:
+
+        def counts(policy: str) -> dict[str, int]:
+            answer = client.completions.create(**ask, extra_body={"policy": policy})
+            assert answer.choices[0].text == expected.text and answer.usage is not None
+            return answer.usage.model_extra or {}
+
+        straight, mixed, drafted = counts("copy:8"), counts("copy:3+ls:3-4"), counts("ls:3-4")
+        assert 20 < straight["copied_accepted"] <= straight["copied"] == straight["drafted"]
+        assert 0 < mixed["copied"] < mixed["drafted"] and 0 < mixed["copied_accepted"] <= mixed["accepted"]
+        assert drafted["copied"] == drafted["copied_accepted"] == 0 < drafted["accepted"]
+        everything = [straight, mixed, drafted]
+        assert running.metric("copied_tokens_total") == sum(one["copied"] for one in everything)
+        assert running.metric("accepted_copied_tokens_total") == sum(one["copied_accepted"] for one in everything)
+        by_exit = {"drafted": 0, "accepted": 0}
+        for name in by_exit:
+            copied = "copied" if name == "drafted" else "copied_accepted"
+            by_exit[name] = sum(one[name] - one[copied] for one in everything)
+            assert running.metric(f"{name}_tokens_total", exit_layer="3") == by_exit[name]
+        assert by_exit["drafted"] > 0
+        sampled = client.completions.create(**{**ask, "temperature": 1}, seed=5)
+    again = SelfSpecGenerator.from_pretrained(DEMO_PATH).generate(
+        CODE, max_new_tokens=40, do_sample=True, seed=5, policy=REPEATING, copy_from=[*texts]
+    )
+    assert sampled.choices[0].text == again.text
+
+
+def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> None:
+    """A second server: one place, room for one more text, a key, no chat template."""
+    settings: dict[str, Any] = {"batch_size": 1, "max_waiting": 1, "api_key": "secret", "chat_template": None}
+    endless: dict[str, Any] = {"model": "demo", "prompt": CODE, "max_tokens": 1900, "logit_bias": {"0": -100}}
+    with running_server(offline, **settings) as running, running.client("secret") as client:
+        for key in ("wrong", "", "secre", "sécret"):
+            status, answer, _ = post(running, "/v1/completions", b"{}", Authorization=f"Bearer {key}".encode())  # type: ignore[arg-type]
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        with pytest.raises(openai.BadRequestError, match="--chat-template"):
+            client.chat.completions.create(model="demo", messages=SUM)
+        first = client.completions.create(**endless, stream=True)
+        next(iter(first))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.completions.create, model="demo", prompt=CODE, max_tokens=5, temperature=0)
+            wait_until(lambda: running.app.state.scheduler.waiting == 1)
+            with pytest.raises(openai.RateLimitError) as refused:
+                client.completions.create(model="demo", prompt=CODE)
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+            running.server.should_exit = True  # what SIGTERM does
+            first.close()
+            assert waiting.result().choices[0].text == offline.generate(CODE, max_new_tokens=5).text
+        running.thread.join(30)
+        with pytest.raises(openai.APIConnectionError):
+            client.models.list()
+
+
+def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:
+    """The newcomer's path: no arguments but a port; SIGTERM lets the running stream finish."""
+    command = [sys.executable, "-m", "selfspec.cli.main", "serve", "--port", "0"]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
+    try:
+        assert started.stderr is not None
+        line = next(line for line in started.stderr if "serving" in line)
+        address = re.findall(r"http://127\.0\.0\.1:\d+/v1", line)[0]
+        with OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+            stream = client.completions.create(
+                model="demo", prompt=CODE, max_tokens=300, temperature=0, stream=True, logit_bias={"0": -100}
+            )
+            text = next(iter(stream)).choices[0].text
+            started.send_signal(signal.SIGTERM)
+            text += "".join(chunk.choices[0].text for chunk in stream)
+        unending = GenerationConfig(suppress_tokens=[0])
+        assert text == offline.generate(CODE, max_new_tokens=300, generation_config=unending).text
+        assert started.wait(30) in (0, -signal.SIGTERM)
+    finally:
+        started.kill()
+        started.wait()
+        assert started.stderr is not None
+        started.stderr.close()

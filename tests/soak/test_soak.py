@@ -1,0 +1,78 @@
+"""A short soak; `python -m tests.soak calls --minutes 30` is the long one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.soak import soak
+from tests.soak.soak import MOST_TENSORS, Memory, Soak, SoakReport
+from tiny_llama import reference_greedy
+
+ROOT = Path(__file__).parents[2]
+
+
+_SOAK = """
+import json, sys
+from tests.soak.soak import Soak
+seconds = int(sys.argv[1])
+labels = []
+report = Soak(threads=3, seed=seconds, captured=40 if seconds > 2 else 0).run(seconds, labels.append)
+print(json.dumps({"failures": report.failures, "labels": len(labels), "counts": dict(report.counts)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2, 20])
+def test_calls_of_all_kinds_stay_exact(seconds: int) -> None:
+    """In a process of its own: it counts live tensors, and what other tests leave behind changes meanwhile."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _SOAK, str(seconds)],
+        cwd=ROOT,
+        # Three threads with a team each would wait for each other most of the time.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout.splitlines()[-1])
+    # In two seconds not everything that stays has been made yet, so memory is judged by the long one.
+    failures = [failure for failure in report["failures"] if seconds > 2 or "grew" not in failure]
+    assert not failures, failures[0]
+    assert report["labels"]
+    counts = Counter(report["counts"])
+    assert counts["exact"] > 5
+    assert counts["refused"] and counts["raised"] + counts["broken off"] + counts["interrupted"]
+
+
+def test_expected_texts_are_transformers_own() -> None:
+    soaking = Soak(threads=1, seed=0)
+    assert soaking._expected[0, 0, 32, "ar", None] == reference_greedy(
+        soak._llama(1), soak.PROMPTS[0], max_new_tokens=32
+    )
+    texts = [soaking._expected[version, 0, 32, "ar", None] for version in (0, 1)]
+    assert texts[0] != texts[1]
+    assert len(set(texts[0])) > 6
+
+
+def test_growth_is_a_failure() -> None:
+    flat = Memory(1 << 30, 100, 1 << 20, 2)
+    for grown in (
+        Memory((1 << 30) + (64 << 20), 100, 1 << 20, 2),
+        Memory(1 << 30, 101 + MOST_TENSORS, 1 << 20, 2),
+        Memory(1 << 30, 100, 1 << 22, 2),
+        Memory(1 << 30, 100, 1 << 20, 3),
+    ):
+        report = SoakReport(warm=flat, end=grown)
+        report.check_memory()
+        assert len(report.failures) == 1
+    report = SoakReport(warm=flat, end=flat)
+    report.check_memory()
+    assert not report.failures

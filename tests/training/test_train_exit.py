@@ -1,0 +1,580 @@
+"""Exit adapters' training against the model, autograd, each text alone, one process, and the run that nobody killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.checkpoints.conversion import from_transformers as convert
+from layerskip_models.exits.adapter import FORMS, AdapterConfig, ExitAdapters
+from layerskip_models.exits.folder import load_adapters
+from layerskip_models.families import FAMILIES
+from layerskip_models.parallel import spread_model
+from layerskip_models.training.saving import latest_checkpoint
+from rank_processes import RankFailed, on_ranks, results_of
+from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
+from selfspec.exits import exit_fitting, kept_states
+from selfspec.exits.exit_fitting import FitSettings, fit, measure
+from selfspec.exits.exit_sequences import ExitSequence, join
+from selfspec.exits.exit_settings import ExitTraining, default_exit_layers, default_rank
+from selfspec.exits.frozen_head import FrozenHead
+from selfspec.exits.kept_states import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
+from selfspec.exits.train_exit import train_exit
+from selfspec.exits.training_texts import TrainingText
+from tests.fuzz.fuzz_models import draw_config, random_model
+from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
+from tiny_training import begin_as_rank
+
+DEPTHS = (1, 2, 3, 4)
+
+
+def tiny_model(**options: Any) -> LayerSkipModel:
+    return from_transformers(tiny_llama(**{"late_scale": 0.7, "seed": 5, **options}), layout="plain")
+
+
+def described(form: Any, **changes: Any) -> AdapterConfig:
+    extra: dict[str, Any] = {}
+    if form == "steered":
+        extra = {"steering_layers": (2, 3), "steering_size": 8}
+    if form == "layer":
+        extra = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    return AdapterConfig(**{"form": form, "hidden_size": 16, "exit_layers": (1, 2), "rank": 8, **extra, **changes})
+
+
+def random_adapters(form: Any, seed: int = 0) -> ExitAdapters:
+    """Every weight away from zero."""
+    adapters = ExitAdapters(described(form))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapters.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return adapters
+
+
+def texts(number: int = 6, *, length: int = 20, scored: bool = True) -> list[TrainingText]:
+    """Random ones of various lengths; the second half of each counts, or all."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for index in range(number):
+        size = length - index % 4
+        tokens = torch.randint(0, 24, (size,), generator=generator).tolist()
+        made.append(TrainingText(tokens, [(1 if scored else size // 2, size)], own=index % 2 == 0))
+    return made
+
+
+def plan(kept: Any = "all", dtype: torch.dtype = torch.float32) -> StatesPlan:
+    return StatesPlan(depths=DEPTHS, kept=kept, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False}, {"seed": 8}])
+@pytest.mark.parametrize("layout", ["plain", None])
+def test_the_head_is_the_models(options: dict[str, Any], layout: Any) -> None:
+    """Of untrained weights, too: the norm's are drawn at random. None is this machine's layout, perhaps our kernels'."""
+    model = convert(tiny_llama(**options), layout=layout)
+    rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(FrozenHead(model).logits(rows), model.logits(rows), rtol=1e-5, atol=1e-5)
+
+
+def test_another_kind_of_head_is_refused() -> None:
+    model = tiny_model()
+    logits = model.logits
+    model.logits = lambda hidden: logits(hidden).tanh()  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="RMSNorm and a linear head"):
+        FrozenHead(model)
+
+
+def test_losses_and_their_gradient_are_autograds() -> None:
+    model = tiny_model(dtype=torch.float64)  # whose operators autograd knows, unlike those in float32
+    head = FrozenHead(model)
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(7, 16, generator=generator) * 3).requires_grad_()
+    last, labels = torch.randn(7, 16, generator=generator), torch.randint(0, 24, (7,), generator=generator)
+    target = head.target(last)
+    gradient = torch.empty(7, 16)
+    loss = head.loss(hidden.detach(), target, labels, ce_weight=0.3, kl_weight=0.8, gradient=gradient)
+    logits = model.logits(hidden.double())
+    p = model.logits(last.double()).softmax(-1)
+    ce = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    kl = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
+    (0.3 * ce + 0.8 * kl).sum().backward()
+    torch.testing.assert_close(loss.ce, ce.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss.kl, kl.detach(), rtol=1e-4, atol=1e-5)
+    assert hidden.grad is not None
+    torch.testing.assert_close(gradient, hidden.grad, rtol=1e-4, atol=1e-6)
+    assert loss.agrees.equal(logits.argmax(-1) == p.argmax(-1))
+    overlap = torch.minimum(p, logits.softmax(-1)).sum(-1).detach()
+    torch.testing.assert_close(head.overlap(hidden.detach(), target), overlap, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["scored", "steered", "all"])
+def test_states_are_the_models_and_each_text_is_as_alone(kept: Any) -> None:
+    """Several texts in a pass, against each by itself and against transformers' logits; labels are the next tokens."""
+    llama = tiny_llama(late_scale=0.7, seed=5)
+    model, head = convert(llama, layout="plain"), FrozenHead(convert(llama, layout="plain"))
+    made = texts(scored=False)
+    together = capture(model, made, plan(kept))
+    for text, found in zip(made, together):
+        (alone,) = capture(model, [text], plan(kept))
+        torch.testing.assert_close(found.states, alone.states, rtol=1e-5, atol=1e-5)
+        expected = full_logits(llama, text.tokens)[found.positions]
+        torch.testing.assert_close(head.logits(found.states[:, -1]), expected, rtol=1e-4, atol=1e-4)
+        half = len(text.tokens) // 2
+        scored = found.positions >= half - 1
+        following = torch.tensor(text.tokens)[found.positions + 1]
+        assert found.labels.equal(torch.where(scored, following, -1)) and bool(found.own.eq(text.own).all())
+        first = {"scored": half - 1, "steered": max(half - 9, 0), "all": 0}[kept]
+        assert found.positions.tolist() == list(range(first, len(text.tokens) - 1))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_has_states_and_a_head(kind: str) -> None:
+    """In float64, two texts in a pass, to transformers' logits."""
+    theirs = random_model(draw_config(Random(kind), kind, 24), late_scale=0.5, sharpness=1.5, seed=0).double()
+    model = from_transformers(theirs, layout="plain")
+    made = texts(2)
+    kept = plan_for([described("layer", hidden_size=model.hidden_size, exit_layers=(1,))], model, torch.float32)
+    for text, found in zip(made, capture(model, made, kept)):
+        expected = full_logits(theirs, text.tokens)[:-1]
+        torch.testing.assert_close(FrozenHead(model).logits(found.states[:, -1]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_must_be_kept_for_a_form() -> None:
+    model = tiny_model()
+    low_rank, steered, layer = (described(form) for form in FORMS)
+    assert plan_for([low_rank], model, torch.float16).depths == (1, 2, 4)
+    assert plan_for([steered, low_rank], model, torch.float16) == StatesPlan(
+        depths=DEPTHS, kept="steered", dtype=torch.float16
+    )
+    assert plan_for([layer, low_rank], model, torch.float16).kept == "all"
+
+
+def joined(kept: Any = "all") -> tuple[list[ExitSequence], ExitSequence]:
+    parts = capture(tiny_model(), texts(4, scored=False), plan(kept))
+    return parts, join(parts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_in_one_sequence_are_as_each_alone(form: Any) -> None:
+    """To 1e-5: neither attention nor steering crosses a joint."""
+    parts, whole = joined("all" if form == "layer" else "steered")
+    adapters = random_adapters(form)
+
+    def outputs(sequence: ExitSequence, distance: int) -> Tensor:
+        rows = sequence.scored.nonzero().flatten()
+        chosen = exit_fitting.ExitRows(adapters, sequence, DEPTHS, rows)
+        with torch.no_grad():
+            return chosen.adapted(2, chosen.steering(torch.full_like(rows, distance)))
+
+    for distance in (1, 8):
+        separate = torch.cat([outputs(part, distance) for part in parts])
+        torch.testing.assert_close(outputs(whole, distance), separate, atol=1e-5, rtol=0)
+
+
+def test_rows_behind_by_hand() -> None:
+    """Two texts, of positions 0, 1, 2, 5 and 0, 1: position 5 has 2 three behind it, and nothing one behind it."""
+    positions = torch.tensor([0, 1, 2, 5, 0, 1])
+    sequence = ExitSequence(
+        states=torch.zeros(6, 1, 2),
+        labels=torch.zeros(6).long(),
+        positions=positions,
+        texts=torch.tensor([0, 0, 0, 0, 1, 1]),
+        own=torch.zeros(6).bool(),
+    )
+    rows = torch.arange(6)
+    assert sequence.behind(rows, torch.ones(6).long()).tolist() == [-1, 0, 1, -1, -1, 4]
+    assert sequence.behind(rows, torch.full((6,), 3)).tolist() == [-1, -1, -1, 2, -1, -1]
+    assert sequence.runs(rows).tolist() == [0, 0, 0, 1, 2, 2]
+    assert sequence.mask()[0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
+                                                 [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]  # fmt: skip
+
+
+def test_the_states_that_steer_are_those_of_the_row_that_many_positions_before() -> None:
+    """Zeros where the text has none, which the projection leaves zeros."""
+    parts, _ = joined()
+    adapters = random_adapters("steered")
+    sequence = parts[0]
+    rows = torch.arange(len(sequence))
+    steering = exit_fitting.ExitRows(adapters, sequence, DEPTHS, rows).steering(torch.full_like(rows, 3))
+    assert adapters.steering is not None and steering is not None
+    torch.testing.assert_close(steering[3:], adapters.steering(sequence.states[:-3, 1:3]))
+    assert not steering[:3].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fitting_raises_the_agreement(form: Any) -> None:
+    """On the texts that it is fitted to, from the bare exit's; adapters as they begin change nothing."""
+    model = tiny_model()
+    head = FrozenHead(model)
+    sequences = [join(capture(model, texts(12), plan()))]
+    adapters = ExitAdapters(described(form))
+    before = measure(adapters, sequences, DEPTHS, head)
+    assert all(found.bare == found.adapted for found in before.values())
+    seen: list[float] = []
+    steps = fit(
+        adapters, sequences, DEPTHS, head, FitSettings(steps=60, learning_rate=0.03, arm="full"),
+        after_step=lambda done, figures: seen.append(figures.mean_kl),
+    )  # fmt: skip
+    assert steps == 60 and seen[-1] < 0.7 * seen[0]
+    for layer, found in measure(adapters, sequences, DEPTHS, head).items():
+        assert found.bare == before[layer].bare and found.rows == before[layer].rows
+        assert found.adapted.agreement > found.bare.agreement + 0.1
+        assert found.adapted.overlap > found.bare.overlap and found.adapted.kl < found.bare.kl
+        assert found.adapted.run > found.bare.run
+        root = float(sequences[0].states[:, DEPTHS.index(layer)].square().mean().sqrt())
+        scale = float(adapters.at(layer).scale)
+        assert 0.7 < root / scale < 1.42 and math.log2(scale).is_integer()
+
+
+def test_runs_of_accepted_drafts_by_hand() -> None:
+    """A stretch of 9 rows, wrong at the fourth: drafts of 8 start at its first two rows, and 3 and 2 are accepted."""
+    tally = exit_fitting._Tally()
+    tally.add(torch.zeros(3, 12))
+    agrees = torch.tensor([True] * 3 + [False] + [True] * 8)
+    tally.add_runs([agrees], torch.tensor([0] * 9 + [1] * 3))
+    assert tally.quality().run == 2.5
+    tally.add_runs([agrees[:3], torch.tensor([True, False, True])], torch.zeros(3).long())  # one draft of 3: 1 accepted
+    assert tally.quality().run == 2.0
+
+
+def test_a_time_limit_ends_the_fitting() -> None:
+    model = tiny_model()
+    sequences = capture(model, texts(3), plan())
+    settings = FitSettings(steps=10**9)
+    done = fit(ExitAdapters(described("low_rank")), sequences, DEPTHS, FrozenHead(model), settings, seconds=0.2)
+    assert 0 < done < 10**6
+    with pytest.raises(ValueError, match="no text"):
+        fit(ExitAdapters(described("low_rank")), [], DEPTHS, FrozenHead(model), settings)
+
+
+class _Process:
+    """One of two, the second of which knows what the first would have sent."""
+
+    def __init__(self, index: int, received: list[Tensor]) -> None:
+        self.process_index, self.num_processes, self._received = index, 2, received
+
+    def autocast(self) -> Any:
+        return nullcontext()
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        self._received.append(tensor.clone())
+        return torch.stack(self._received).sum(0)
+
+
+@pytest.mark.parametrize("arm", ["uniform", "full"])
+def test_two_processes_have_the_gradient_of_one(arm: str) -> None:
+    model = tiny_model()
+    sequences, head = capture(model, texts(5), plan()), FrozenHead(model)
+    settings = FitSettings(steps=1, batch=3, arm=arm, positions=9)
+
+    def gradient(*processes: Any) -> tuple[list[Tensor], Any]:
+        for process in processes:
+            adapters = random_adapters("steered")
+            figures = exit_fitting._gradient(adapters, sequences, DEPTHS, head, settings, 4, process)
+        return [parameter.grad for parameter in adapters.parameters() if parameter.grad is not None], figures
+
+    one, figures = gradient(exit_fitting.Accelerator(cpu=True))
+    received: list[Tensor] = []
+    two, others = gradient(_Process(0, received), _Process(1, received))
+    assert len(one) == len(two) == 9
+    for a, b in zip(one, two):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+    assert figures.agreement == others.agreement and figures.kl == pytest.approx(others.kl)
+
+
+def test_position_weights_end_where_a_stretch_does() -> None:
+    losses, runs = torch.rand(9, generator=torch.Generator().manual_seed(0)) * 3, torch.tensor([0] * 5 + [1] * 4)
+    settings = FitSettings(steps=1, arm="full")
+    weights = exit_fitting._position_weights(losses, runs, settings)
+    assert float(weights.mean()) == pytest.approx(1.0) and float(weights.std()) > 0.1
+    changed = exit_fitting._position_weights(torch.cat([losses[:5], losses[5:] + 1]), runs, settings)
+    assert torch.allclose(weights[:5] / weights[0], changed[:5] / changed[0])  # but for the mean, nothing crosses over
+    uniform = exit_fitting._position_weights(losses, runs, replace(settings, arm="uniform"))
+    assert uniform.tolist() == [1.0] * 9
+    one = torch.zeros(9).long()
+    assert not torch.allclose(weights, exit_fitting._position_weights(losses, one, settings))
+
+
+def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = tiny_model(), plan("all", torch.float16)
+    made = texts(12)
+    per_row = kept.bytes_per_row(16)
+    assert per_row == 4 * 16 * 2 + 8
+    limits: dict[str, Any] = {"most_tokens": 0, "most_bytes": 100 * per_row}
+    monkeypatch.setattr(kept_states, "_SHARD_BYTES", 40 * per_row)
+    whole = write_states(model, iter(made), kept, tmp_path / "whole", **limits)
+    assert whole["ended"] == "budget" and whole["texts"] == 5 and whole["bytes"] <= limits["most_bytes"]
+    shards = sorted((tmp_path / "whole").glob("shard-*"))
+    assert sum(path.stat().st_size for path in shards) < 1.3 * whole["bytes"] and len(shards) == 2
+
+    class Killed(Exception):
+        pass
+
+    def kill(tokens: int) -> None:
+        if tokens > 55:
+            raise Killed
+
+    with pytest.raises(Killed):
+        write_states(model, iter(made), kept, tmp_path / "parts", **limits, advance=kill)
+    first = (tmp_path / "parts" / shards[0].name).stat().st_mtime_ns
+    assert write_states(model, iter(made), kept, tmp_path / "parts", **limits) == whole
+    assert (tmp_path / "parts" / shards[0].name).stat().st_mtime_ns == first
+    for path in shards:
+        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes()
+    few = write_states(model, iter(made), kept, tmp_path / "few", most_tokens=30, most_bytes=1e9)
+    assert (few["texts"], few["tokens"], few["ended"]) == (2, 37, "tokens")
+    assert write_states(model, iter(made[:1]), kept, tmp_path / "all", most_tokens=0, most_bytes=1e9)["ended"] == "data"
+
+
+def test_kept_states_are_what_was_captured(tmp_path: Path) -> None:
+    """Packed in another order, with the depths that are wanted."""
+    model, made = tiny_model(), texts(8)
+    write_states(model, iter(made), plan("all", torch.float16), tmp_path, most_tokens=0, most_bytes=1e9)
+    kept = HiddenStateDataset(tmp_path, plan("all", torch.float16), (2, 4), length=45, seed=3)
+    captured = capture(model, made, plan("all", torch.float16))
+    found = [sequence for index in range(len(kept)) for sequence in [kept[index]]]
+    assert all(len(sequence) <= 45 and sequence.states.shape[1] == 2 for sequence in found)
+    pieces = {}
+    for sequence in found:
+        for text in sequence.texts.unique():
+            rows = sequence.texts == text
+            pieces[tuple(sequence.labels[rows].tolist())] = sequence.states[rows], sequence.own[rows]
+    assert len(pieces) == 8
+    for one in captured:
+        states, own = pieces[tuple(one.labels.tolist())]
+        assert states.equal(one.states[:, [1, 3]]) and own.equal(one.own)
+
+
+def test_states_that_overflow_are_refused() -> None:
+    model = from_transformers(tiny_llama(initializer_range=0.02), layout="plain")
+    embed = model.embed
+    model.embed = lambda tokens: embed(tokens) * 1e6  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="states_dtype float32"):
+        capture(model, texts(1), plan("all", torch.float16))
+
+
+def test_defaults() -> None:
+    assert [default_exit_layers(number) for number in (2, 12, 16, 32)] == [(1,), (1, 2, 3), (1, 2, 3, 4), (2, 4, 6, 8)]
+    model = tiny_model(hidden_size=32, heads=4, kv_heads=2, intermediate_size=64)
+    assert 3 * 32 * default_rank(model) <= model.layer_bytes / 4 / 10
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama(num_layers=4, seed=5, late_scale=0.7).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "text.txt").write_text("\n<|endoftext|>\n".join(f"a bed {'ab' * n} head, a fig. " * 3 for n in range(30)))
+    return folder
+
+
+def options(checkpoint: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "data": (str(checkpoint / "text.txt"),), "output_dir": str(output), "model": str(checkpoint),
+        "exit_layers": (1, 2), "rank": 4, "holdout_fraction": 0.3, "sequence_length": 32, "batch_tokens": 64,
+        "max_tokens": 500, "held_out_tokens": 100, "epochs": 1.5, "save_every": 4, "log_every": 1, "warmup_steps": 2,
+        **changes,
+    }  # fmt: skip
+
+
+def weights(folder: Path) -> list[Tensor]:
+    return [*load_adapters(folder).state_dict().values()]
+
+
+def same(one: Path, other: Path) -> bool:
+    return all(a.equal(b) for a, b in zip(weights(one), weights(other)))
+
+
+def test_a_killed_run_ends_as_the_uninterrupted_one(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steered = options(checkpoint, tmp_path / "whole", form="steered", keep_for=("layer",), steering_size=4)
+    whole = train_exit(ExitTraining(**steered))
+    assert whole == tmp_path / "whole" / "exits"
+    gradient = exit_fitting._gradient
+
+    def killed(*arguments: Any) -> Any:
+        if arguments[5] == 6:
+            raise KeyboardInterrupt
+        return gradient(*arguments)
+
+    config = ExitTraining(**{**steered, "output_dir": str(tmp_path / "parts")})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(exit_fitting, "_gradient", killed)
+        train_exit(config)
+    assert same(whole, train_exit(config))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 14))
+
+    again = ExitTraining(**{**steered, "output_dir": str(tmp_path / "again"), "states_of": str(tmp_path / "whole")})
+    assert same(whole, train_exit(again)) and not (tmp_path / "again" / "states").exists()
+    train_exit(replace(again, output_dir=str(tmp_path / "other"), form="layer", epochs=0.2))
+    with pytest.raises(ValueError, match="another learning_rate"):
+        train_exit(replace(config, learning_rate=1e-4))
+
+    figures = json.loads((whole / "figures.json").read_text())
+    assert set(figures) == {"1", "2"} and 0 <= figures["1"]["adapted"]["agreement"] <= 1
+    card = (whole / "README.md").read_text()
+    assert f"selfspec train-exit {checkpoint.name} \\" in card and "--form steered" in card and "| 2 | 0." in card
+    assert str(checkpoint.parent) not in card
+
+
+def test_states_of_another_model_or_with_too_few_rows_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    made = ExitTraining(**options(checkpoint, tmp_path / "made", epochs=0.1))
+    train_exit(made)
+    with pytest.raises(ValueError, match="--keep-for layer"):
+        train_exit(replace(made, output_dir=str(tmp_path / "one"), states_of=made.output_dir, form="layer"))
+    with pytest.raises(ValueError, match="no states after layers 3"):
+        train_exit(replace(made, output_dir=str(tmp_path / "more"), states_of=made.output_dir, exit_layers=(3,)))
+    other = tmp_path / "model"
+    tiny_llama(num_layers=4, seed=6).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    with pytest.raises(ValueError, match="states of another model"):
+        train_exit(replace(made, output_dir=str(tmp_path / "two"), states_of=made.output_dir, model=str(other)))
+
+
+def test_adapters_beside_a_checkpoint_from_its_own_answers(checkpoint: Path, tmp_path: Path) -> None:
+    """From prompts alone; what lay there before is replaced. The model's text is what it was."""
+    model = tmp_path / "model"
+    llama = tiny_llama(num_layers=4, seed=5, late_scale=0.7)
+    llama.save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    (model / "exits").mkdir()
+    (model / "exits" / "exits.json").write_text("{}")
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"a bed {'ab' * n}"}) for n in range(24)))
+    made = {"model": str(model), "data": (str(data),), "own_answers": True, "answer_tokens": 12, "beside": True}
+    finished = train_exit(ExitTraining(**options(checkpoint, tmp_path / "run", **made)))
+    assert same(finished, model / "exits") and (model / "exits" / "README.md").exists()
+    done = json.loads((tmp_path / "run" / "states" / "train" / "done.json").read_text())
+    answers = (tmp_path / "run" / "states" / "answers-train.jsonl").read_text().splitlines()
+    assert done["tokens"] == sum(len(json.loads(line)["answer"]) for line in answers)
+    kept = plan_for([described("low_rank")], tiny_model(), torch.float16)
+    states = HiddenStateDataset(tmp_path / "run" / "states" / "train", kept, (4,), length=64, seed=0)
+    head = FrozenHead(tiny_model())
+    for sequence in states:
+        chosen = head.logits(sequence.states[:, 0]).argmax(-1)
+        # Nearly all, since states are rounded to 16 bits.
+        assert sequence.own.all() and (chosen == sequence.labels).float().mean() > 0.95
+    engine = SelfSpecGenerator.from_pretrained(model, policy="ls:2-3")
+    assert set(engine.model.adapters) == {1, 2}
+    run = engine.generate([1, 2, 3], max_new_tokens=20)
+    assert run.new_tokens == reference_greedy(llama, [1, 2, 3], max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--exit-layers", "4"], "exit_layers must be in [1, 3] for this 4-layer model, got 4"),
+        (["--form", "wide"], "form must be one of low_rank, steered, layer"),
+        (["--arm", "none"], "arm must be one of"),
+        (["--alpha", "2"], "alpha must be in [0, 1]"),
+        (["--disk-gb", "0"], "disk_gb must be above 0"),
+        (["--disk-gb", "0.000001"], "raise disk_gb"),
+        (["--steering-layers", "2"], "choose --form steered"),
+        (["--form", "steered", "--steering-layers", "9"], "steering_layers must be in [1, 4]"),
+        (["--beside", "--form", "layer"], "beside needs form low_rank"),
+        (["--states-of", "nowhere"], "holds no complete states"),
+        (["--data", "nowhere.txt"], "data path does not exist"),
+    ],
+)
+def test_the_command_says_what_is_wrong(checkpoint: Path, tmp_path: Path, extra: list[str], message: str) -> None:
+    base = ["train-exit", str(checkpoint), "--data", str(checkpoint / "text.txt"), "--holdout-fraction", "0.3"]
+    result = CliRunner().invoke(app, [*base, "--output-dir", str(tmp_path / "run"), *extra])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_the_command_needs_data_and_a_folder_for_beside(tmp_path: Path) -> None:
+    for extra, message in (([], "data must name"), (["--data", __file__, "--beside"], "beside needs a checkpoint")):
+        result = CliRunner().invoke(app, ["train-exit", "--output-dir", str(tmp_path / "run"), *extra])
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def _as_rank(config: ExitTraining, lost_in_step: int | None = None) -> Path:
+    """Train in this process of several, of which the last may be lost."""
+    begin_as_rank()
+    gradient = exit_fitting._gradient
+
+    def lost(*arguments: Any) -> Any:
+        if arguments[5] == lost_in_step and os.environ["RANK"] == "1":
+            os._exit(1)
+        return gradient(*arguments)
+
+    exit_fitting._gradient = lost
+    return train_exit(config)
+
+
+def test_a_run_whose_process_was_lost_goes_on_with_as_many_as_there_are(checkpoint: Path, tmp_path: Path) -> None:
+    alone = train_exit(ExitTraining(**options(checkpoint, tmp_path / "one")))
+    config = ExitTraining(**options(checkpoint, tmp_path / "more"))
+    first, second = on_ranks(2, _as_rank, config, 6)
+    assert isinstance(first, RankFailed)
+    assert second is None
+    latest = latest_checkpoint(tmp_path / "more" / "checkpoints")
+    assert latest is not None
+    assert latest[1] == 4
+    states = {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
+    results_of(3, _as_rank, config)
+    assert states == {path: path.stat().st_mtime_ns for path in (tmp_path / "more" / "states").rglob("*")}
+    for one, other in zip(weights(alone), weights(tmp_path / "more" / "exits")):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "more" / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_states_of_a_model_that_one_device_does_not_hold(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor in the place of every GPU: the adapters are those of the model on one device."""
+    config = ExitTraining(**options(checkpoint, tmp_path / "spread", epochs=0.5, dtype="float32", device_map="auto"))
+    with pytest.raises(ValueError, match="spreads a model over several GPUs, and this machine has 0"):
+        train_exit(config)
+
+    def places(config: Any, *ignored: Any) -> dict[str, torch.device]:
+        layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
+        return dict.fromkeys(["model.embed_tokens", *layers, "model.norm", "lm_head"], torch.device("cpu"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spread_model, "places", places)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        spread = train_exit(config)
+    whole = train_exit(replace(config, output_dir=str(tmp_path / "whole"), device_map=None))
+    for one, other in zip(weights(whole), weights(spread)):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="leave out device"):
+        replace(config, device="cpu")
+    (failed,) = {str(one).split("\n")[0] for one in on_ranks(2, _as_rank, config)}
+    assert "from one process" in failed
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_weights_of_one(checkpoint: Path, tmp_path: Path) -> None:
+    alone = train_exit(ExitTraining(**options(checkpoint, tmp_path / "one", arm="full")))
+    arguments = [
+        f"--{name.replace('_', '-')}={one}"
+        for name, value in options(checkpoint, tmp_path / "two", arm="full").items()
+        if name != "model"
+        for one in (value if isinstance(value, tuple) else (value,))
+    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [*launcher, "-m", "selfspec.cli.main", "train-exit", str(checkpoint), *arguments]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    for one, other in zip(weights(alone), weights(tmp_path / "two" / "exits")):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,360 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import AutoTokenizer, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from layerskip_models import load_model
+from layerskip_models.training.evaluation import evaluate, is_looping
+from layerskip_models.training.loop import command_for_config, train, train_command
+from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
+from layerskip_models.training.start import claim_output_dir
+from layerskip_models.training.training_config import TrainingConfig, config_fields
+from tiny_training import TINY, tiny, weights, write_numbers
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_numbers(tmp_path_factory.mktemp("text") / "numbers.txt")
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """An uninterrupted run."""
+    config = tiny(text, tmp_path_factory.mktemp("run") / "out")
+    train(config)
+    return Path(config.output_dir)
+
+
+def assert_same_weights(first, second):
+    for name, value in weights(first).items():
+        torch.testing.assert_close(value, weights(second)[name], rtol=0, atol=0, msg=name)
+
+
+def test_run_leaves_a_usable_model_and_a_log(finished):
+    model = LlamaForCausalLM.from_pretrained(finished / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert not model.generation_config.do_sample
+    ids = tokenizer("one and one make", return_tensors="pt")["input_ids"]
+    assert model.generate(ids, max_new_tokens=3).shape[1] == ids.shape[1] + 3
+    records = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 9))
+    held_out = records[-1]["held_out"]
+    assert len(held_out["loss"]) == len(held_out["agreement"]) == 4
+    assert held_out["agreement"][-1] == 1
+    assert records[-1]["loss"].keys() == {"3"}  # layers 7 mod 4 = 3 and the last, which is the same
+    assert records[-2]["loss"].keys() == {"2", "3"}
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_training_learns(text, tmp_path, optimizer):
+    config = tiny(
+        text,
+        tmp_path / "out",
+        max_steps=40,
+        eval_every=10,
+        long_steps=0,
+        own_text_steps=0,
+        optimizer=optimizer,
+        layer_dropout=0.1,
+        learning_rate=1e-2,
+    )
+    train(config)
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    # from about ln(280) = 5.6 nats to less than half of it was lost: the words are few, their order is simple
+    assert records[0]["loss"]["3"] > 5
+    assert records[-1]["held_out"]["loss"][-1] < 3.8
+
+
+def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
+    output_dir = tmp_path / "out"
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    # Killed in its fifth step: three steps are saved by then, and the log knows of five.
+    program = (
+        "import os, signal, sys\n"
+        "from layerskip_models.training import loop\n"
+        "original = loop._report\n"
+        "def report(console, record, max_steps):\n"
+        "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "loop._report = report\n"
+        "loop.main()\n"
+    )
+    command = [sys.executable, "-c", program, "--data", text, "--output-dir", str(output_dir), "--max-steps", "8"]
+    killed = subprocess.run([*command, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    latest = latest_checkpoint(output_dir / "checkpoints")
+    assert latest is not None
+    assert latest[1] == 3
+    assert not (output_dir / "model").exists()
+    train(tiny(text, output_dir))
+    assert_same_weights(output_dir / "model", finished / "model")
+    steps = [json.loads(line)["step"] for line in (output_dir / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_two_processes_resume_to_the_weights_of_one(text, finished, tmp_path):
+    output_dir = tmp_path / "out"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    options += ["--data", text, "--output-dir", str(output_dir), "--max-steps", "8"]
+    script = tmp_path / "until_step_five.py"
+    script.write_text(
+        "import os, signal\n"
+        "from layerskip_models.training import loop\n"
+        "def report(console, record, max_steps):\n"
+        "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "loop._report = report\n"
+        "loop.main()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    # from the project's folder, so that the workers find its packages where they are not installed
+    settings = {
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        "check": False,
+    }
+    assert subprocess.run([*launcher, str(script), *options], **settings).returncode != 0
+    assert latest_checkpoint(output_dir / "checkpoints")[1] == 3
+    assert subprocess.run([*launcher, "-m", "layerskip_models.training.loop", *options], **settings).returncode == 0
+    other = weights(output_dir / "model")
+    for name, value in weights(finished / "model").items():
+        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_finished_run_is_not_trained_again(finished, text):
+    log = (finished / "log.jsonl").read_text()
+    started = time.monotonic()
+    train(tiny(text, finished))
+    assert time.monotonic() - started < 10
+    assert (finished / "log.jsonl").read_text() == log
+
+
+def test_micro_batches_change_nothing_but_rounding(text, finished, tmp_path):
+    train(tiny(text, tmp_path / "out", micro_batch_tokens=64))
+    other = weights(tmp_path / "out" / "model")
+    for name, value in weights(finished / "model").items():
+        torch.testing.assert_close(value, other[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised, and usually hidden, by dynamo itself
+def test_compiled_layers_learn_the_same(text, finished, tmp_path, monkeypatch):
+    compiled = []
+    original = torch.compile
+
+    def traced(function):  # traced as for inductor, run by torch itself: no C++ compiler needed
+        compiled.append(function.__name__)
+        return original(function, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", traced)
+    train(tiny(text, tmp_path / "out", compile=True))
+    assert compiled == ["run_layer"]
+    for name, value in weights(tmp_path / "out" / "model").items():
+        torch.testing.assert_close(value, weights(finished / "model")[name], rtol=1e-4, atol=1e-5)
+
+
+def test_continuing_from_a_checkpoint(text, finished, tmp_path):
+    start = str(finished / "model")
+    config = tiny(text, tmp_path / "out", init=start, max_steps=2, warmup_steps=0, learning_rate=1e-9, weight_decay=0)
+    train(config)
+    for name, value in weights(start).items():
+        torch.testing.assert_close(value, weights(tmp_path / "out" / "model")[name], rtol=0, atol=1e-6, msg=name)
+    with pytest.raises(ValueError, match=r"sequences of 128 tokens are longer than the context .* \(96\)"):
+        train(tiny(text, tmp_path / "long", init=start, sequence_length=128, batch_tokens=128))
+
+
+def test_other_architectures_are_refused(text, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
+    config = tiny(text, tmp_path / "out", init=str(tmp_path / "other"), tokenizer=None)
+    with pytest.raises((ValueError, OSError)):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": ()}, "at least one file"),
+        ({"data": ("missing.txt",)}, r"does not exist: 'missing\.txt'"),
+        ({"sequence_length": 128, "batch_tokens": 128}, "longer than context_length 96"),
+        ({"own_text_tokens": 40}, "sequences of 104 tokens are longer than context_length 96"),
+        ({"batch_tokens": 63}, "batch_tokens must be a multiple of the sequence length 16, got 63"),
+        ({"layer_dropout": 1.0}, r"layer_dropout must be in \[0, 1\), got 1.0"),
+        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"exit_loss": "decayed"}, "exit_loss must be one of uniform, cumulative, full, got 'decayed'"),
+        ({"exit_loss_alpha": 1.5}, r"exit_loss_alpha must be in \[0, 1\], got 1.5"),
+        ({"exit_loss_block": 0}, "exit_loss_block must be at least 1, got 0"),
+        ({"exit_loss": "full", "curriculum": "none"}, "curriculum none trains no exit"),
+        ({"num_layers": 1}, "num_layers must be at least 2, got 1"),
+        ({"num_heads": 3, "num_kv_heads": 2}, r"num_kv_heads must divide num_heads \(3\), got 2"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"optimizer": "sgd"}, "optimizer must be one of muon, adamw, got 'sgd'"),
+        ({"exit_weights": "1,1"}, r"one number per layer \(4\)"),
+        ({"exit_weights": "heavy"}, "published, uniform or 4 numbers"),
+        ({"long_steps": 9}, r"long_steps must be at most max_steps \(8\)"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"decay_fraction": 0.0}, r"decay_fraction must be in \(0, 1\]"),
+        ({"seed": -1}, "seed must be at least 0"),
+    ],
+)
+def test_wrong_values_are_named(text, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(text, tmp_path / "out", **changes)
+
+
+def test_output_dir_of_another_run(text, finished, tmp_path):
+    with pytest.raises(ValueError, match="another learning_rate, seed"):
+        train(tiny(text, finished, seed=1, learning_rate=1e-4))
+    (tmp_path / "file.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no training run"):
+        train(tiny(text, tmp_path))
+
+
+def test_a_run_from_before_an_option_existed_had_its_default(text, tmp_path):
+    config = tiny(text, tmp_path / "out", exit_loss="uniform", exit_loss_block=8)
+    claim_output_dir(config, tmp_path / "out")
+    recorded = tmp_path / "out" / "config.json"
+    older = {name: value for name, value in json.loads(recorded.read_text()).items() if "exit_loss" not in name}
+    recorded.write_text(json.dumps(older))
+    (tmp_path / "out" / "checkpoints").mkdir()
+    claim_output_dir(config, tmp_path / "out")
+    with pytest.raises(ValueError, match="another exit_loss:"):
+        claim_output_dir(replace(config, exit_loss="full"), tmp_path / "out")
+
+
+def test_uniform_weights_are_no_weights(text, tmp_path):
+    assert TrainingConfig(data=(text,), output_dir=str(tmp_path)).row_weights() is None
+    assert tiny(text, tmp_path).row_weights() is not None
+
+
+def test_too_little_text(tmp_path):
+    (tmp_path / "short.txt").write_text("a b c a b c")
+    config = tiny(str(tmp_path / "short.txt"), tmp_path / "out", vocab_size=258, holdout_fraction=0.0)
+    with pytest.raises(ValueError, match=r"the training text has \d+ tokens, too few for one sequence of 16"):
+        train(config)
+
+
+def test_a_run_that_failed_before_it_learned_anything_leaves_its_folder_usable(text, tmp_path):
+    (tmp_path / "short.txt").write_text("a b c a b c")
+    folder = tmp_path / "out"
+    with pytest.raises(ValueError, match="too few for one sequence"):
+        train(tiny(str(tmp_path / "short.txt"), folder, vocab_size=258, holdout_fraction=0.0))
+    train(tiny(text, folder, max_steps=3))  # other data, and so another tokenizer
+    assert load_model(folder).num_layers == load_model(folder / "model").num_layers
+    with pytest.raises(ValueError, match="another seed"):  # now there is something to lose
+        train(tiny(text, folder, max_steps=3, seed=1))
+
+
+def test_the_command_says_where_the_model_is(text):
+    app = typer.Typer()
+    app.command()(command_for_config(lambda config: Path(config.output_dir) / "model"))
+    result = CliRunner().invoke(app, ["--data", text, "--output-dir", "out"])
+    assert result.exit_code == 0
+    assert result.stderr == 'saved to out/model; use it with: selfspec generate "Once" --model out/model\n'
+
+
+def test_ctrl_c_says_how_to_go_on(text):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    app = typer.Typer()
+    app.command()(command_for_config(interrupted))
+    result = CliRunner().invoke(app, ["--data", text, "--output-dir", "out"])
+    assert (result.exit_code, result.stderr.count("\n")) == (130, 1)
+    assert "repeat the same command" in result.stderr
+
+
+def test_schedules(text, tmp_path):
+    wsd = tiny(text, tmp_path, max_steps=10, warmup_steps=1, decay_fraction=0.5, learning_rate=1.0)
+    # rise 1/2; constant until half; then (10 - step) / 5
+    assert [wsd.learning_rate_at(step) for step in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    cosine = tiny(text, tmp_path, max_steps=10, warmup_steps=0, lr_schedule="cosine", learning_rate=1.0)
+    # (1 + cos(pi/2)) / 2 of the way between 1 and .1 in the middle
+    assert [cosine.learning_rate_at(step) for step in (0, 5)] == pytest.approx([1, 0.55])
+    assert [wsd.sequence_length_at(step) for step in (7, 8)] == [16, 32]
+
+
+def test_options_are_the_fields(text, tmp_path):
+    seen = []
+    app = typer.Typer()
+    app.command()(command_for_config(lambda config: seen.append(config) or tmp_path))
+    arguments = ["--data", text, "--output-dir", str(tmp_path), "--exit-weights", "published", "--max-steps", "7"]
+    result = CliRunner().invoke(app, [*arguments, "--exclude", "a", "--exclude", "b", "--layer-dropout", "0.1"])
+    assert result.exit_code == 0, result.output
+    expected = TrainingConfig(
+        data=(text,),
+        output_dir=str(tmp_path),
+        exit_weights="published",
+        max_steps=7,
+        exclude=("a", "b"),
+        layer_dropout=0.1,
+    )
+    assert seen == [expected]
+    assert all(item.metadata["help"].endswith(".") for item in config_fields())
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path):
+    app = typer.Typer()
+    app.command()(train_command)
+    result = CliRunner().invoke(app, ["--data", "missing.txt", "--output-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr == "error: data path does not exist: 'missing.txt'\n"
+
+
+def test_folders_are_written_whole(tmp_path):
+    def fail(path):
+        (path / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "step-00000003", fail)
+    assert latest_checkpoint(tmp_path) is None
+    for content in ("one", "two"):
+        write_folder(
+            tmp_path / "step-00000003", lambda path, content=content: (path / "f").write_text(content) and None
+        )
+    assert (tmp_path / "step-00000003" / "f").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_log_is_rewound(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    rewind_log(log, 2)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_loops():
+    varied = list(range(100))
+    assert not is_looping(varied)
+    assert is_looping(varied + [7, 8] * 16)  # period 2 over the last 32
+    assert is_looping(varied + list(range(16)) * 2)
+    assert not is_looping(varied + list(range(17)) * 2)
+    assert is_looping([1, 2, 3, 4, 0, 1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 3, 4, *range(20, 60)])  # four times
+    assert not is_looping([1, 2, 3, 4, 0, 1, 2, 3, 4, 9, 1, 2, 3, 4, *range(20, 60)])
+    assert not is_looping([1, 1, 1])
+
+
+def test_evaluation_of_text_and_prompts(finished):
+    model = LlamaForCausalLM.from_pretrained(finished / "model", attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    prompts = ["one and", "a much longer prompt: one and two make 3"]
+    result = evaluate(model, tokenizer, ["five and five make 10\n" * 20], prompts, length=16, num_tokens=6)
+    assert result.held_out_text is not None
+    assert result.held_out_text.agreement[-1] == 1
+    assert result.own_text is not None
+    assert result.own_text.num_rows == 12
+    # its own greedy text: the last layer's argmax is the next token, so batching with padding changed nothing
+    for sample, prompt in zip(result.samples, prompts):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        alone = model.generate(ids, max_new_tokens=6, eos_token_id=[], pad_token_id=0)
+        assert tokenizer.decode(alone[0, ids.shape[1] :]) == sample["continuation"]
