@@ -30,6 +30,7 @@ from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.head_requests import HeadAsGet
 from selfspec.serve.lanes import Lanes
+from selfspec.serve.memory_return import MemoryReturn
 from selfspec.serve.scheduler import Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
@@ -71,6 +72,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
             on_idle=generator.free_idle_memory,
         )
         app.state.lanes = Lanes()
+        memory = MemoryReturn()
         if watch is not None:
             watch.start(app.state.scheduler.fail)
         try:
@@ -79,6 +81,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
             if watch is not None:
                 watch.stop()
             app.state.lanes.close()
+            memory.close()
             await asyncio.to_thread(app.state.scheduler.close)
             await asyncio.to_thread(translator.close)
             if app.state.scheduler.failure is None:

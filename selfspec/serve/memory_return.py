@@ -1,0 +1,52 @@
+"""Freed memory goes back to the system while the server works.
+
+The C library keeps freed memory for later. glibc has several arenas, shared out among the threads, and by itself gives back
+only the free end of one: a live block near the end keeps everything before it. Requests of many sizes leave such blocks
+behind, so resident memory creeps up to the worst moment of every arena. `malloc_trim` gives back free pages wherever they
+are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+
+PAUSE_SECONDS = 10.0
+"""A trim takes 10 to 30 ms of one core after a burst, and holds up only threads that allocate from the same arena."""
+
+
+def find_trim() -> Callable[[], object] | None:
+    """glibc's malloc_trim, None where there is none (musl, macOS, Windows). It runs without Python's lock."""
+    if sys.platform != "linux":
+        return None
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return None
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    return lambda: trim(0)
+
+
+class MemoryReturn:
+    """Gives freed memory back every few seconds, in a thread of its own. Where that cannot be done it does nothing."""
+
+    def __init__(self, trim: Callable[[], object] | None = None, *, seconds: float | None = None) -> None:
+        self._trim = trim or find_trim()
+        self._seconds = PAUSE_SECONDS if seconds is None else seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="selfspec-memory", daemon=True)
+        if self._trim is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._trim is not None
+        while not self._ended.wait(self._seconds):
+            self._trim()
