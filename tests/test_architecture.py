@@ -5,8 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import layerskip_models
+import policies
+import selfspec
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
@@ -50,6 +55,14 @@ def test_the_engine_knows_neither_its_command_line_nor_its_analysis(path: Path) 
         path.read_text(encoding="utf-8"),
         re.MULTILINE,
     )
+
+
+@pytest.mark.parametrize("package", [layerskip_models, policies, selfspec], ids=lambda package: package.__name__)
+def test_everything_exported_says_what_it_is(package: ModuleType) -> None:
+    for name in package.__all__:
+        exported = getattr(package, name)
+        if callable(exported):
+            assert (exported.__doc__ or "").strip(), name
 
 
 def test_there_are_files_to_read() -> None:

@@ -8,9 +8,9 @@ import sys
 import threading
 
 import pytest
-from running_server import running_server
 
 from layerskip_models import DEMO_PATH
+from running_server import running_server
 from selfspec import SelfSpecGenerator
 from selfspec.serve import memory_return
 from selfspec.serve.memory_return import MemoryReturn, find_trim
