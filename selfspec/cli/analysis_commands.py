@@ -1,4 +1,4 @@
-"""`selfspec trace`, `inspect` and `verify`: look into a run, into a checkpoint, into the engine itself."""
+"""`selfspec trace`, `inspect` and `verify`: look into a run, a checkpoint, or the engine itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from selfspec.analysis.quality import SAMPLE, quality_lines
 from selfspec.analysis.shape_report import shape_lines, training_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import (
-    POLICY_HELP,
-    DeviceOption,
-    DtypeOption,
-    ExitsOption,
-    KvDtypeOption,
-    ModelOption,
     checked_output_file,
     load_full_weights,
     load_generator,
@@ -30,6 +24,15 @@ from selfspec.cli.arguments import (
     progress,
 )
 from selfspec.cli.display import write_trace
+from selfspec.cli.option_groups import (
+    DeviceOption,
+    DtypeOption,
+    LoadOptions,
+    ModelArgument,
+    ModelOption,
+    PolicyOption,
+    with_groups,
+)
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
@@ -37,7 +40,9 @@ from selfspec.pacer.inference import has_preverifier
 PICTURES = (".png", ".svg", ".pdf")
 
 
+@with_groups
 def trace_command(
+    load: LoadOptions,
     prompt: Annotated[
         str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
     ] = None,
@@ -51,13 +56,9 @@ def trace_command(
         ),
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
-    policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
+    policy: PolicyOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate; EOS does not end the text.")] = 128,
     model: ModelOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    exits: ExitsOption = "auto",
-    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
     notes = notes_console(quiet=False)
@@ -65,7 +66,7 @@ def trace_command(
         if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
             raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
         text = read_prompt(prompt, file)
-        generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
+        generator = load_generator(model, load, notes)
         with notes.status("Decoding ..."):
             result = generator.generate(
                 text, policy=policy, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], trace=True
@@ -81,8 +82,10 @@ def trace_command(
         notes.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
 
 
+@with_groups
 def inspect_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
+    load: LoadOptions,
+    model: ModelArgument = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable (default: a short example).")
     ] = None,
@@ -90,45 +93,43 @@ def inspect_command(
     repeats: Annotated[int, typer.Option(min=1, help="Number of pairs of runs to measure.")] = 3,
     probe_minutes: Annotated[
         float,
-        typer.Option(min=0, help="Fit exit adapters for so long, to say what train-exit would give; 5 is enough."),
+        typer.Option(min=0, help="Minutes to fit exit adapters, to predict what train-exit would gain; 5 is enough."),
     ] = 0.0,
     quality: Annotated[
         bool,
         typer.Option(
             "--quality",
-            help="Also compare weights in fewer bits (--dtype, or the checkpoint's) with the full ones, on the sample text "
-            "(default: one of 1,000 words).",
+            help="Also compare the low-precision weights (--dtype, or the checkpoint's) with the full ones, on the sample "
+            "text (default: 1,000 words).",
         ),
     ] = False,
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Instead of a checkpoint: what a model of this shape would hold, read and send. "
+            help="Instead of a checkpoint: show what a model of this shape would hold, read and send. "
             f"One of {', '.join(SHAPES)}, or a folder with config.json.",
         ),
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="With --shape: processes that the model is divided over.")
+        int, typer.Option(min=1, help="With --shape: number of processes that share the model.")
     ] = 1,
     train: Annotated[
         int | None,
-        typer.Option(min=1, help="With --shape: what `selfspec train --shard` takes in so many processes, instead."),
+        typer.Option(
+            min=1, help="With --shape: show instead what `selfspec train --shard` needs with this many processes."
+        ),
     ] = None,
     micro_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="With --train: tokens of a forward pass of one process.")
+        int, typer.Option(min=1, help="With --train: tokens in one forward pass of a process.")
     ] = 1024,
     optimizer: Annotated[str, typer.Option(help="With --train: adamw or muon.")] = "adamw",
     context: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --shape: tokens of a text (default: as many as the model takes; with --train, of a micro batch).",
+            help="With --shape: tokens of a text (default: the model's context; with --train, a micro batch).",
         ),
     ] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    exits: ExitsOption = "auto",
-    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured.
 
@@ -142,17 +143,17 @@ def inspect_command(
             if train is not None and tensor_parallel > 1:
                 raise ValueError("--train divides a model by itself: leave out --tensor-parallel")
             lines = (
-                shape_lines(shape, tensor_parallel, dtype, device, context)
+                shape_lines(shape, tensor_parallel, load.dtype, load.device, context)
                 if train is None
-                else training_lines(shape, train, dtype, context, micro_batch_tokens, optimizer)
+                else training_lines(shape, train, load.dtype, context, micro_batch_tokens, optimizer)
             )
             typer.echo("\n".join(lines))
             return
         if tensor_parallel > 1 or context is not None or train is not None:
             raise ValueError("--tensor-parallel, --train and --context go with --shape")
         texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
-        full = load_full_weights(model, dtype, device, notes) if quality else None
-        generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
+        full = load_full_weights(model, load.dtype, load.device, notes) if quality else None
+        generator = load_generator(model, load, notes)
         with progress(2 * len(texts) + 2 + (probe_minutes > 0), notes) as advance:
             inspection = inspect_model(
                 generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance,
@@ -166,7 +167,7 @@ def inspect_command(
 
 
 def verify_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
+    model: ModelArgument = None,
     file: Annotated[
         list[Path] | None, typer.Option(help="UTF-8 file with a prompt; repeatable (default: two examples).")
     ] = None,
@@ -180,7 +181,7 @@ def verify_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
-    """Check on this machine that the engine gives what the model itself gives, with transformers as the judge.
+    """Check on this machine that the engine's output equals that of the model as transformers runs it.
 
     Ends with status 1 if anything fails.
     """
@@ -190,7 +191,7 @@ def verify_command(
         llama, prompts = load_reference(model, texts, dtype, device, notes)
         num_layers = llama.config.num_hidden_layers
         for name in policy or []:
-            if "pacer" not in name:  # which can be resolved for the model itself only, below
+            if "pacer" not in name:  # which needs the model's own files, checked below
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         own = ["pacer"] if has_preverifier(llama.config.name_or_path) else []
         names = policy or [*every_policy(num_layers), *own]

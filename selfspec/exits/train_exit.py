@@ -34,6 +34,7 @@ from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import DataSource
 from layerskip_models.training.start import claim_output_dir
 from selfspec.cli.arguments import load_generator
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.exits.exit_card import card, figure_lines
 from selfspec.exits.exit_fitting import FitSettings, StepFigures, fit, make_optimizer, measure
 from selfspec.exits.exit_settings import DATA_FIELDS, OPERATIONAL_FIELDS, ExitTraining
@@ -77,10 +78,8 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         # Without adapters that lie beside it, from an earlier run say: the bare exits are what is improved.
         generator = load_generator(
             config.model,
-            config.dtype,
-            device,
+            LoadOptions(dtype=config.dtype, device=device, exits="none"),
             console,
-            exits="none",
             tensor_parallel=None,
             device_map="auto" if spread else None,
         )

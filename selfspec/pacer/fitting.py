@@ -30,6 +30,7 @@ from layerskip_models.training.whole_copies import sum_over_processes
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator, progress
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.examples import DataPlan, make_data, read_traces, sample_prompts
 from selfspec.pacer.labels import (
@@ -74,7 +75,9 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
         claim_output_dir(config, output_dir, OPERATIONAL_FIELDS, preparation=("log.jsonl",), results=_RESULTS)
-        generator = load_generator(config.model, config.dtype, config.device, console, tensor_parallel=None)
+        generator = load_generator(
+            config.model, LoadOptions(dtype=config.dtype, device=config.device), console, tensor_parallel=None
+        )
         layers = config.exit_layers or (max(generator.model.num_layers // 4, 1),)
         for layer in layers:
             check_exit_layer(layer, generator.model.num_layers)

@@ -20,7 +20,7 @@ from layerskip_models.parallel.rank_watch import RankWatch, show_life
 from layerskip_models.parallel.ranks import RankError
 from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec import SelfSpecGenerator
-from selfspec.distributed.rank0_engine import end_followers, follow, leading_engine
+from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError
@@ -50,7 +50,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
-    make_engine = leading_engine(generator, settings.policy, [translator.vocabulary])
+    make_engine = rank0_engines(generator, settings.policy, [translator.vocabulary])
     created = int(time())
     served = Model(
         id=settings.model_name,
@@ -86,7 +86,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
             await asyncio.to_thread(translator.close)
             if app.state.scheduler.failure is None:
                 with suppress(RankError):  # they have ended already
-                    end_followers(generator)  # here, since a signal that ended the server ends the process right after
+                    end_workers(generator)  # here, since a signal that ended the server ends the process right after
 
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.translator = metrics, translator
@@ -151,13 +151,13 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     return app
 
 
-def follow_server(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
+def run_server_worker(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
     """What the other ranks do while rank 0 serves a model that is divided over them. Returns when the server has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 says when it is over
     assert isinstance(generator.model, ShardedModel)
     end_signs = show_life(generator.model.ranks)
     translator = Translator(generator, settings)
-    follow(generator, settings.policy, translator.copies, [translator.vocabulary])
+    run_worker(generator, settings.policy, translator.copies, [translator.vocabulary])
     end_signs()
 
 
