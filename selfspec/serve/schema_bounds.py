@@ -1,4 +1,4 @@
-"""Bounds for a client's JSON schema, checked before anything is made of it: a compiler's stack and memory are finite."""
+"""Bounds on a client's JSON schema, checked before it is compiled: a compiler's stack and memory are finite."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_NODES = 20_000
-"""Values in a schema, keys not counted."""
+"""Most values in a schema, not counting keys."""
 MOST_DEPTH = 256
-"""Levels of nesting on a way through the schema, with its references followed."""
+"""Most levels of nesting on a path through the schema, following references."""
 MOST_REFERENCES = 64
-"""References on such a way."""
+"""Most references on such a path."""
 MOST_CHOICES = 5_000
-"""Values of one `enum`, and properties of one object."""
+"""Most values of one `enum`, and properties of one object."""
 MOST_CHARACTERS = 4_096
-"""Characters of one string: a name, a constant, a pattern."""
+"""Most characters of one string: a name, a constant, a pattern."""
 MOST_MULTIPLE = 10_000
-"""Largest `multipleOf`: it becomes an automaton with so many states."""
+"""Largest `multipleOf`, which becomes an automaton with as many states."""
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def check_schema(schema: dict[str, Any] | bool) -> None:
-    """Raises ValueError that names the bound which the schema exceeds, or what it holds that no client may use."""
+    """Raise ValueError that names the bound which the schema exceeds, or what it holds that clients may not use."""
     if not isinstance(schema, bool):
         _Ways(_Definitions(schema).found).check()
 
 
 @dataclass(slots=True)
 class _Definition:
-    """What a reference leads to. depth: levels of its own. to: pointers of the references in it."""
+    """The target of a reference. depth: its own levels of nesting. to: pointers of the references in it."""
 
     depth: int = 0
     to: set[str] = field(default_factory=set)
 
 
 class _Definitions:
-    """All definitions that can be reached, by JSON pointer; the schema itself is "#"."""
+    """All reachable definitions by JSON pointer; the schema itself is "#"."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.found: dict[str, _Definition] = {}

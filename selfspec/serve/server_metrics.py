@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ServerMetrics:
         self.between = histogram("time_between_tokens_seconds", "Mean time per token of a round.", _SECONDS)
 
     def progressed(self, progress: Progress, seconds: float, *, first: bool) -> None:
-        """Count what a round, or a prompt's end, brought a text.
+        """Count what a step brought a text.
 
         seconds: since the text's last tokens, or since it was submitted if these are its first.
         """
@@ -79,5 +79,5 @@ class ServerMetrics:
             self.reused_tokens.inc(progress.result.stats.num_reused_tokens)
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -9,8 +9,8 @@ import pytest
 from layerskip_models import DEMO_PATH
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.engine.call import run_or_raise
+from selfspec.serve.api_responses import Piece
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.scheduler import Update
 
 PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
 
@@ -24,7 +24,7 @@ def logged(demo: SelfSpecGenerator, **options: object) -> tuple[DraftLog, Genera
     assert demo.tokenizer is not None
     log, result = DraftLog(demo.tokenizer), None
     for seconds, progress in enumerate(run_or_raise(demo.check(PROMPT, trace=True, **options))):
-        log.add([Update(progress=progress, seconds=float(seconds))])
+        log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
         result = progress.result
     assert result is not None
     return log, result
