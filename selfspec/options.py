@@ -38,7 +38,6 @@ class Option:
     above: bool = False
     flags: tuple[str, ...] = ()
     kind: Any = None
-    panel: str = "Text"
 
 
 class TextOptions(TypedDict, total=False):
@@ -57,11 +56,9 @@ class TextOptions(TypedDict, total=False):
 class SpeculationOptions(TypedDict, total=False):
     """How to speculate: a policy, or an exit layer with a number of drafts."""
 
-    policy: Annotated[str | Policy | None, Option(POLICY_HELP, kind=str, panel="Speculation")]
-    exit_layer: Annotated[int | None, Option("Number of layers that draft; instead of --policy.", panel="Speculation")]
-    num_speculations: Annotated[
-        int | None, Option("Tokens drafted per round; 0 is plain decoding.", panel="Speculation")
-    ]
+    policy: Annotated[str | Policy | None, Option(POLICY_HELP, kind=str)]
+    exit_layer: Annotated[int | None, Option("Number of layers that draft; instead of --policy.")]
+    num_speculations: Annotated[int | None, Option("Tokens drafted per round; 0 is plain decoding.")]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -72,11 +69,10 @@ class SamplingOptions(TypedDict, total=False):
         Option(
             "Draw tokens at random, or always take the likeliest. Default: what the checkpoint says.",
             flags=("--do-sample/--no-do-sample", " /--greedy"),
-            panel="Sampling",
         ),
     ]
-    temperature: Annotated[float | None, Option("Sampling temperature; 0 is greedy.", low=0, panel="Sampling")]
-    top_k: Annotated[int | None, Option("Draw from the k likeliest tokens only.", low=0, panel="Sampling")]
+    temperature: Annotated[float | None, Option("Sampling temperature; 0 is greedy.", low=0)]
+    top_k: Annotated[int | None, Option("Draw from the k likeliest tokens only.", low=0)]
     top_p: Annotated[
         float | None,
         Option(
@@ -84,16 +80,13 @@ class SamplingOptions(TypedDict, total=False):
             low=0,
             high=1,
             above=True,
-            panel="Sampling",
         ),
     ]
     min_p: Annotated[
         float | None,
-        Option(
-            "Draw only tokens at least this fraction as likely as the likeliest one.", low=0, high=1, panel="Sampling"
-        ),
+        Option("Draw only tokens at least this fraction as likely as the likeliest one.", low=0, high=1),
     ]
-    seed: Annotated[int | None, Option("Random seed.", panel="Sampling")]
+    seed: Annotated[int | None, Option("Random seed.")]
 
 
 class WrittenOptions(TextOptions, SamplingOptions, SpeculationOptions, total=False):

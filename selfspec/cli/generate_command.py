@@ -36,8 +36,8 @@ from selfspec.cli.display import (
     write_trace,
 )
 from selfspec.cli.interrupt import InterruptCriteria
-from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, with_groups
-from selfspec.cli.prompt_input import read_prompt
+from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
+from selfspec.cli.prompt_input import PromptArgument, read_prompt
 from selfspec.cli.shared_prompts import generate_shared
 from selfspec.distributed.launch import from_first, own_device, speaks
 from selfspec.engine.calibrate import measured_cost
@@ -52,80 +52,50 @@ _MANY, _OUTPUT, _TEXT = "Many prompts", "Output", "Text"
 class FileOptions:
     """A file of prompts, and how to decode it."""
 
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help='Many prompts: JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).',
-            rich_help_panel=_MANY,
-        ),
-    ] = None
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="With --prompts: write the results here as JSON lines. The command resumes an earlier run.",
-            rich_help_panel=_MANY,
-            callback=checked_output_file,
-        ),
-    ] = None
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="With --prompts: number of texts decoded together.", rich_help_panel=_MANY)
-    ] = DEFAULT_BATCH_SIZE
-    data_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--data-parallel",
-            help="With --prompts, under accelerate launch or torchrun: each process holds the whole model and takes a share "
-            "of the prompts. Without it the model is divided over torchrun's processes.",
-            rich_help_panel=_MANY,
-        ),
-    ] = False
+    prompts: Path | None = option(
+        None,
+        'Many prompts: JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).',
+        _MANY,
+    )
+    output: Path | None = option(
+        None,
+        "With --prompts: write the results here as JSON lines. The command resumes an earlier run.",
+        _MANY,
+        *("--output", "-o"),
+        callback=checked_output_file,
+    )
+    batch_size: int = option(DEFAULT_BATCH_SIZE, "With --prompts: number of texts decoded together.", _MANY, min=1)
+    data_parallel: bool = option(
+        False,
+        "With --prompts, under accelerate launch or torchrun: each process holds the whole model and takes a share of the "
+        "prompts. Without it the model is divided over torchrun's processes.",
+        _MANY,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     """What is shown of one text."""
 
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="Also decode without speculation and show the speed-up.", rich_help_panel=_OUTPUT
-        ),
-    ] = False
-    show_drafts: Annotated[
-        bool,
-        typer.Option(
-            "--show-drafts",
-            help="Colour each token by how it was produced (accepted draft, correction, ...).",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False
-    svg: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --show-drafts: also draw the coloured text into this SVG file.",
-            rich_help_panel=_OUTPUT,
-            callback=checked_output_file,
-        ),
-    ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of the text.", rich_help_panel=_OUTPUT)
-    ] = False
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a JSON line per round to this file.", rich_help_panel=_OUTPUT, callback=checked_output_file
-        ),
-    ] = None
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Explain where the time went, what limits the speed-up, and what fixed settings would have given.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False
+    compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT)
+    show_drafts: bool = option(
+        False, "Colour each token by how it was produced (accepted draft, correction, ...).", _OUTPUT
+    )
+    svg: Path | None = option(
+        None,
+        "With --show-drafts: also draw the coloured text into this SVG file.",
+        _OUTPUT,
+        callback=checked_output_file,
+    )
+    as_json: bool = option(False, "Print one JSON object instead of the text.", _OUTPUT, "--json")
+    trace: Path | None = option(
+        None, "Write a JSON line per round to this file.", _OUTPUT, callback=checked_output_file
+    )
+    explain: bool = option(
+        False,
+        "Explain where the time went, what limits the speed-up, and what fixed settings would have given.",
+        _OUTPUT,
+    )
 
 
 @with_groups
@@ -134,9 +104,7 @@ def generate_command(
     load: LoadOptions,
     shown: OutputOptions,
     many: FileOptions,
-    prompt: Annotated[
-        str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
-    ] = None,
+    prompt: PromptArgument = None,
     file: Annotated[
         Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
     ] = None,

@@ -3,73 +3,75 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
-from selfspec.options import POLICY_HELP, described
+from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
 
+_PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
 MODEL_HELP = "Hub name or folder (default: the demo model)."
 ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_panel="Model")]
 ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        help="auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
-        rich_help_panel="Model",
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Model")]
-ExitsOption = Annotated[
-    str,
-    typer.Option(
-        help="Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder written by "
-        "train-exit.",
-        rich_help_panel="Model",
-    ),
-]
+
+
+def option(default: Any, help: str, panel: str | None = None, *flags: str, **others: Any) -> Any:
+    """A field of a group, with its help text. flags: if not just the field's name. others: arguments of `typer.Option`."""
+    described = {"flags": flags, "help": help, "rich_help_panel": panel, **others}
+    return field(default=default, metadata={"option": described})
+
+
 PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
-CopyFromOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="UTF-8 text file to copy drafts from, in addition to the prompt and the generated text; repeatable.",
-        rich_help_panel="Speculation",
-    ),
-]
-ChatTemplateOption = Annotated[
-    str | None,
-    typer.Option(
-        help='Jinja file, or "plain" (questions and answers, for base models). '
-        "Default: the tokenizer's own; plain for the demo model.",
-    ),
-]
+_COPY_HELP = "UTF-8 text file to copy drafts from, in addition to the prompt and the generated text; repeatable."
+CopyFromOption = Annotated[list[Path] | None, typer.Option(help=_COPY_HELP, rich_help_panel="Speculation")]
+_TEMPLATE_HELP = (
+    'Jinja file, or "plain" (questions and answers, for base models). '
+    "Default: the tokenizer's own; plain for the demo model."
+)
+ChatTemplateOption = Annotated[str | None, typer.Option(help=_TEMPLATE_HELP)]
+
+
+_DEVICE_HELP = "auto, cpu, cuda, cuda:1, ..."
+_EXITS_HELP = (
+    "Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder from train-exit."
+)
+DeviceOption = Annotated[str, typer.Option(help=_DEVICE_HELP, rich_help_panel="Model")]
+ExitsOption = Annotated[str, typer.Option(help=_EXITS_HELP, rich_help_panel="Model")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How to load a checkpoint."""
+class DeviceOptions:
+    """What a checkpoint is computed in, and where."""
 
-    dtype: DtypeOption = "auto"
-    device: DeviceOption = "auto"
-    exits: ExitsOption = "auto"
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the KV cache: auto (that of the arithmetic) or bfloat16 (half the memory of float32, "
-            "slightly different results).",
-            rich_help_panel="Model",
-        ),
-    ] = "auto"
+    dtype: str = option(
+        "auto",
+        "auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
+        "Model",
+    )
+    device: str = option("auto", _DEVICE_HELP, "Model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(DeviceOptions):
+    """How to load a checkpoint that drafts."""
+
+    exits: str = option("auto", _EXITS_HELP, "Model")
+    kv_dtype: str = option(
+        "auto",
+        "Data type of the KV cache: auto (that of the arithmetic) or bfloat16 (half the memory of float32, slightly "
+        "different results).",
+        "Model",
+    )
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """The command with one option for every field of the groups among its parameters.
 
-    A group is a dataclass whose fields have typer's annotations, or a TypedDict of `selfspec.options`. The function gets an
-    instance of it, in which an option that was not given is None.
+    A group is a dataclass of `option`s, or a TypedDict of `selfspec.options`. The function gets an instance of it. In a
+    TypedDict an option that was not given is None.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
@@ -96,21 +98,26 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 def _parameters(group: Any) -> list[inspect.Parameter]:
     if is_dataclass(group):
         hints = get_type_hints(group, include_extras=True)
-        found = [(field.name, hints[field.name], field.default) for field in fields(group)]
+        found = [(item.name, hints[item.name], item.default, item.metadata.get("option")) for item in fields(group)]
     else:
-        found = [
-            (
-                name,
-                Annotated[
-                    (option.kind | None) if option.kind else kind,
-                    typer.Option(*option.flags, help=option.help, rich_help_panel=option.panel),
-                ],
-                None,
-            )
-            for name, (kind, option) in described(group).items()
-            if option.help
-        ]
+        panels = {name: panel for part, panel in _PANELS.items() for name in described(part)}
+        found = []
+        for name, (kind, one) in described(group).items():
+            about = {"flags": one.flags, "help": one.help, "rich_help_panel": panels.get(name, "Text")}
+            if one.help:
+                found.append((name, (one.kind | None) if one.kind else kind, None, about))
     return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, annotation, default in found
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_annotated(name, kind, about))
+        for name, kind, value, about in found
     ]
+
+
+def _annotated(name: str, kind: Any, about: Mapping[str, Any] | None) -> Any:
+    """The annotation that typer reads. about: what `option` was given; None if the type has it already."""
+    if about is None:
+        return kind
+    others = dict(about)
+    flags = others.pop("flags")
+    if kind is bool and not flags:  # typer would add --no-NAME
+        flags = (f"--{name.replace('_', '-')}",)
+    return Annotated[kind, typer.Option(*flags, **others)]
