@@ -66,7 +66,7 @@ def check_all(
 
 def completed(checked: Sequence[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
     """(index, result or error) of each call when it ends; arguments as for `run_calls`. Close it if you do not exhaust it."""
-    with closing(run_calls(checked, batch_size)) as steps:
+    with closing(run_calls(checked, batch_size, raises=False)) as steps:
         for progress in steps:
             ended = progress.result or progress.error
             if ended is not None:

@@ -30,7 +30,7 @@ from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.distributed.launch import TensorParallel, divides
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.call import run_or_raise
+from selfspec.engine.call import run_calls
 from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
@@ -45,41 +45,40 @@ Prompt = str | list[int] | Tensor | Messages
 
 
 class Streamer(Protocol):
-    """What `streamer` must have: transformers' BaseStreamer. One with `on_round(record)` gets every round's record too."""
+    """The interface of transformers' BaseStreamer. A streamer with `on_round(record)` also gets every round's record."""
 
     def put(self, value: Tensor) -> None:
-        """The prompt's ids first, then the committed ids of every round, int64 [n] on the CPU."""
+        """Called with the prompt's ids first, then with the committed ids of every round, int64 [n] on the CPU."""
         ...
 
     def end(self) -> None:
-        """The text is complete, or generation broke off."""
+        """Called when the text is complete, or generation failed."""
         ...
 
 
 class SelfSpecGenerator:
-    """Self-speculative decoding with one model: its first layers draft, the rest verify, the output stays the model's own.
+    """Self-speculative decoding with one model: its first layers draft, the rest verify, and the output stays the same.
 
-    model: what `load_model` returns, or a transformers model of a supported family. On a CPU its weights are copied
-        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed); on CUDA
-        its parameters become views of the engine's tensors (once in memory; their numbers stay). Generators may share
-        either. When its weights change, the next call runs on the new ones: after an optimiser's step, `load_state_dict`,
-        a merged adapter, a replaced parameter, whether or not through `.data`. **One exception:** a write through `.data`
-        that changes only a few numbers of a tensor (a row, a single weight) may be found only some calls later. Call
-        `refresh` after such an edit.
+    model: what `load_model` returns, or a transformers model of a supported family. On a CPU its weights are copied into
+        the engine's layout (twice the memory; the model itself is unchanged). On CUDA its parameters become views of the
+        engine's tensors (once in memory, same values). Generators may share either. When its weights change, the next call
+        uses the new ones: after an optimiser's step, `load_state_dict`, a merged adapter, a replaced parameter, whether or
+        not through `.data`. **One exception:** a write through `.data` that changes only a few numbers of a tensor (a row,
+        a single weight) may be noticed only some calls later. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     prefix_cache: memory for the keys and values of complete texts. A prompt that begins like a kept text is read only from
-        where it differs (docs/chat.md). None: the last text is kept, and used where that changes no bit of the output, which
-        is on our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, oldest given up first;
-        the last one always stays. They are used everywhere; on PyTorch's operators that may change the last digits, as any
-        other batch size does. 0: every prompt is read from its beginning.
-    exits: adapters behind the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or that lie beside
-        a transformers model's checkpoint; a path: that folder's; None: bare exits.
-    kv_dtype: that keys and values are kept in. "auto": what the model was loaded with, which is the dtype of its arithmetic
-        unless it was told otherwise; "bfloat16": half the memory of float32, and another model, a little (docs/kernels.md).
-    runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
-    Raises ValueError for an unsupported architecture, a policy that does not fit the model, another runner, or a size that is
-    none.
+        where it differs (docs/chat.md). None: the last text is kept, and reused only where that changes no bit of the
+        output: with our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, and always the
+        last one. They are reused everywhere; with PyTorch's operators that may change the last digits, as another batch size
+        does. 0: every prompt is read from its beginning.
+    exits: adapters for the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or in the folder of a
+        transformers model's checkpoint; a path: those in that folder; None: no adapters.
+    kv_dtype: data type of the KV cache. "auto": as the model was loaded, usually the dtype of its arithmetic; "bfloat16":
+        half the memory of float32, with slightly different results (docs/kernels.md).
+    runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in for tests), or "auto": captured on CUDA, else eager.
+    Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
+    size.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class SelfSpecGenerator:
         self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
         self._default = policy
         if policy is not None:
-            self._named_policy(self._models.current, policy)  # a wrong one is an error here, not at the first call
+            self._named_policy(self._models.current, policy)  # fail now for a wrong one, not at the first call
 
     @classmethod
     def from_pretrained(
@@ -120,11 +119,11 @@ class SelfSpecGenerator:
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
 
-        tensor_parallel: "auto" divides the model over the processes that torchrun has launched, or the number of them, to be
-            sure of it; each loads its part, and must make the same calls as the others (docs/many-devices.md). None: this
-            process holds all of the model.
-        device_map: "auto" spreads the layers over all GPUs of this machine, for a model that one of them does not hold. One
-            GPU works at a time, and rounds are not captured.
+        tensor_parallel: "auto" divides the model over the processes that torchrun launched; a number checks that there are as
+            many. Each process loads its part and must make the same calls (docs/many-devices.md). None: this process holds
+            the whole model.
+        device_map: "auto" spreads the layers over all GPUs of this machine, for a model that does not fit into one. One GPU
+            works at a time, and rounds are not captured.
         """
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         if device_map is not None:
@@ -176,7 +175,7 @@ class SelfSpecGenerator:
         try:
             if streamer is not None:
                 streamer.put(call.request.prompt.clone())
-            with closing(run_or_raise(call)) as steps:
+            with closing(run_calls([call])) as steps:
                 for step in steps:
                     result = step.result
                     if streamer is not None:
@@ -324,13 +323,13 @@ class SelfSpecGenerator:
         max_speculations: int = 10,
         max_length: int = 1024,
     ) -> tuple[int, float]:
-        """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
+        """Capture in advance the graphs for texts of up to `max_length` tokens, prompt included.
 
-        policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: that it may choose; None for those that it says it may choose, or all of the model if it says nothing.
-        max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
-        captures itself, and its statistics count it. An eager runner has nothing to capture.
-        Returns how many captures were made and the seconds they took.
+        policy: its learning is captured too; None for the generator's. It is calibrated now if its costs are measured.
+        exit_layers: those that the policy may choose; None for those that it declares, or all.
+        max_speculations: most tokens drafted in a round. A call that needs more (sampling, a longer text) captures it itself,
+        and its statistics count that. An eager runner captures nothing.
+        Returns the number of captures and the seconds they took.
         """
         bound = self._models.bind()
         chosen = self._resolve(bound, policy, None, None)
@@ -352,25 +351,25 @@ class SelfSpecGenerator:
     def refresh(self) -> None:
         """Take the transformers model's weights as they are now, whether or not they seem to have changed.
 
-        Where they are copied, calls that are running end with the weights they began with. Policies keep what they have
-        learned. Texts that were kept are forgotten, so this is also enough after writing to a `LayerSkipModel`'s weights.
+        Running calls continue with the old weights if these are copied. Policies keep what they have learned. Kept texts are
+        dropped, so call this also after writing to a `LayerSkipModel`'s weights.
         """
         self._models.refresh()
 
     @property
     def model(self) -> LayerSkipModel:
-        """The model that the next call runs on, unless its weights have changed by then."""
+        """The model that the next call runs on, unless its weights change before."""
         return self._models.current.model
 
     @property
     def kept_texts(self) -> KeptTexts:
-        """How many texts are kept for prompts that begin like them, and the memory that they take."""
+        """The number of texts kept for reuse, and their memory."""
         return self._models.current.runners.kept_texts
 
     def free_idle_memory(self) -> None:
-        """Give back the KV cache that would be there for the next text, but for the rows of texts that are kept.
+        """Free the KV cache that waits for the next text, except the rows of kept texts.
 
-        Nothing is done for a model that is divided over several processes, as these must agree on what is kept.
+        Does nothing for a model that is divided over processes, since these must agree on what is kept.
         """
         if self.model.num_ranks == 1:
             self._models.current.runners.give_back()
@@ -387,7 +386,7 @@ class SelfSpecGenerator:
 
     @property
     def policy(self) -> Policy:
-        """What `generate` uses when a call names no policy; "auto" unless another was given. Calibrates when first asked."""
+        """The policy of calls that name none: "auto" unless another was given. Calibrates at the first use."""
         return self._default_policy(self._models.current)
 
     def resolve_policy(
@@ -396,7 +395,7 @@ class SelfSpecGenerator:
         exit_layer: int | None = None,
         num_speculations: int | None = None,
     ) -> Policy:
-        """The policy that a call of `generate` with these arguments uses; with what it has learned so far.
+        """The policy of a call of `generate` with these arguments, with what it has learned so far.
 
         Raises ValueError as `generate` does.
         """
@@ -424,11 +423,11 @@ class SelfSpecGenerator:
         return self._named_policy(bound, default if self._default is None else self._default)
 
     def _named_policy(self, bound: BoundModel, policy: str | Policy) -> Policy:
-        """A policy by name, made once: what it learns lasts between calls, as long as the generator."""
+        """A policy by name, made once: what it learns is kept between calls."""
         if isinstance(policy, Policy):
             return policy
         name = policy.strip()
-        with self._lock:  # two first calls at once calibrate once, and learn in one policy
+        with self._lock:  # two simultaneous first calls share one calibration and policy
             key = name, bound.model.dtype, bound.model.device
             if key not in self._policies:
                 measure = partial(_measured_cost, bound)
@@ -460,7 +459,7 @@ class _Binding:
 
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Costs of the runner in use; of the eager one if graphs fail while they are timed."""
+    """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
     try:
         return measured_cost(bound.model, bound.runners.kind)
     except CaptureError as error:
@@ -469,7 +468,7 @@ def _measured_cost(bound: BoundModel) -> MeasuredCost:
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:
-    """Give a streamer what a round committed, and the round's record if it wants it; prefill has none."""
+    """Give a streamer what a round committed, and the round's record if it wants it. Prefill has no record."""
     on_round = getattr(streamer, "on_round", None)
     if on_round is not None and record is not None:
         on_round(record)

@@ -41,8 +41,6 @@ class Option:
 
 
 class TextOptions(TypedDict, total=False):
-    """How long the text gets, and where it ends."""
-
     max_new_tokens: Annotated[int | None, Option("Maximum number of new tokens (default 128).", low=1)]
     repetition_penalty: Annotated[float | None, Option("Above 1 discourages repetition.", low=0, above=True)]
     eos_token_id: Annotated[
@@ -54,16 +52,12 @@ class TextOptions(TypedDict, total=False):
 
 
 class SpeculationOptions(TypedDict, total=False):
-    """How to speculate: a policy, or an exit layer with a number of drafts."""
-
     policy: Annotated[str | Policy | None, Option(POLICY_HELP, kind=str)]
     exit_layer: Annotated[int | None, Option("Number of layers that draft; instead of --policy.")]
     num_speculations: Annotated[int | None, Option("Tokens drafted per round; 0 is plain decoding.")]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen."""
-
     do_sample: Annotated[
         bool | None,
         Option(

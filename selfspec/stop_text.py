@@ -30,7 +30,6 @@ class StopCutter:
         self.held, self.ended = "", False
 
     def push(self, piece: str) -> str:
-        """The text that is certain now."""
         if self.ended:
             return ""
         text = self.held + piece
@@ -41,7 +40,6 @@ class StopCutter:
         return text[:kept]
 
     def finish(self) -> str:
-        """The text ends here: what was held back is text."""
         held, self.held = self.held, ""
         return held
 
@@ -58,7 +56,6 @@ class StopTrimmer:
             self._pass_on(self._cutter.push("" if fate == "rejected" else piece))
 
     def finish(self) -> None:
-        """The text ends here: what was held back is text."""
         self._pass_on(self._cutter.finish())
 
     def _pass_on(self, text: str) -> None:

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.engine.call import run_or_raise
+from selfspec.engine.call import run_calls
 from selfspec.engine.engine import BoundRequest, GenerationResult, Progress
 from selfspec.streaming import IncrementalDecoder
 
@@ -23,7 +23,7 @@ class GenerationStream(Iterator[str | list[int]]):
 
     def __init__(self, call: BoundRequest) -> None:
         self.result: GenerationResult | None = None
-        self._steps = run_or_raise(call)
+        self._steps = run_calls([call])
         self._pieces: Iterator[str | list[int]] = _pieces(self._steps, call.tokenizer)
 
     def __iter__(self) -> GenerationStream:

@@ -108,7 +108,6 @@ class IncrementalDecoder:
 
 
 def _skipped(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that `skip_special_tokens` skips."""
     if not tokenizer.is_fast:
         return frozenset(tokenizer.all_special_ids)
     return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)

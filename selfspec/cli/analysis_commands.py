@@ -42,8 +42,6 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """What `selfspec trace` decodes and draws."""
-
     output: Path | None = option(
         None,
         "Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
@@ -57,8 +55,6 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    """What `selfspec inspect` measures."""
-
     text: list[Path] | None = option(None, "UTF-8 file with sample text; repeatable (default: a short example).")
     max_new_tokens: int = option(64, "New tokens per text.", min=2)
     repeats: int = option(3, "Number of pairs of runs to measure.", min=1)
@@ -74,8 +70,6 @@ class InspectOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeOptions:
-    """A shape to inspect instead of a checkpoint."""
-
     shape: str | None = option(
         None,
         "Instead of a checkpoint: show what a model of this shape would hold, read and send. "
@@ -102,8 +96,6 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What `selfspec verify` checks."""
-
     file: list[Path] | None = option(None, "UTF-8 file with a prompt; repeatable (default: two examples).")
     policy: list[str] | None = option(None, "Policy to verify; repeatable (default: one of each).")
     max_new_tokens: int = option(48, "New tokens per greedy text.", min=4)

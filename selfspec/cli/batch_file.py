@@ -45,7 +45,6 @@ class PromptLine:
     chooses: bool = False
 
     def policy(self, generator: SelfSpecGenerator) -> Policy:
-        """The policy of this line. Raises ValueError as `generate` does."""
         return generator.resolve_policy(**{name: self.options.get(name) for name in _SPECULATION})
 
 

@@ -48,7 +48,6 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system message, or None."""
         first = self.messages[0] if self.messages else {}
         return first["content"] if first.get("role") == "system" else None
 
@@ -90,7 +89,6 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON."""
         write_text(path, json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n")
 
     def load(self, path: Path) -> None:

@@ -101,7 +101,6 @@ def legend(styles_shown: bool) -> Text:
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
-    """The summary of one generation."""
     stats = result.stats
     lines = [
         f"{stats.num_new_tokens} tokens in {in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
@@ -120,7 +119,6 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
 
 
 def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
-    """The comparison as a small table, and its result."""
     rows = [(policy, comparison.runs), ("ar (autoregressive)", comparison.baseline_runs)]
     width = max(len(name) for name, _ in rows)
     plural = "s" if comparison.repeats > 1 else ""
@@ -166,5 +164,4 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """A duration in seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -50,8 +50,6 @@ _MANY, _OUTPUT, _TEXT = "Many prompts", "Output", "Text"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileOptions:
-    """A file of prompts, and how to decode it."""
-
     prompts: Path | None = option(
         None,
         'Many prompts: JSON lines with "prompt" or "messages", and optionally options of their own ("seed", ...).',
@@ -75,8 +73,6 @@ class FileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What is shown of one text."""
-
     compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT)
     show_drafts: bool = option(
         False, "Colour each token by how it was produced (accepted draft, correction, ...).", _OUTPUT

@@ -32,7 +32,6 @@ class InterruptCriteria(StoppingCriteria):
         signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        """Whether Ctrl-C was pressed, bool [1]."""
         return self._answers[self.requested]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -15,9 +15,8 @@ from layerskip_models.training.options import command_for_config
 from selfspec import __version__
 from selfspec.cli.analysis_commands import inspect_command, trace_command, verify_command
 from selfspec.cli.chat_command import chat_command
-from selfspec.cli.draft_command import export_draft_command
+from selfspec.cli.export_commands import export_draft_command, export_hub_command
 from selfspec.cli.generate_command import generate_command
-from selfspec.cli.hub_command import export_hub_command
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.serve_command import serve_command
 from selfspec.exits.exit_settings import ExitTraining
@@ -35,7 +34,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry of the `selfspec` script."""
     app()
 
 

@@ -44,8 +44,6 @@ ExitsOption = Annotated[str, typer.Option(help=_EXITS_HELP, rich_help_panel="Mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """What a checkpoint is computed in, and where."""
-
     dtype: str = option(
         "auto",
         "auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
@@ -56,8 +54,6 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(DeviceOptions):
-    """How to load a checkpoint that drafts."""
-
     exits: str = option("auto", _EXITS_HELP, "Model")
     kv_dtype: str = option(
         "auto",

@@ -62,7 +62,6 @@ def _parts(output: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> dict[str | int, str]:
-    """The complete lines by id."""
     found = {}
     for line in read_lines(path) if path.exists() else []:
         with suppress(json.JSONDecodeError):

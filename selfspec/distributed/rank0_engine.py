@@ -176,8 +176,6 @@ def _keep(policies: OrderedDict[int, Policy], key: int, policy: Policy) -> None:
 
 
 class _Packer(pickle.Pickler):
-    """Writes a shared object as its number."""
-
     def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
         super().__init__(file)
         self._shared = shared

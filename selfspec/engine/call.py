@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from time import perf_counter
 
 from selfspec.engine.engine import BoundRequest, Engine, Progress
 
 
-def run_calls(calls: Sequence[BoundRequest], batch_size: int) -> Generator[Progress]:
-    """Decode `batch_size` calls at a time; the next one joins when one is complete.
+def run_calls(
+    calls: Sequence[BoundRequest], batch_size: int | None = None, *, raises: bool = True
+) -> Generator[Progress]:
+    """Decode `batch_size` calls at a time, by default all at once; the next one joins when one is complete.
 
     Yields what each step brought, with the index of the call as its ticket. With several calls, the times in a call's
-    statistics start when it joins. Close the generator if you do not exhaust it.
+    statistics start when it joins. raises: raise the first error of a call instead of yielding it. Close the generator if you
+    do not exhaust it.
     """
+    batch_size = len(calls) if batch_size is None else batch_size
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     with Engine() as engine:
@@ -30,17 +33,12 @@ def run_calls(calls: Sequence[BoundRequest], batch_size: int) -> Generator[Progr
                         call = replace(call, started=perf_counter() - call.calibration_seconds)
                     indices[engine.join(call, min(batch_size - len(engine) - 1, len(waiting)))] = index
                 except Exception as error:
+                    if raises:
+                        raise
                     yield Progress(ticket=index, tokens=[], error=error)
             if not len(engine):
                 return
             for progress in engine.step():
+                if raises and progress.error is not None:
+                    raise progress.error
                 yield replace(progress, ticket=indices[progress.ticket])
-
-
-def run_or_raise(*calls: BoundRequest) -> Generator[Progress]:
-    """Decode these calls together, as `run_calls`, and raise the first error."""
-    with closing(run_calls(calls, len(calls))) as steps:
-        for progress in steps:
-            if progress.error is not None:
-                raise progress.error
-            yield progress

@@ -63,7 +63,6 @@ class ModelSource:
         return self.current.model.generation_config if self._source is None else self._source.generation_config
 
     def bind(self) -> BoundModel:
-        """The model for a call that starts now."""
         if self._source is None:
             return self.current
         with self._lock:

@@ -65,7 +65,6 @@ class WeightWatch:
         self._credit = 0.0  # seconds that checksums may take
 
     def changed(self) -> bool:
-        """Whether a difference is found now."""
         if self._identify() != self._identity or self._beyond.changed():
             return True
         with engine_mode(self._device):

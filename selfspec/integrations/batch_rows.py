@@ -126,7 +126,6 @@ class RowProcessor(LogitsProcessor):
 
 
 def row_processors(processors: Sequence[Any], row: BatchRow) -> LogitsProcessorList:
-    """What transformers prepared for a batch, for one row."""
     if row.alone:
         return LogitsProcessorList(processors)
     return LogitsProcessorList([_of_row(processor, row) for processor in processors])
@@ -162,7 +161,6 @@ class RowCriterion(StoppingCriteria):
 
 
 def row_criteria(criteria: Sequence[Any], row: BatchRow) -> StoppingCriteriaList:
-    """What transformers prepared to end the batch's rows, for one row."""
     return StoppingCriteriaList(criteria if row.alone else [RowCriterion(criterion, row) for criterion in criteria])
 
 

@@ -32,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from policies import Policy
-from selfspec.engine.call import run_or_raise
+from selfspec.engine.call import run_calls
 from selfspec.engine.engine import BoundRequest, GenerationResult
 from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
 from selfspec.engine.stats import GenerationStats
@@ -179,7 +179,6 @@ def _decode(
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError that names an argument which would otherwise be ignored."""
     refuse_fields(config, allowed=_OF_A_BATCH)
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
@@ -243,7 +242,7 @@ def _run(
 ) -> tuple[list[list[int]], list[GenerationStats]]:
     """Decode all rows together. Returns the new tokens of each, and its statistics."""
     results: dict[int, GenerationResult] = {}
-    for step in run_or_raise(*checked):
+    for step in run_calls(checked):
         if streamer is not None:
             for token in step.tokens:  # one at a time, as transformers gives them
                 streamer.put(torch.tensor([token], device="cpu"))

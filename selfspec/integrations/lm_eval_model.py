@@ -85,16 +85,13 @@ class SelfSpecLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the model's context."""
         return self._generator.model.max_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the harness's caches of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, by the tokenizer's chat template."""
         text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -140,7 +137,6 @@ class SelfSpecLM(TemplateLM):
         return texts
 
     def _arguments(self, context: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate` for one request."""
         unknown = sorted(set(options) - _GENERATION)
         if unknown:
             raise ValueError(f"selfspec takes {', '.join(sorted(_GENERATION))} of generation options, not {unknown}")
@@ -204,6 +200,5 @@ class SelfSpecLM(TemplateLM):
 
 
 def _stops(options: Mapping[str, Any]) -> list[str]:
-    """The stop strings of a request."""
     until = options.get("until") or []
     return [until] if isinstance(until, str) else [stop for stop in until if stop]

@@ -55,7 +55,6 @@ def _score(model: LayerSkipModel, cache: KVCache, text: Tensor, num_context: int
 
 
 def _last_layer(kept: list[Tensor], num_layers: int, start: int) -> Callable[[int, int, Tensor], None]:
-    """Keeps the last layer's output from position `start` on."""
 
     def capture(first: int, layers_done: int, hidden: Tensor) -> None:
         if layers_done == num_layers and first + hidden.shape[0] > start:

@@ -165,7 +165,6 @@ class Texts:
             self._results[index] = result
 
     def _write(self, piece: Piece, text: TrimmedText) -> None:
-        """Fill in the text of a piece, and why it ended."""
         silent = self._choices[piece.index].silent
         piece.text = text.push([] if silent else [token for step in piece.steps for token in step.tokens])
         if silent:

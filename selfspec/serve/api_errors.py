@@ -40,7 +40,6 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
     message = message.encode("utf-8", "replace").decode()  # a field of the request may hold half a character
     param = None if param is None else param.encode("utf-8", "replace").decode()
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -67,7 +66,6 @@ def install(app: FastAPI) -> None:
 
 
 def _routes(app: FastAPI) -> str:
-    """All routes with their methods."""
     shown = []
     for route in app.routes:
         path, methods = getattr(route, "path", ""), getattr(route, "methods", None)

@@ -195,6 +195,13 @@ class GenerationRequest(Strict):
         return self
 
     @property
+    def schema_(self) -> dict[str, Any] | bool | None:
+        """The JSON schema that the text must follow; None if any text will do."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return self.response_format.json_schema.schema_
+        return {"type": "object"} if isinstance(self.response_format, JsonObjectFormat) else None
+
+    @property
     def limit(self) -> tuple[str, int | None]:
         """This request's name for the maximum number of new tokens, and that number."""
         return "max_tokens", self.max_tokens
@@ -300,7 +307,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether log-probabilities of the prompts' tokens are asked for."""
         return self.echo and self.logprobs is not None
 
     @property

@@ -33,7 +33,6 @@ FINGERPRINT = f"selfspec-{__version__}"
 
 
 def finish_reason(reason: StopReason) -> FinishReason:
-    """OpenAI's name for the reason that a text ended."""
     return "length" if reason in ("length", "max_time") else "stop"
 
 
@@ -114,8 +113,6 @@ class Answer(ABC):
 
 
 class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
-
     prefix = "chatcmpl"
     whole_type = ChatCompletion, "chat.completion"
     chunk_type = ChatCompletionChunk, "chat.completion.chunk"
@@ -154,8 +151,6 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """An answer of /v1/completions."""
-
     prefix = "cmpl"
     whole_type = chunk_type = Completion, "text_completion"
 

@@ -35,7 +35,7 @@ from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_routes import add_token_routes
-from selfspec.serve.translation import Translator, check_model
+from selfspec.serve.translation import Translator
 from selfspec.serve.web_page import add_page
 
 PING_SECONDS = 10.0
@@ -120,7 +120,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        check_model(name, settings.model_name)
+        translator.check_name(name)
         return JSONResponse(served.model_dump(exclude_unset=True))
 
     @app.get("/health")
@@ -173,7 +173,6 @@ async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Respo
 async def _events(
     texts: Texts, answer: Answer, choices_per_prompt: int, include_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events: a chunk each, then [DONE]."""
     async for piece in texts.pieces():
         yield f"data: {answer.chunk(piece)}\n\n"
     if include_usage:

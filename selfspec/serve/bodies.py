@@ -82,13 +82,11 @@ class Strict(BaseModel):
 
     @classmethod
     def _field(cls, name: str) -> FieldInfo | None:
-        """The field with this name in a request."""
         field = cls.model_fields.get(name) or cls.model_fields.get(f"{name}_")
         return None if field is None or field.alias not in (None, name) else field
 
     @property
     def ignored(self) -> list[str]:
-        """Names of the fields that were ignored, here and in nested objects."""
         return sorted(set(_ignored_in(self)))
 
     @property

@@ -68,7 +68,6 @@ def _line(text: str) -> str:
 
 
 def main() -> None:
-    """Answer until the input ends."""
     sys.path.append(sys.argv[1])
     seconds, most_bytes = float(sys.argv[2]), int(sys.argv[3])
     import os

@@ -136,7 +136,6 @@ class _Body:
         return message
 
     def end(self) -> None:
-        """The body is complete, or no longer needed."""
         self._complete = True
         self._guard.let_go(self._held)
         self._held = 0

@@ -61,7 +61,6 @@ class Lane:
         self._pool.submit(int)
 
     def close(self) -> None:
-        """Drop what waits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, work: Callable[[], T]) -> T:

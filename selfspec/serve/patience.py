@@ -50,7 +50,6 @@ class PatientProtocol(Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request's head is there and its answer is not complete."""
         cycle: Any = self.cycle
         return cycle is not None and not cycle.response_complete
 

@@ -101,7 +101,6 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether new texts are taken."""
         return self._thread.is_alive() and not self._closing
 
     @property

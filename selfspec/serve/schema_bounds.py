@@ -98,7 +98,6 @@ class _Definitions:
                 raise ValueError(f"multipleOf is above {MOST_MULTIPLE} in the schema")
 
     def _at(self, pointer: str) -> object:
-        """What a reference points to."""
         if pointer != "#" and not pointer.startswith("#/"):
             raise ValueError(f"the schema refers to {pointer!r}: references must be within it, such as '#/$defs/name'")
         value: object = self._schema
@@ -181,7 +180,6 @@ def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def _values(root: object) -> Iterator[tuple[object, int]]:
-    """All values below one, and itself, with their depths."""
     todo = [(root, 1)]
     while todo:
         value, depth = todo.pop()

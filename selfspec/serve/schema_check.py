@@ -72,7 +72,6 @@ class SchemaCheck:
         return known is not None and known.seconds < _QUICK_SECONDS
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 

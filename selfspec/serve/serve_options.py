@@ -16,8 +16,6 @@ _SPECULATION, _NETWORK, _LOAD = "Speculation", "Network", "Load"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What a server offers, to whom, and how much of it."""
-
     policy: str | None = option(None, f"{POLICY_HELP} Requests may name another.", _SPECULATION)
     allow_policy: list[str] | None = option(
         None,

@@ -13,8 +13,6 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of their own."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
@@ -79,5 +77,4 @@ class ServerMetrics:
             self.reused_tokens.inc(progress.result.stats.num_reused_tokens)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -20,9 +20,6 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.serve.grammar_worker import COMPACT, LIMITS
 
-JSON_OBJECT: dict[str, Any] = {"type": "object"}
-"""The schema of `json_object`."""
-
 
 class GrammarError(ValueError):
     """A grammar became too complex during a text, or the text does not follow it."""
@@ -45,7 +42,6 @@ class Vocabulary:
         return self._get().decode_bytes([token])
 
     def is_special(self, token: int) -> bool:
-        """Whether decoding skips the token."""
         return token in self._special
 
     def matcher(self, schema: dict[str, Any] | bool) -> LLMatcher:

@@ -57,7 +57,6 @@ class DetokenizeRequest(Strict):
 
 
 def add_token_routes(app: FastAPI, translator: Translator) -> None:
-    """Add the routes. The app's state must have `lanes`."""
     tokenizer = translator.tokenizer
 
     @app.post("/tokenize")

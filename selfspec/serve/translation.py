@@ -17,7 +17,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
@@ -28,7 +27,6 @@ from selfspec.serve.api_requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    JsonObjectFormat,
     JsonSchemaFormat,
     Message,
 )
@@ -38,7 +36,7 @@ from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
-from selfspec.serve.structured_output import JSON_OBJECT, GrammarProcessor, Vocabulary
+from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
 from selfspec.serve.trimmed_text import StopTexts
 
@@ -74,13 +72,10 @@ class Translator:
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
         if isinstance(body.response_format, JsonSchemaFormat):
-            try:
+            with _bad_request("response_format"):
                 self._schemas(body.response_format.json_schema.schema_)
-            except ValueError as error:
-                raise ApiError(str(error), param="response_format") from None
 
     def close(self) -> None:
-        """End the process that tries schemas."""
         self._schemas.close()
 
     @property
@@ -92,8 +87,7 @@ class Translator:
         }
 
     def chat(self, body: ChatRequest) -> list[Choice]:
-        """The n answers to a conversation."""
-        check_model(body.model, self._settings.model_name)
+        self.check_name(body.model)
         self._check_schema(body)
         ids = self.chat_ids(body.messages)
         room = self.most_tokens - len(ids)
@@ -116,7 +110,6 @@ class Translator:
 
     @property
     def chat_template(self) -> str | None:
-        """Its Jinja source, or None."""
         own = getattr(self.tokenizer, "chat_template", None)
         return self._template.source or (own if isinstance(own, str) else None)
 
@@ -139,12 +132,14 @@ class Translator:
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
-        if model is not None:
-            check_model(model, self._settings.model_name)
+        served = self._settings.model_name
+        if model not in (None, served):
+            message = f"there is no model {model!r} here, this server has {served!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def completions(self, body: CompletionRequest) -> list[Choice]:
         """The n continuations of every prompt, those of the first prompt first."""
-        check_model(body.model, self._settings.model_name)
+        self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
         if body.scores_prompts and self._generator.model.num_ranks > 1:
@@ -205,7 +200,8 @@ class Translator:
             raise ApiError(f"min_tokens={body.min_tokens} is above the limit of {max_new_tokens}", param="min_tokens")
         sampling = self._sampling_options(body, index)
         criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
-        policy = self._policy(body, sampling)
+        with _bad_request("policy"):
+            policy = self._policies.choose(body.policy, repeats="seed" in sampling)
         checked = self._generator.check(
             ids,
             max_new_tokens=max(1, max_new_tokens),
@@ -236,7 +232,6 @@ class Translator:
         )
 
     def _end_tokens(self, body: GenerationRequest) -> list[int]:
-        """Tokens that end a text, including the request's own."""
         for token in body.stop_token_ids:
             if token >= self._vocab_size:
                 raise ApiError(
@@ -261,52 +256,26 @@ class Translator:
             options["seed"] = body.seed + index
         return options
 
-    def _policy(self, body: GenerationRequest, sampling: dict[str, Any]) -> Policy:
-        try:
-            return self._policies.choose(body.policy, repeats="seed" in sampling)
-        except (ValueError, FileNotFoundError) as error:
-            raise ApiError(str(error), param="policy") from None
-
     def _processors(self, body: GenerationRequest, prompt_length: int) -> LogitsProcessorList:
         processors = LogitsProcessorList()
         if body.presence_penalty or body.frequency_penalty:
             processors.append(PenaltyProcessor(body.presence_penalty, body.frequency_penalty, prompt_length))
         if body.logit_bias:
-            try:
+            with _bad_request("logit_bias"):
                 processors.append(BiasProcessor(body.logit_bias, self._vocab_size, self._generator.model.device))
-            except ValueError as error:
-                raise ApiError(str(error), param="logit_bias") from None
         ends = self._end_tokens(body)
         if body.min_tokens and ends:
             device = str(self._generator.model.device)
             processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
-        schema: dict[str, Any] | bool | None = None
-        if isinstance(body.response_format, JsonObjectFormat):
-            schema = JSON_OBJECT
-        elif isinstance(body.response_format, JsonSchemaFormat):
-            schema = body.response_format.json_schema.schema_
-        if schema is not None:
-            try:
-                processors.append(GrammarProcessor(self.vocabulary, schema, prompt_length))
-            except ValueError as error:
-                raise ApiError(str(error), param="response_format") from None
+        if body.schema_ is not None:
+            with _bad_request("response_format"):
+                processors.append(GrammarProcessor(self.vocabulary, body.schema_, prompt_length))
         return processors
 
     def _text(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
-
-
-def check_model(asked: str, served: str) -> None:
-    """Raise an ApiError (status 404) if `asked` is not the model that is served."""
-    if asked != served:
-        raise ApiError(
-            f"there is no model {asked!r} here, this server has {served!r}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
 
 
 @contextmanager
@@ -327,7 +296,7 @@ def _bad_request(param: str, limit: tuple[str, int | None] = ("max_tokens", None
             asked = f", the prompt has {count}, and {name} is {most}: shorten the prompt or lower {name}"
         message = f"this model's maximum context length is {error.context} tokens{asked}"
         raise ApiError(message, param=param, code="context_length_exceeded") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
         message = str(error)
         named = re.match(r"(temperature|top_p|top_k|min_p|seed|repetition_penalty)\b", message)
         raise ApiError(message, param=named[1] if named else param) from None

@@ -31,13 +31,11 @@ class TrimmedText:
         return self._cutter.ended
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is now certain."""
         uncut, self._uncut = self._uncut, max(0, self._uncut - len(tokens))
         first = self._decoder.push(tokens[:uncut]) if uncut else ""
         return first + self._cutter.push(self._decoder.push(tokens[uncut:]))
 
     def finish(self) -> str:
-        """The rest, when no more tokens come."""
         return self._cutter.push(self._decoder.finish()) + self._cutter.finish()
 
     @property
@@ -65,7 +63,6 @@ class StopTexts(StoppingCriteria):
         self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        """Whether the text, int64 [1, n], holds a stop string; bool [1]."""
         if input_ids.shape[1] <= self._seen:  # a round failed, and its tokens were not committed
             self._text, self._seen = TrimmedText(self._tokenizer, self._stops, self._min_tokens), self._prompt_length
         self._text.push(input_ids[0, self._seen :].tolist())

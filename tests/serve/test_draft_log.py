@@ -8,7 +8,7 @@ import pytest
 
 from layerskip_models import DEMO_PATH
 from selfspec import GenerationResult, SelfSpecGenerator
-from selfspec.engine.call import run_or_raise
+from selfspec.engine.call import run_calls
 from selfspec.serve.api_responses import Piece
 from selfspec.serve.draft_log import DraftLog
 
@@ -23,7 +23,7 @@ def demo() -> SelfSpecGenerator:
 def logged(demo: SelfSpecGenerator, **options: object) -> tuple[DraftLog, GenerationResult]:
     assert demo.tokenizer is not None
     log, result = DraftLog(demo.tokenizer), None
-    for seconds, progress in enumerate(run_or_raise(demo.check(PROMPT, trace=True, **options))):
+    for seconds, progress in enumerate(run_calls([demo.check(PROMPT, trace=True, **options)])):
         log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
         result = progress.result
     assert result is not None

@@ -1,4 +1,4 @@
-"""`selfspec export-draft`: an early exit as a small checkpoint of its own, with its expected acceptance rate."""
+"""`selfspec export-draft` and `export-hub`: write a checkpoint's first layers, or a folder that decodes with selfspec."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from selfspec.cli.arguments import (
 )
 from selfspec.cli.option_groups import DeviceOption, ExitsOption, LoadOptions
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.defaults import DEFAULT_POLICY
 from selfspec.integrations.draft_checkpoint import draft_model
+from selfspec.integrations.hub_folder import export_hub
+from selfspec.options import POLICY_HELP
 
 SHOWN_DRAFTS = (1, 2, 4, 8)
 """Drafts per round for which the acceptance rate is shown."""
@@ -104,7 +107,6 @@ def _adapter(generator: SelfSpecGenerator, exit_layer: int, exits: str) -> ExitA
 
 
 def acceptance_lines(found: DraftAgreement) -> list[str]:
-    """The expected acceptance of the drafts, as text."""
     lines = [f"agreement with the full model on its own greedy text: {found.agreement or 0.0:.3f}"]
     for drafts in SHOWN_DRAFTS:
         lines.append(
@@ -112,3 +114,19 @@ def acceptance_lines(found: DraftAgreement) -> list[str]:
             f"{found.tokens_per_round(drafts) or 0.0:.2f} tokens per pass of the full model"
         )
     return lines
+
+
+def export_hub_command(
+    model: Annotated[str, typer.Argument(help="Hub name or folder of a checkpoint.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write: a new one, or an empty one.")],
+    policy: Annotated[str, typer.Option(help=f"Policy for calls that name none. {POLICY_HELP}")] = DEFAULT_POLICY,
+    link: Annotated[
+        bool, typer.Option("--link", help="Link to the files with the weights instead of copying them.")
+    ] = False,
+) -> None:
+    """Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve)."""
+    with one_line_errors():
+        written = export_hub(model, folder, policy=policy, link=link)
+    notes_console(quiet=False).print(
+        f"wrote {written}; load it with AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)"
+    )
