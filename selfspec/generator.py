@@ -273,7 +273,11 @@ class SelfSpecGenerator:
         if prompt is not None and messages is not None:
             raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options)
-        bind = self._bind(options.get("policy"), options.get("exit_layer"), options.get("num_speculations"))
+        bind = self._bind(
+            policy=options.get("policy"),
+            exit_layer=options.get("exit_layer"),
+            num_speculations=options.get("num_speculations"),
+        )
         model = bind.bound.model
         request = make_request(
             host=GenerationHost(model.config, self._models.generation_config, model.device),
@@ -302,16 +306,11 @@ class SelfSpecGenerator:
             check_context(request.prompt.numel(), request.stops.max_new_tokens, bind.bound.model.max_positions)
         return [bind(request) for request in requests]
 
-    def _bind(
-        self,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_speculations: int | None = None,
-    ) -> _Binding:
+    def _bind(self, **speculation: Unpack[SpeculationOptions]) -> _Binding:
         started = perf_counter()
         bound = self._models.bind()
         resolving = perf_counter()
-        chosen = self._resolve(bound, policy, exit_layer, num_speculations)
+        chosen = self._resolve(bound, **speculation)
         # Calibration takes time the first time only.
         return _Binding(bound, chosen, started, perf_counter() - resolving, self._models.called)
 
@@ -332,7 +331,7 @@ class SelfSpecGenerator:
         Returns the number of captures and the seconds they took.
         """
         bound = self._models.bind()
-        chosen = self._resolve(bound, policy, None, None)
+        chosen = self._resolve(bound, policy)
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
@@ -402,7 +401,11 @@ class SelfSpecGenerator:
         return self._resolve(self._models.current, policy, exit_layer, num_speculations)
 
     def _resolve(
-        self, bound: BoundModel, policy: str | Policy | None, exit_layer: int | None, num_speculations: int | None
+        self,
+        bound: BoundModel,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
     ) -> Policy:
         num_layers = bound.model.num_layers
         if exit_layer is not None:

@@ -52,14 +52,10 @@ def load_generator(
     if divides(tensor_parallel if launched_ranks() > 1 else None):
         be_silent_unless_first()
     with loading(model, notes) as name:
-        return SelfSpecGenerator.from_pretrained(
+        return load.generator(
             name,
-            dtype=load.dtype,
-            device=load.device,
             local_files_only=model is None,
             prefix_cache=prefix_cache,
-            exits=None if load.exits == "none" else load.exits,
-            kv_dtype=load.kv_dtype,
             tensor_parallel=tensor_parallel,
             device_map=device_map,
         )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
+from selfspec import SelfSpecGenerator
 from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
 
 _PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
@@ -61,6 +62,12 @@ class LoadOptions(DeviceOptions):
         "different results).",
         "Model",
     )
+
+    def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
+        """Load a checkpoint. others: further arguments of `SelfSpecGenerator.from_pretrained`."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["exits"] = None if self.exits == "none" else self.exits
+        return SelfSpecGenerator.from_pretrained(name, **values, **others)
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

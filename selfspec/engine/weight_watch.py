@@ -29,7 +29,7 @@ from selfspec.engine.torch_mode import engine_mode
 _SAMPLES = 32  # numbers of each tensor that every call compares
 _SHARE = 0.003  # of the time that calls take, for checksums
 _BLOCK = 1 << 19  # words of 8 bytes that one checksum step reads: 4 MB
-_SEGMENT = 128  # words that share one sum: 1 kB, so that rows which change places are seen, too
+_SEGMENT = 128  # words that share one sum: 1 kB, so that rows that swap places are noticed
 _version_of = attrgetter("_version")
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

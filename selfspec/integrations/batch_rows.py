@@ -86,7 +86,7 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: T
             raise ValueError(f"row {index} of the batch holds nothing but padding: give every row at least one token")
         if bool(mask[index, :padding].any()):
             raise ValueError(
-                f"row {index} of the batch is not padded on the left (its attention_mask has zeros behind ones): "
+                f"row {index} of the batch is not padded on the left (its attention_mask has zeros after ones): "
                 "set padding_side='left' in the tokenizer, and pass its attention_mask"
             )
         rows.append(
@@ -103,7 +103,7 @@ def _check_positions(rows: list[BatchRow], positions: Tensor) -> None:
     for row in rows:
         given = positions[row.index, row.padding.numel() :]
         if not torch.equal(given, torch.arange(row.prompt.numel(), dtype=given.dtype)):
-            raise ValueError("position_ids other than 0, 1, 2, .. behind the padding are not supported: leave them out")
+            raise ValueError("position_ids other than 0, 1, 2, .. after the padding are not supported: leave them out")
 
 
 class RowProcessor(LogitsProcessor):

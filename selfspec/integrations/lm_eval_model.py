@@ -74,7 +74,7 @@ class SelfSpecLM(TemplateLM):
         end, begin = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if end is None and begin is None:
             raise ValueError(
-                "a text without a context is scored behind the tokenizer's BOS or EOS token, and it has neither"
+                "a text without a context is scored after the tokenizer's BOS or EOS token, and it has neither"
             )
         return begin if end is None else end
 

@@ -50,16 +50,12 @@ class ReplicaOptions(_OfServe):
 
     def settings(self) -> ServerSettings:
         """The settings of the app in each replica. Reads the files that are named; raises OSError and ValueError for them."""
-        given = {field.name: getattr(self, field.name) for field in fields(ServeOptions)}
-        return ServeOptions(**given).settings(self.model, "0.0.0.0")  # Ray's proxy listens
+        return ServeOptions(**self._of(ServeOptions)).settings(self.model, "0.0.0.0")  # Ray's proxy listens
 
     def generator(self) -> SelfSpecGenerator:
         """Load the model, in a replica's process. Raises OSError and ValueError if it cannot be loaded."""
-        return SelfSpecGenerator.from_pretrained(
-            str(DEMO_PATH) if self.model is None else self.model,
-            dtype=self.dtype,
-            device=self.device,
-            exits=None if self.exits == "none" else self.exits,
-            prefix_cache=self.prefix_cache,
-            kv_dtype=self.kv_dtype,
-        )
+        name = str(DEMO_PATH) if self.model is None else self.model
+        return LoadOptions(**self._of(LoadOptions)).generator(name, prefix_cache=self.prefix_cache)
+
+    def _of(self, group: type[Any]) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(group)}

@@ -42,7 +42,7 @@ class _Definitions:
     def __init__(self, schema: dict[str, Any]) -> None:
         self.found: dict[str, _Definition] = {}
         self._schema, self._nodes = schema, 0
-        self._walk_data(schema)  # everything counts, also what no reference leads to
+        self._walk_data(schema)  # all values count, even those that no reference leads to
         open_pointers = ["#"]
         while open_pointers:
             pointer = open_pointers.pop()
@@ -113,7 +113,7 @@ class _Definitions:
 
 
 class _Ways:
-    """The longest way through the definitions, at most.
+    """An upper bound on the longest path through the definitions.
 
     Definitions that refer to each other in a circle may follow each other in any order, so all of them count.
     """
@@ -123,19 +123,19 @@ class _Ways:
 
     def check(self) -> None:
         group_of: dict[str, int] = {}
-        longest: list[tuple[int, int]] = []  # references and levels of the longest way from each group on
+        longest: list[tuple[int, int]] = []  # references and levels of the longest path from each group
         for group in _circles({pointer: one.to for pointer, one in self._definitions.items()}):
             for pointer in group:
                 group_of[pointer] = len(longest)
-            behind = [
+            beyond = [
                 longest[group_of[to]]
                 for pointer in group
                 for to in self._definitions[pointer].to
                 if group_of[to] != len(longest)
             ]
-            references = len(group) + max((hops for hops, _ in behind), default=0)
+            references = len(group) + max((hops for hops, _ in beyond), default=0)
             levels = sum(self._definitions[pointer].depth for pointer in group)
-            levels += max((deep for _, deep in behind), default=0)
+            levels += max((deep for _, deep in beyond), default=0)
             longest.append((references, levels))
             if references > MOST_REFERENCES + 1:
                 raise ValueError(f"the schema has more than {MOST_REFERENCES} references that follow each other")
@@ -144,7 +144,7 @@ class _Ways:
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Strongly connected components, each after all that it leads to. Tarjan's algorithm (1972), without recursion."""
+    """Strongly connected components, each after those it leads to. Tarjan's algorithm (1972), without recursion."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
