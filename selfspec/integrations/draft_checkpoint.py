@@ -1,12 +1,12 @@
 """`selfspec export-draft`: the first layers of a model, its norm and its head as a small checkpoint of the same family.
 
-Engines that take a second model for drafting load it like any other; transformers calls it `assistant_model`. It reads the
-text itself and has its own KV cache, which selfspec's drafts do not need.
+Engines that take a second model for drafting load it as any other: transformers as `assistant_model`, and others under names
+of their own. It reads the text itself and keeps a cache of its own, which selfspec does not need.
 
-An exit adapter becomes one more decoder layer, exactly, if that is possible. The low-rank form is the MLP of a pre-norm layer
-whose norm has weight 1 and whose attention adds 0; unused rows are zero. The form "layer" also has attention, which fits if
-the model's heads and rotary positions agree. The steered form needs hidden states of the verifying model, which a separate
-checkpoint never sees.
+An exit adapter becomes one more decoder layer, exactly, where it can. The low-rank form is the MLP of a pre-norm layer whose
+norm has weight 1 and whose attention adds 0; the rows that it does not need are zero. The form "layer" also brings attention,
+which fits into the model's own attention if its heads and rotary positions do. The steered form needs hidden states of the
+model that verifies, which a checkpoint of its own never sees.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LEFT_OUT = "export the bare exit with --exits none"
 def draft_model(model: PreTrainedModel, exit_layer: int, adapter: ExitAdapter | None = None) -> PreTrainedModel:
     """A model of the same class with the first `exit_layer` layers, and one more for an adapter.
 
-    Its weights are the tensors of `model`, not copies. What a checkpoint does not store is on the meta device, so save the
-    model and load it again. Raises ValueError for an exit layer that the model does not have, and for an adapter that no
+    Its weights are the tensors of `model`, not copies; on the meta device is what a checkpoint does not store, so it is to be
+    saved and loaded again. Raises ValueError for an exit layer that the model does not have, and for an adapter that no
     checkpoint of this family can hold.
     """
     config = model.config
@@ -55,7 +55,7 @@ def draft_model(model: PreTrainedModel, exit_layer: int, adapter: ExitAdapter | 
 
 
 def _layer_of(name: str) -> int | None:
-    """The decoder layer that a weight belongs to; None if it belongs to none."""
+    """The index of the decoder layer that a weight is of; None for one outside of the layers."""
     _, found, rest = name.partition("model.layers.")
     return int(rest.partition(".")[0]) if found else None
 
@@ -73,7 +73,7 @@ def _shortened(config: PretrainedConfig, exit_layer: int, one_more: bool) -> Pre
 def _folded(adapter: ExitAdapter, like: nn.Module, config: PretrainedConfig) -> dict[str, Tensor]:
     """The weights of a decoder layer that computes what the adapter does; like: a layer of the model.
 
-    The epsilon of the norms may differ; it is far below the mean square of hidden states.
+    The two may differ in the norms' epsilon, which is far below the mean square of hidden states.
     """
     kind = adapter.config
     if kind.form == "steered":
@@ -109,7 +109,7 @@ def _folded(adapter: ExitAdapter, like: nn.Module, config: PretrainedConfig) -> 
 
 
 def _fold_attention(adapter: ExitAdapter, weights: dict[str, Tensor], config: PretrainedConfig) -> None:
-    """Put the adapter's heads in place of the layer's first ones, each with the key-value head that it reads."""
+    """Put the adapter's heads in the place of the layer's first ones, each beside the key-value head that it reads."""
     kind, attention = adapter.config, adapter.attention
     assert attention is not None
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
