@@ -3,7 +3,8 @@
 Text is passed on as soon as its characters are complete. The chunks together are exactly
 `tokenizer.decode(new_tokens, skip_special_tokens=True)`. transformers' TextStreamer does not give that: it waits for spaces
 and decodes every line anew, which loses the space at the beginning of a line with SentencePiece tokenizers (Llama 2).
-tokenizers' DecodeStream takes fast tokenizers only, drops incomplete characters at the end, and cannot look ahead at drafts.
+DecodeStream of tokenizers 0.23 gives other texts or raises for byte-fallback tokens, drops incomplete characters at the end,
+and cannot look ahead at drafts.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def chat_command(
             )
         check_sampling(generator.model.generation_config, sampling)
         options: dict[str, Any] = {**sampling}
-        if (seed := options.pop("seed")) is not None:  # one random generator, from which every answer draws on
+        if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
         with notes.status("Calibrating ..."):  # only if the policy uses measured costs
             chosen = generator.resolve_policy(policy)
