@@ -90,7 +90,7 @@ class ExitTraining:
     max_grad_norm: float = option(1.0, "Maximum norm of the gradient.")
     kl_weight: float = option(1.0, "Weight of KL(model || exit).")
     ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.")
-    arm: str = option("uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/exit-adapters.md).")
+    arm: str = option("uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/train-exit.md).")
     alpha: float = option(0.5, "Smoothing of D-PACE's weights, in [0, 1].")
     block: int = option(8, "Draft length that D-PACE's weights count with.")
     precision: str = option("fp32", "fp32, or bf16 for autocast.")
