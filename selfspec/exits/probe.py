@@ -15,11 +15,11 @@ from torch import Tensor
 
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import config_for
-from selfspec.exits.exit_fitting import FitSettings, StepFigures, fit
-from selfspec.exits.exit_sequences import join
-from selfspec.exits.exit_settings import default_exit_layers, default_rank
+from selfspec.exits.fitting import FitSettings, StepFigures, fit
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import capture, plan_for, states_dtype
+from selfspec.exits.hidden_state_dataset import capture, plan_for, states_dtype
+from selfspec.exits.sequences import join
+from selfspec.exits.settings import default_exit_layers, default_rank
 from selfspec.exits.training_texts import TrainingText
 from selfspec.generator import SelfSpecGenerator
 

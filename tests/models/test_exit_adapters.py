@@ -21,7 +21,7 @@ from layerskip_models.linear import Layout
 from policies import FixedExit, LayerCost, MeasuredCost, NeverStop, Policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import measured_cost
-from selfspec.exits.exit_settings import default_rank
+from selfspec.exits.settings import default_rank
 from tests.fuzz.random_adapters import adapted, random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 

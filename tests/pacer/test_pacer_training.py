@@ -20,9 +20,8 @@ from preverifiers import random_module
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.pacer import fitting as train_pacer
+from selfspec.pacer import training as train_pacer
 from selfspec.pacer.examples import DataPlan, draft_traces, make_data, read_traces
-from selfspec.pacer.fitting import trace_logits, train_preverifier
 from selfspec.pacer.labels import (
     DraftTrace,
     auc,
@@ -36,6 +35,7 @@ from selfspec.pacer.labels import (
 )
 from selfspec.pacer.network import load_preverifier
 from selfspec.pacer.settings import PreVerifierTraining
+from selfspec.pacer.training import trace_logits, train_preverifier
 from tiny_llama import tiny_llama, tiny_tokenizer
 from tiny_training import begin_as_rank
 

@@ -28,13 +28,14 @@ from layerskip_models.training.saving import latest_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.exits import exit_fitting, kept_states
-from selfspec.exits.exit_fitting import FitSettings, fit, measure
-from selfspec.exits.exit_sequences import ExitSequence, join
-from selfspec.exits.exit_settings import ExitTraining, default_exit_layers, default_rank
+from selfspec.exits import fitting as exit_fitting
+from selfspec.exits import hidden_state_dataset
+from selfspec.exits.fitting import FitSettings, fit, measure
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
-from selfspec.exits.train_exit import train_exit
+from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
+from selfspec.exits.sequences import ExitSequence, join
+from selfspec.exits.settings import ExitTraining, default_exit_layers, default_rank
+from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
 from tests.fuzz.fuzz_models import draw_config, random_model
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
@@ -315,7 +316,7 @@ def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkey
     per_row = kept.bytes_per_row(16)
     assert per_row == 4 * 16 * 2 + 8
     limits: dict[str, Any] = {"most_tokens": 0, "most_bytes": 100 * per_row}
-    monkeypatch.setattr(kept_states, "_SHARD_BYTES", 40 * per_row)
+    monkeypatch.setattr(hidden_state_dataset, "_SHARD_BYTES", 40 * per_row)
     whole = write_states(model, iter(made), kept, tmp_path / "whole", **limits)
     assert whole["ended"] == "budget" and whole["texts"] == 5 and whole["bytes"] <= limits["most_bytes"]
     shards = sorted((tmp_path / "whole").glob("shard-*"))

@@ -28,11 +28,11 @@ from layerskip_models.exits.folder import FOLDER, load_adapters
 from layerskip_models.exits.lean import lean_adapters
 from policies import RoundRecord
 from selfspec import SelfSpecGenerator
-from selfspec.exits.exit_sequences import ExitSequence
-from selfspec.exits.exit_settings import ExitTraining
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import capture, plan_for
-from selfspec.exits.train_exit import train_exit
+from selfspec.exits.hidden_state_dataset import capture, plan_for
+from selfspec.exits.sequences import ExitSequence
+from selfspec.exits.settings import ExitTraining
+from selfspec.exits.training import train_exit
 
 BY_LAYERS = "auto:cost=layers,copy=off"
 """The policy whose tokens per layer are counted. Copied tokens would hide what exits are worth."""

@@ -16,9 +16,9 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
 from policies import RoundRecord, draft_passes
 from selfspec import SelfSpecGenerator
-from selfspec.exits.exit_fitting import ExitRows
-from selfspec.exits.exit_sequences import FARTHEST, ExitSequence
+from selfspec.exits.fitting import ExitRows
 from selfspec.exits.frozen_head import FrozenHead
+from selfspec.exits.sequences import FARTHEST, ExitSequence
 from selfspec.exits.training_texts import TrainingText
 
 LENGTHS = tuple(range(1, 9))

@@ -22,7 +22,7 @@ from layerskip_models.exits.adapter import AdapterConfig
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, Piece, prefill, read_pieces
 from layerskip_models.text_files import write_text
-from selfspec.exits.exit_sequences import FARTHEST, UNSCORED, ExitSequence, join
+from selfspec.exits.sequences import FARTHEST, UNSCORED, ExitSequence, join
 from selfspec.exits.training_texts import TrainingText
 
 Kept = Literal["scored", "steered", "all"]

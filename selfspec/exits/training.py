@@ -34,12 +34,19 @@ from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.documents import DataSource
 from layerskip_models.training.start import claim_output_dir
 from selfspec.cli.arguments import load_generator
-from selfspec.exits.exit_card import card, figure_lines
-from selfspec.exits.exit_fitting import FitSettings, StepFigures, fit, make_optimizer, measure
-from selfspec.exits.exit_settings import DATA_FIELDS, OPERATIONAL_FIELDS, ExitTraining
+from selfspec.exits.card import card, figure_lines
+from selfspec.exits.fitting import FitSettings, StepFigures, fit, make_optimizer, measure
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import KEPT, HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
+from selfspec.exits.hidden_state_dataset import (
+    KEPT,
+    HiddenStateDataset,
+    StatesPlan,
+    plan_for,
+    states_dtype,
+    write_states,
+)
 from selfspec.exits.own_answers import OwnAnswers
+from selfspec.exits.settings import DATA_FIELDS, OPERATIONAL_FIELDS, ExitTraining
 from selfspec.exits.training_texts import Example, TextReader, TrainingText, in_shares, sampled_examples
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of

@@ -19,8 +19,8 @@ from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.training.accepted_length import accepted_length_weights
 from layerskip_models.training.documents import block_order
 from layerskip_models.training.whole_copies import sum_over_processes
-from selfspec.exits.exit_sequences import FARTHEST, ExitSequence, with_gaps
 from selfspec.exits.frozen_head import FrozenHead
+from selfspec.exits.sequences import FARTHEST, ExitSequence, with_gaps
 
 _SCALE_SEQUENCES = 32  # whose rows give an exit's scale
 _TERMS = 4  # of a step's sums per exit: ce, kl, agreements, rows

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip_models.exits.adapter import AdapterConfig
-from selfspec.exits.exit_fitting import WINDOW, ExitFigures
-from selfspec.exits.exit_settings import ExitTraining
+from selfspec.exits.fitting import WINDOW, ExitFigures
+from selfspec.exits.settings import ExitTraining
 
 _PATHS = ("model", "output_dir", "states_of")
 
