@@ -26,7 +26,7 @@ from layerskip_models.parallel.part_files import Parts
 from layerskip_models.parallel.shard_loading import Source
 from layerskip_models.parallel.shard_plan import ShardPlan
 from layerskip_models.training import saving as checkpoints
-from layerskip_models.training.muon import Muon, ShardedMuon, local_part
+from layerskip_models.training.muon import local_part
 from layerskip_models.training.shard_files import ShardFiles, rows_of, write_shard
 from layerskip_models.training.training_config import TrainingConfig
 
@@ -106,13 +106,13 @@ class ShardedTraining:
         """To be called behind `gathered` where no backward pass follows: norm and head are let go."""
         cast(FSDPModule, self.model).reshard()
 
-    def reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
-        """Sum losses over the processes; the gradients are summed where they were computed."""
+    def reduce(self, totals: Tensor) -> Tensor:
+        """The gradients are summed where they were computed."""
         for parameter in self.model.parameters():  # a layer that all samples skipped has none; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        losses = self._accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
-        return dict(zip(totals, losses.tolist()))
+        summed: Tensor = self._accelerator.reduce(totals, reduction="sum")
+        return summed
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients down to a norm over all processes of at most max_norm."""
@@ -120,9 +120,6 @@ class ShardedTraining:
         norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-
-    def muon(self, matrices: list[Parameter], learning_rate: float, weight_decay: float) -> Muon:
-        return ShardedMuon(matrices, lr=learning_rate, weight_decay=weight_decay)
 
     def save(
         self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]

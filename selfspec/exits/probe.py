@@ -63,7 +63,7 @@ def probe_exits(
     while not written or monotonic() - started < _WRITING * seconds:
         written += _write(writer, texts, random)
         say(f"the model has written {sum(text.num_scored for text in written):,} tokens")
-    plan = plan_for([config], model, states_dtype(model))
+    plan = plan_for(config.exit_layers, model, states_dtype(model))
     sequences = [sequence for sequence in capture(model, written, plan) if bool(sequence.scored.any())]
     random.shuffle(sequences)
     batches = [join(sequences[first : first + 4]) for first in range(0, len(sequences), 4)]

@@ -5,20 +5,14 @@ Plain text counts whole; of conversations and of prompts with completions, the a
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from layerskip_models.training.documents import DataSource, is_held_out, read_documents
-from selfspec.messages import ChatTemplate, Messages, are_messages, conversation_ids
-
-_FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
+from layerskip_models.training.examples import Example
+from selfspec.messages import ChatTemplate, Messages, conversation_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,59 +27,6 @@ class TrainingText:
     def num_scored(self) -> int:
         """Tokens that count. The first token of a text is foretold by nothing."""
         return sum(end - max(first, 1) for first, end in self.scored)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One item of the data as it was read. Either text, or messages, or a prompt, perhaps with its completion."""
-
-    key: str  # what decides whether it is held out
-    text: str | None = None
-    messages: Messages | None = None
-    prompt: str | None = None
-    completion: str | None = None
-
-
-def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
-    """Of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts. ValueError for anything else, and if it is empty."""
-    if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
-        packed = path.suffix == ".gz"
-        with gzip.open(path, "rt", encoding="utf-8-sig") if packed else path.open(encoding="utf-8-sig") as stream:
-            examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
-    else:
-        examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
-    if not examples:
-        raise ValueError(
-            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
-        )
-    return examples
-
-
-def _parse(line: str, where: str) -> Example:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-    if not isinstance(item, dict):
-        raise ValueError(f"{where}: expected an object with {_FORMS}")
-    key = json.dumps(item, sort_keys=True)
-    prompt, completion = item.get("prompt"), item.get("completion")
-    messages = item.get("messages")
-    if messages is None and are_messages(prompt):  # a conversation in two parts
-        messages = [*prompt, *(completion if are_messages(completion) else [])]
-    if messages is not None:
-        if not are_messages(messages) or not all(
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
-        ):
-            raise ValueError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
-        return Example(key=key, messages=messages)
-    if isinstance(prompt, str):
-        if completion is not None and not isinstance(completion, str):
-            raise ValueError(f"{where}: completion must be text, like prompt")
-        return Example(key=key, prompt=prompt, completion=completion)
-    if isinstance(item.get("text"), str):
-        return Example(key=key, text=item["text"])
-    raise ValueError(f"{where}: expected {_FORMS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,41 +146,3 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
         if a != b:
             return index
     return min(len(one), len(other))
-
-
-def sampled_examples(
-    sources: Sequence[DataSource],
-    *,
-    held_out: bool,
-    holdout_fraction: float,
-    exclude: Sequence[str],
-    seed: int,
-) -> list[list[Example]]:
-    """Of each source its examples that are held out, or the others, in a random order. ValueError if no source has any."""
-    found: list[list[Example]] = []
-    for number, source in enumerate(sources):
-        read = read_examples(source.path, exclude)
-        chosen = [example for example in read if is_held_out(example.key, holdout_fraction) == held_out]
-        order = np.random.default_rng([seed, held_out, number]).permutation(len(chosen))
-        found.append([chosen[index] for index in order])
-    if not any(found):
-        raise ValueError(
-            "no document is held out for the figures: raise holdout_fraction, or give --evaluate-on"
-            if held_out
-            else "every document is held out for the figures: lower holdout_fraction, or give more data"
-        )
-    return found
-
-
-def in_shares(streams: Sequence[Iterator[Any]], shares: Sequence[float], sizes: Any) -> Iterator[Any]:
-    """Items of several streams, each giving its share of their sizes until it is used up. sizes: a function of an item."""
-    given = [0.0] * len(streams)
-    open_streams = set(range(len(streams)))
-    while open_streams:
-        index = min(open_streams, key=lambda i: (given[i] / shares[i], i))
-        item = next(streams[index], None)
-        if item is None:
-            open_streams.discard(index)
-            continue
-        given[index] += sizes(item)
-        yield item

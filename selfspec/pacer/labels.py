@@ -6,15 +6,11 @@ Source: Pacer (Zhang et al. 2025), section 3.3 and Appendix D.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from policies.acceptance_table import AcceptanceTable
 from policies.base import check_exit_layer
 
 
@@ -135,109 +131,3 @@ def cut(trace: DraftTrace, lengths: Tensor) -> DraftTrace:
 def behind_mismatch(trace: DraftTrace, rows: int) -> DraftTrace:
     """The trace with at most `rows` rows of a draft behind its first mismatch."""
     return cut(trace, trace.accepted + 1 + rows)
-
-
-def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -> tuple[Tensor, Tensor]:
-    """What SPIDE's table estimates for each row, and the running product of that over each draft: float32 [rows] each."""
-    own, products = [], []
-    for trace in traces:
-        confidences = trace.features[:, 0].exp().clamp(max=1.0).tolist()
-        rates = torch.tensor(
-            [table.rate(trace.exit_layer, confidence) for confidence in confidences], dtype=torch.float32, device="cpu"
-        )
-        own.append(rates)
-        products.append(running_products(rates, trace.lengths))
-    return torch.cat(own), torch.cat(products)
-
-
-def running_products(estimates: Tensor, lengths: Tensor) -> Tensor:
-    """The product of each draft's estimates up to every row, float32 [rows]."""
-    return torch.cat([part.cumprod(0) for part in estimates.split(lengths.tolist())])
-
-
-def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
-    """SPIDE's table, one row per exit layer, from the tokens whose own acceptance is known."""
-    table = AcceptanceTable(sorted({trace.exit_layer for trace in traces}))
-    for trace in traces:
-        known = trace.fate_known()
-        for confidence, label in zip(trace.features[known, 0].exp().tolist(), trace.labels()[known].tolist()):
-            table.add(trace.exit_layer, min(confidence, 1.0), label)
-    return table
-
-
-def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """(a, b) for which a * logits + b has the least binary cross-entropy against labels 0 and 1, [tokens] each.
-
-    Platt's scaling. Of labels that are all alike (1, 0): there is nothing to learn from them.
-    """
-    if not 0 < float(labels.mean()) < 1:
-        return 1.0, 0.0
-    x, y = logits.double(), labels.double()
-    with torch.enable_grad():
-        fitted = torch.tensor([1.0, 0.0], dtype=torch.double, device="cpu", requires_grad=True)
-        optimizer = torch.optim.LBFGS([fitted], max_iter=200, line_search_fn="strong_wolfe")
-
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            value = F.binary_cross_entropy_with_logits(x * fitted[0] + fitted[1], y)
-            value.backward()
-            return value
-
-        optimizer.step(loss)
-    scale, shift = fitted.tolist()
-    return scale, shift
-
-
-def scikit_learn_metrics() -> Any:
-    """The module `sklearn.metrics`. Raises ValueError where scikit-learn, of the extra `dev`, is not installed."""
-    try:
-        from sklearn import metrics
-    except ImportError:
-        raise ValueError("measuring a pre-verifier needs scikit-learn: pip install scikit-learn") from None
-    return metrics
-
-
-def auc(scores: Tensor, labels: Tensor) -> float:
-    """Chance that an accepted token has a higher score than a rejected one, ties counting half; NaN if either is missing."""
-    if not 0 < float(labels.mean()) < 1:
-        return float("nan")
-    return float(scikit_learn_metrics().roc_auc_score(labels.numpy(), scores.double().numpy()))
-
-
-def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
-    """Expected calibration error: mean of |mean score - share accepted| over equally filled bins, by their sizes.
-
-    scikit-learn's `calibration_curve` has such bins, but doesn't tell their sizes; torchmetrics' bins are equally wide.
-    """
-    order = scores.argsort()
-    total = 0.0
-    for part in order.tensor_split(min(bins, len(order))):
-        total += float((scores[part].double().mean() - labels[part].double().mean()).abs()) * len(part)
-    return total / len(order)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quality:
-    """How good estimates are on some tokens. stop_precision, stop_recall: of "stop here" (score <= 0.5) as a forecast of
-    rejection; NaN where nothing is stopped or rejected."""
-
-    auc: float
-    calibration_error: float
-    stop_precision: float
-    stop_recall: float
-    num_tokens: int
-    share_accepted: float
-
-
-def quality(scores: Tensor, labels: Tensor, threshold: float = 0.5) -> Quality:
-    """Measure scores in [0, 1] against labels 0 and 1, float32 [tokens] each."""
-    metrics = scikit_learn_metrics()
-    stops, rejected = (scores <= threshold).numpy(), (labels < 0.5).numpy()
-    return Quality(
-        auc=auc(scores, labels),
-        calibration_error=calibration_error(scores, labels),
-        stop_precision=float(metrics.precision_score(rejected, stops, zero_division=float("nan"))),
-        stop_recall=float(metrics.recall_score(rejected, stops, zero_division=float("nan"))),
-        num_tokens=len(labels),
-        share_accepted=float(labels.mean()),
-    )

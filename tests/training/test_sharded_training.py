@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from layerskip_models.training.loop import train
 from layerskip_models.training.microbatches import micro_batches
+from layerskip_models.training.resumable_run import claim_output_dir
 from layerskip_models.training.saving import latest_checkpoint
 from layerskip_models.training.shard_files import ShardFiles, rows_of, write_shard
 from layerskip_models.training.sharding import ShardedTraining
-from layerskip_models.training.start import claim_output_dir
 from layerskip_models.training.training_config import TrainingConfig
 from rank_processes import RankFailed, on_ranks, results_of
 from tiny_llama import tiny_llama
@@ -158,10 +158,10 @@ def test_what_does_not_go_together_is_said(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shard divides the model over processes, and this is one alone"):
         train(tiny(text, tmp_path / "out", shard=True))
     whole = tiny(text, tmp_path / "whole")
-    claim_output_dir(whole, tmp_path / "whole")
+    claim_output_dir(whole)
     (tmp_path / "whole" / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="holds a run with another shard"):
-        claim_output_dir(replace(whole, shard=True), tmp_path / "whole")
+        claim_output_dir(replace(whole, shard=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
