@@ -1,4 +1,4 @@
-"""Which rows of a batch each process computes, and when: the same number of passes in every process, where that matters."""
+"""Which rows of a batch each process computes, and which rows of a divided tensor it holds."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def micro_batches(num_rows: int, rows_at_once: int, rank: int, ranks: int, *, in
         stand_ins = [together[0]] * (len(places) - len(real))
         found.append(MicroBatch(rows=real + stand_ins, real=len(real), together=together))
     return found
+
+
+def rows_of(num_rows: int, rank: int, ranks: int) -> range:
+    """The rows of a tensor that one of `ranks` processes holds, as torch.chunk cuts: the last may have fewer, or none."""
+    most = -(-num_rows // ranks)
+    return range(min(rank * most, num_rows), min((rank + 1) * most, num_rows))

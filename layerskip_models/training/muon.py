@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from layerskip_models.training.shard_files import rows_of
+from layerskip_models.training.microbatches import rows_of
 
 # Coefficients of the quintic X <- aX + b(XX')X + c(XX')^2 X, whose repetition takes singular values towards 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)

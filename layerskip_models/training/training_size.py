@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from layerskip_models.training.microbatches import rows_of
 from layerskip_models.training.recipe import enabled_exits, run_layer
-from layerskip_models.training.shard_files import rows_of
 
 _LOGIT_BYTES = 16  # of one logit at its peak: itself, its log-probability, and the gradients of both, in float32
 
