@@ -1,12 +1,11 @@
-"""Training data of Pacer's pre-verifier: draft traces -> labels, one packed sequence per response with its mask; metrics.
+"""Draft traces, from which Pacer's pre-verifier learns: their labels, and a response with all its drafts as one sequence.
 
-Knows traces only: neither the model that drafted them nor the network that learns from them.
 Source: Pacer (Zhang et al. 2025), section 3.3 and Appendix D.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from policies.base import check_exit_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftTrace:
-    """One response at one exit layer: the text's exit hidden states, and drafts from several of its positions.
+    """One response at one exit layer: the text's exit hidden states, and drafts from several of its positions. On the CPU.
 
     context: [n, hidden], exit hidden states of the text's rows. starts: int64 [drafts], tokens committed before each draft:
     its first row, at position start - 1, sees the context's rows 0 .. start - 2. lengths: int64 [drafts], rows of each.
@@ -54,23 +53,26 @@ class DraftTrace:
         """Rows up to and including the first mismatch, whose own acceptance verification decides: bool [rows]."""
         return self.draft_index() <= self.accepted[self.draft_of_row()] + 1
 
+    def up_to_mismatch(self, more: int = 0) -> DraftTrace:
+        """The trace without the rows that follow a first mismatch, but for `more` of them."""
+        lengths = torch.minimum(self.lengths, self.accepted + 1 + more)
+        keep = self.draft_index() <= lengths[self.draft_of_row()]
+        return replace(self, lengths=lengths, hidden=self.hidden[keep], features=self.features[keep])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packed:
-    """A response's context and all its drafts as one sequence.
+    """A response's context and all its drafts as one sequence, the context first.
 
-    hidden [rows, hidden], features [rows, F], draft_index and position int64 [rows] (0 and the row's place in the text for
-    context), mask bool [rows, rows], labels float32 [rows] and scored bool [rows] (context rows are not).
+    hidden: [rows, hidden]. features: [rows, F]. draft_index, position: int64 [rows], 0 and the row's place in the text for
+    context. mask: bool [rows, rows].
     """
 
-    exit_layer: int
     hidden: Tensor
     features: Tensor
     draft_index: Tensor
     position: Tensor
     mask: Tensor
-    labels: Tensor
-    scored: Tensor
 
 
 def pack(trace: DraftTrace, *, scope: str = "full", block: int = 4) -> Packed:
@@ -81,53 +83,25 @@ def pack(trace: DraftTrace, *, scope: str = "full", block: int = 4) -> Packed:
     """
     size = len(trace.context)
     index, draft = trace.draft_index(), trace.draft_of_row()
-    starts = trace.starts[draft]
-    rows = len(index)
+    starts, rows = trace.starts[draft], len(index)
+    mask = torch.zeros(size + rows, size + rows, dtype=torch.bool, device="cpu")
+    mask[:size, :size] = _numbers(0, size).unsqueeze(1) >= _numbers(0, size)
     own = (draft.unsqueeze(1) == draft) & (index.unsqueeze(1) >= index)
-    if scope == "block":
+    if scope == "full":
+        mask[size:, :size] = _numbers(0, size) < (starts - 1).unsqueeze(1)
+    elif scope == "block":
         number = (index - 1) // block
         own &= number.unsqueeze(1) == number
-    context = _numbers(0, size).expand(rows, -1) < (starts - 1).unsqueeze(1)
-    if scope != "full":
-        context = torch.zeros_like(context)
-    mask = torch.zeros(size + rows, size + rows, dtype=torch.bool, device="cpu")
-    mask[:size, :size] = torch.ones(size, size, dtype=torch.bool, device="cpu").tril()
-    mask[size:, :size], mask[size:, size:] = context, own
-    no_features = torch.zeros(size, trace.features.shape[1], dtype=torch.float32, device="cpu")
+    mask[size:, size:] = own
     return Packed(
-        exit_layer=trace.exit_layer,
         hidden=torch.cat([trace.context, trace.hidden]).float(),
-        features=torch.cat([no_features, trace.features]),
-        draft_index=torch.cat([torch.zeros(size, dtype=torch.long, device="cpu"), index]),
+        features=torch.cat([trace.features.new_zeros(size, trace.features.shape[1]), trace.features]),
+        draft_index=torch.cat([index.new_zeros(size), index]),
         position=torch.cat([_numbers(0, size), starts - 2 + index]),
         mask=mask,
-        labels=torch.cat([torch.zeros(size, dtype=torch.float32, device="cpu"), trace.labels()]),
-        scored=torch.cat(
-            [torch.zeros(size, dtype=torch.bool, device="cpu"), torch.ones(rows, dtype=torch.bool, device="cpu")]
-        ),
     )
 
 
 def _numbers(start: int, stop: int) -> Tensor:
-    """start, start + 1, .. stop - 1: int64 on the CPU."""
+    """start, start + 1, .. stop - 1: int64 on the CPU, whatever the default device is."""
     return torch.arange(start, stop, dtype=torch.long, device="cpu")
-
-
-def cut(trace: DraftTrace, lengths: Tensor) -> DraftTrace:
-    """The trace with draft i no longer than lengths[i]."""
-    lengths = torch.minimum(trace.lengths, lengths)
-    keep = trace.draft_index() <= lengths[trace.draft_of_row()]
-    return DraftTrace(
-        exit_layer=trace.exit_layer,
-        context=trace.context,
-        starts=trace.starts,
-        lengths=lengths,
-        accepted=torch.minimum(trace.accepted, lengths),
-        hidden=trace.hidden[keep],
-        features=trace.features[keep],
-    )
-
-
-def behind_mismatch(trace: DraftTrace, rows: int) -> DraftTrace:
-    """The trace with at most `rows` rows of a draft behind its first mismatch."""
-    return cut(trace, trace.accepted + 1 + rows)

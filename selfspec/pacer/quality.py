@@ -1,4 +1,4 @@
-"""How good a pre-verifier is: its estimates on draft traces, calibrated, measured, and played through the stopping rule."""
+"""How good a pre-verifier is: its estimates on draft traces, their calibration, and figures on held-out traces."""
 
 from __future__ import annotations
 
@@ -11,45 +11,56 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from policies.acceptance_table import AcceptanceTable
-from selfspec.pacer.labels import DraftTrace, behind_mismatch, pack
+from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import PreVerifierModule
 from selfspec.pacer.tuning import PlayedDraft
 
 
 def trace_logits(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
     """The network's output for every draft row of a trace, float32 [rows]."""
-    config = module.config
-    packed = pack(trace, scope=config.scope, block=config.block)
+    packed = pack(trace, scope=module.config.scope, block=module.config.block)
     device = module.head.weight.device
-    logits = module(
+    logits: Tensor = module(
         packed.hidden.to(device),
         packed.features.to(device),
         packed.draft_index.to(device),
         packed.position.to(device),
         packed.mask.to(device),
-        packed.exit_layer,
+        trace.exit_layer,
     )
-    return logits[packed.scored.to(device)]
+    return logits[len(trace.context) :]
 
 
 def trace_loss(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
     """Binary cross-entropy, mean over rows: those whose fate is known for conditional estimates, all for prefix estimates."""
-    if module.config.estimates == "conditional":
-        trace = behind_mismatch(trace, 0)
+    trace = _learned_from(module, trace)
     logits = trace_logits(module, trace)
     return F.binary_cross_entropy_with_logits(logits, trace.labels().to(logits.device))
 
 
+def _learned_from(module: PreVerifierModule, trace: DraftTrace) -> DraftTrace:
+    return trace.up_to_mismatch() if module.config.estimates == "conditional" else trace
+
+
+@torch.inference_mode()
+def trace_estimates(module: PreVerifierModule, trace: DraftTrace) -> tuple[Tensor, Tensor]:
+    """What the network says of each row, and that the draft holds up to it: float32 [rows] each, on the CPU."""
+    own = trace_logits(module, trace).sigmoid().cpu()
+    return own, running_products(own, trace.lengths) if module.config.estimates == "conditional" else own
+
+
+def running_products(estimates: Tensor, lengths: Tensor) -> Tensor:
+    """The product of each draft's estimates up to every row, float32 [rows]."""
+    return torch.cat([part.cumprod(0) for part in estimates.split(lengths.tolist())])
+
+
 def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
-    """What the network says of every draft, for `selfspec.pacer.tuning`."""
+    """The traces' drafts with the network's estimates, for `selfspec.pacer.tuning`."""
     module.eval()
     played = []
     for trace in traces:
-        with torch.inference_mode():
-            estimates = trace_logits(module, trace).sigmoid().cpu()
-        if module.config.estimates == "conditional":
-            estimates = running_products(estimates, trace.lengths)
-        parts = zip(estimates.split(trace.lengths.tolist()), trace.accepted.tolist(), trace.lengths.tolist())
+        lengths = trace.lengths.tolist()
+        parts = trace_estimates(module, trace)[1].split(lengths)
         played += [
             PlayedDraft(
                 exit_layer=trace.exit_layer,
@@ -57,7 +68,7 @@ def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], windo
                 accepted=accepted,
                 is_cut=accepted < length < window,
             )
-            for part, accepted, length in parts
+            for part, accepted, length in zip(parts, trace.accepted.tolist(), lengths)
         ]
     module.train()
     return played
@@ -69,48 +80,18 @@ def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace])
     module.eval()
     module.calibration.copy_(module.calibration.new_tensor([1.0, 0.0]).expand_as(module.calibration))
     for index, layer in enumerate(module.config.exit_layers):
-        those = [trace for trace in traces if trace.exit_layer == layer]
-        if module.config.estimates == "conditional":
-            those = [behind_mismatch(trace, 0) for trace in those]
-        if those:
-            logits = torch.cat([trace_logits(module, trace).cpu() for trace in those])
-            fitted = fit_calibration(logits, torch.cat([trace.labels() for trace in those]))
+        of_layer = [_learned_from(module, trace) for trace in traces if trace.exit_layer == layer]
+        if of_layer:
+            logits = torch.cat([trace_logits(module, trace).cpu() for trace in of_layer])
+            fitted = fit_calibration(logits, torch.cat([trace.labels() for trace in of_layer]))
             module.calibration[index] = module.calibration.new_tensor(fitted)
     module.train()
-
-
-def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -> tuple[Tensor, Tensor]:
-    """What SPIDE's table estimates for each row, and the running product of that over each draft: float32 [rows] each."""
-    own, products = [], []
-    for trace in traces:
-        confidences = trace.features[:, 0].exp().clamp(max=1.0).tolist()
-        rates = torch.tensor(
-            [table.rate(trace.exit_layer, confidence) for confidence in confidences], dtype=torch.float32, device="cpu"
-        )
-        own.append(rates)
-        products.append(running_products(rates, trace.lengths))
-    return torch.cat(own), torch.cat(products)
-
-
-def running_products(estimates: Tensor, lengths: Tensor) -> Tensor:
-    """The product of each draft's estimates up to every row, float32 [rows]."""
-    return torch.cat([part.cumprod(0) for part in estimates.split(lengths.tolist())])
-
-
-def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
-    """SPIDE's table, one row per exit layer, from the tokens whose own acceptance is known."""
-    table = AcceptanceTable(sorted({trace.exit_layer for trace in traces}))
-    for trace in traces:
-        known = trace.fate_known()
-        for confidence, label in zip(trace.features[known, 0].exp().tolist(), trace.labels()[known].tolist()):
-            table.add(trace.exit_layer, min(confidence, 1.0), label)
-    return table
 
 
 def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     """(a, b) for which a * logits + b has the least binary cross-entropy against labels 0 and 1, [tokens] each.
 
-    Platt's scaling. Of labels that are all alike (1, 0): there is nothing to learn from them.
+    Platt's scaling. (1, 0) where all labels are the same, which teach nothing.
     """
     if not 0 < float(labels.mean()) < 1:
         return 1.0, 0.0
@@ -128,6 +109,27 @@ def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
         optimizer.step(loss)
     scale, shift = fitted.tolist()
     return scale, shift
+
+
+def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
+    """SPIDE's table, one row per exit layer, from the tokens whose own acceptance is known."""
+    table = AcceptanceTable(sorted({trace.exit_layer for trace in traces}))
+    for trace in traces:
+        known = trace.fate_known()
+        for confidence, label in zip(trace.features[known, 0].exp().tolist(), trace.labels()[known].tolist()):
+            table.add(trace.exit_layer, min(confidence, 1.0), label)
+    return table
+
+
+def confidence_estimates(traces: Sequence[DraftTrace], table: AcceptanceTable) -> tuple[Tensor, Tensor]:
+    """What SPIDE's table estimates for each row, and the running product of that over each draft: float32 [rows] each."""
+    own, products = [], []
+    for trace in traces:
+        confidences = trace.features[:, 0].exp().clamp(max=1.0).tolist()
+        rates = [table.rate(trace.exit_layer, confidence) for confidence in confidences]
+        own.append(torch.tensor(rates, dtype=torch.float32, device="cpu"))
+        products.append(running_products(own[-1], trace.lengths))
+    return torch.cat(own), torch.cat(products)
 
 
 def scikit_learn_metrics() -> Any:
@@ -160,8 +162,11 @@ def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How good estimates are on some tokens. stop_precision, stop_recall: of "stop here" (score <= 0.5) as a forecast of
-    rejection; NaN where nothing is stopped or rejected."""
+    """How good estimates are on some tokens.
+
+    stop_precision, stop_recall: of "stop here" (score <= 0.5) as a forecast of rejection; NaN where nothing is stopped or
+    rejected.
+    """
 
     auc: float
     calibration_error: float
@@ -189,7 +194,7 @@ def quality(scores: Tensor, labels: Tensor, threshold: float = 0.5) -> Quality:
 def evaluate(
     module: PreVerifierModule, held_out: Sequence[DraftTrace], train: Sequence[DraftTrace]
 ) -> dict[str, dict[str, Any]]:
-    """Held-out quality of the network and of SPIDE's table filled from the training data, per exit layer and of all.
+    """Held-out quality of the network and of SPIDE's table filled from the training data, for each exit layer and all.
 
     "token": each token up to and including the first mismatch, by its own estimate. "prefix": every drafted token, by the
     estimate that it and all before it are accepted (the running product of its draft's estimates).
@@ -201,21 +206,18 @@ def evaluate(
         traces = [trace for trace in held_out if trace.exit_layer in layers]
         if not traces:
             continue
-        network = [trace_logits(module, trace).sigmoid().cpu() for trace in traces]
-        if module.config.estimates == "conditional":
-            products = [running_products(scores, trace.lengths) for scores, trace in zip(network, traces)]
-        else:
-            products = network
-        own = torch.cat(network), torch.cat(products)
-        spides = confidence_estimates(traces, table)
         labels = torch.cat([trace.labels() for trace in traces])
         known = torch.cat([trace.fate_known() for trace in traces])
+        own, products = zip(*(trace_estimates(module, trace) for trace in traces))
         results["/".join(map(str, layers))] = {
             name: {
                 "token": asdict(quality(of_tokens[known], labels[known])),
                 "prefix": asdict(quality(of_prefixes, labels)),
             }
-            for name, (of_tokens, of_prefixes) in (("preverifier", own), ("confidence", spides))
+            for name, (of_tokens, of_prefixes) in (
+                ("preverifier", (torch.cat(own), torch.cat(products))),
+                ("confidence", confidence_estimates(traces, table)),
+            )
         }
     module.train()
     return results

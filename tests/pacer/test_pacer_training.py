@@ -22,7 +22,7 @@ from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
 from selfspec.pacer.examples import draft_traces, make_data, read_traces
-from selfspec.pacer.labels import DraftTrace, behind_mismatch, pack
+from selfspec.pacer.labels import DraftTrace, pack
 from selfspec.pacer.network import load_preverifier
 from selfspec.pacer.quality import (
     auc,
@@ -85,7 +85,7 @@ def test_drafts_end_behind_their_mismatch() -> None:
     )
     assert short.accepted.equal(long.accepted)
     assert short.lengths.equal(torch.minimum(long.lengths, long.accepted + 2))
-    cut = behind_mismatch(long, 1)
+    cut = long.up_to_mismatch(1)
     assert cut.lengths.equal(short.lengths)
     torch.testing.assert_close(cut.hidden, short.hidden, atol=1e-3, rtol=1e-3)  # kept in float16
     assert cut.labels().equal(short.labels())
