@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.checkpoints.module_folder import read_module, with_tuples
+from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.model import LayerSkipModel
 
@@ -42,10 +39,7 @@ def config_for(
 
 def save_adapters(adapters: ExitAdapters, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write configuration and weights into an existing folder; dtype: of the weights, None for theirs."""
-    config = asdict(adapters.config)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    weights = {name: value.to(dtype or value.dtype).contiguous() for name, value in adapters.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+    write_module(adapters, adapters.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, dtype)
 
 
 def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu") -> ExitAdapters:

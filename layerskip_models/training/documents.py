@@ -29,7 +29,7 @@ _PIECES = r"\p{N}| ?[\p{L}\p{M}_]+| ?[^\s\p{L}\p{M}\p{N}_]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A file or folder of text, and how many times one pass over the data shows it (0.5: half of its documents)."""
+    """A file or folder of text. weight: how often one pass over the data shows it (0.5: half of its documents)."""
 
     path: Path
     weight: float = 1.0
@@ -112,7 +112,7 @@ def split_document(text: str, max_chars: int) -> Iterator[str]:
 
 
 def is_held_out(document: str, fraction: float) -> bool:
-    """Whether a document is kept for evaluation: decided by a hash of its text, whatever its place or the seed."""
+    """True if a document is kept for evaluation. A hash of its text decides, so its place and the seed do not matter."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -212,7 +212,7 @@ def block(stream: np.ndarray, indices: Iterable[int], length: int) -> Tensor:
 
 
 def num_blocks(stream: np.ndarray, length: int) -> int:
-    """How many blocks of length + 1 tokens `block` can cut from the stream."""
+    """Number of blocks of length + 1 tokens that `block` can cut from the stream."""
     return max(len(stream) - 1, 0) // length
 
 

@@ -1,4 +1,4 @@
-"""A model under training, as it lies over the processes: here the whole in each, in `sharding` a part."""
+"""A model under training, and what each process holds of it: here the whole, in `sharding` a part."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class WholeCopies:
     def reduce(self, totals: Tensor) -> Tensor:
         """In one message."""
         parameters = list(self.model.parameters())
-        for parameter in parameters:  # a layer that all samples skipped has none; momentum still moves it
+        for parameter in parameters:  # none in a layer that all samples skipped; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self._accelerator.num_processes == 1:

@@ -103,7 +103,7 @@ def progress_bar(console: Console, total: int, *, shown: bool = True) -> Iterato
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What is told of a step. figures: for the log. summary: a few words, such as "loss 2.345"."""
+    """The result of a step or of an evaluation. figures: for the log. summary: a few words, such as "loss 2.345"."""
 
     figures: dict[str, Any]
     summary: str

@@ -52,7 +52,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
+    """The folder of the checkpoint after `step` steps."""
     return folder / f"{PREFIX}{step:08d}"
 
 

@@ -78,7 +78,7 @@ def half_cosine(progress: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """How weights are moved. ValueError on construction names a field with a wrong value."""
+    """Learning rate, weight decay and seed. Wrong values raise ValueError on construction, which names the field."""
 
     learning_rate: float = option(
         1e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine.", ABOVE_0
@@ -136,7 +136,7 @@ class RunSettings(OptimizerSettings):
         return data_sources(self.data)
 
     def fingerprint(self) -> str:
-        """Of what decides the weights that the run arrives at. A new option at its default changes nothing."""
+        """A hash of the settings that decide the finished weights. A new option at its default does not change it."""
         decisive = {
             item.name: getattr(self, item.name)
             for item in fields(self)
@@ -147,7 +147,7 @@ class RunSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModelSettings(RunSettings):
-    """A run that trains something beside a frozen model, which makes the training data first."""
+    """A run that trains a small network for a frozen model, with data that the model makes first."""
 
     model: str | None = option(None, "The frozen checkpoint: hub name or folder (default: the demo model).")
     dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
@@ -172,7 +172,7 @@ class FrozenModelSettings(RunSettings):
         return data_sources(self.evaluate_on or self.data)
 
     def holdout_share(self, held_out: bool) -> float:
-        """Of the documents of `evaluation_sources` (held_out) or of `sources`, the share that is for evaluation."""
+        """The share of the documents of `evaluation_sources` (held_out) or of `sources` that is for evaluation."""
         if not self.evaluate_on:
             return self.holdout_fraction
         return ALL if held_out else 0.0

@@ -104,12 +104,12 @@ class ShardedTraining:
         return run(function)
 
     def released(self) -> None:
-        """To be called behind `gathered` where no backward pass follows: norm and head are let go."""
+        """To be called after `gathered` where no backward pass follows: norm and head are let go."""
         cast(FSDPModule, self.model).reshard()
 
     def reduce(self, totals: Tensor) -> Tensor:
         """The gradients are summed where they were computed."""
-        for parameter in self.model.parameters():  # a layer that all samples skipped has none; momentum still moves it
+        for parameter in self.model.parameters():  # none in a layer that all samples skipped; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         summed: Tensor = self._accelerator.reduce(totals, reduction="sum")

@@ -1,4 +1,4 @@
-"""Answers that the model writes itself, kept in a file as they come, so that an interrupted run writes none twice."""
+"""Answers that the model writes itself. A file keeps them as they come, so an interrupted run writes none twice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OwnAnswers:
         options: dict[str, Any] = {"do_sample": False}
         if self._temperature > 0:
             seeds = [self._seed + first + index for index in range(len(prompts))]
-            # A policy that learns would draw otherwise when the run is taken up again.
+            # A policy that learns would draw differently when the run is resumed.
             options = {"do_sample": True, "temperature": self._temperature, "top_k": 0, "top_p": 1.0, "seed": seeds}
             options["policy"] = "ar"
 
@@ -91,7 +91,7 @@ class OwnAnswers:
         return answers
 
     def _read(self) -> list[dict[str, Any]]:
-        """What was written before, without a line that a kill cut short, which is taken out of the file."""
+        """The answers written before. A line that a kill cut short is removed from the file."""
         if not self._path.exists():
             return []
         cut_last_line(self._path)

@@ -128,7 +128,7 @@ class ExitTraining(FrozenModelSettings, ExitLossSettings):
         return Path(self.states_of or self.output_dir) / "states"
 
     def checkpoint_folder(self) -> Path:
-        """The folder that `beside` copies into. ValueError for a model that is in none."""
+        """The checkpoint's folder, which `beside` copies into. ValueError for a model without one."""
         folder = None if self.model is None else Path(resolve_checkpoint(self.model))
         if folder is None or not folder.is_dir():
             raise ValueError(
@@ -149,7 +149,7 @@ class ExitTraining(FrozenModelSettings, ExitLossSettings):
         return self.rank or default_rank(model)
 
     def fit_settings(self, num_sequences: int) -> FitSettings:
-        """For a fit to so many sequences."""
+        """The steps of a fit to this many sequences."""
         batch = min(max(self.batch_tokens // self.sequence_length, 1), num_sequences)
         shared = {item.name: getattr(self, item.name) for item in fields(ExitLossSettings)}
         return FitSettings(steps=self.num_steps(num_sequences, batch), batch=batch, **shared)

@@ -67,7 +67,7 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         output_dir = claim_output_dir(config)
         if config.beside:
             output_folder(config.checkpoint_folder() / FOLDER)
-        # Without adapters that lie beside it, from an earlier run say: the bare exits are what is improved.
+        # Without adapters of an earlier run in its folder: the bare exits are improved.
         generator = load_generator(
             config.model,
             config.dtype,
@@ -119,7 +119,7 @@ def _step(fit: ExitFit, step: int) -> StepReport:
 
 
 def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPlan) -> StatesPlan:
-    """How the states in the folder were kept. ValueError unless they are of this model and hold what is needed."""
+    """The plan that the states in the folder follow. ValueError unless they are of this model and hold what is needed."""
     folder = config.states_folder
     path = folder / "states.json"
     if not path.exists():

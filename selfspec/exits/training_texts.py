@@ -1,6 +1,6 @@
-"""Training data as people have it -> token ids, and which of them the model is asked to foretell.
+"""Training data -> token ids, and which of them exits learn to predict.
 
-Plain text counts whole; of conversations and of prompts with completions, the answers count.
+All of a plain text counts. Of conversations and of prompts with completions, only the answers count.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class TrainingText:
 
     @property
     def num_scored(self) -> int:
-        """Tokens that count. The first token of a text is foretold by nothing."""
+        """Tokens that count. Nothing predicts the first token of a text."""
         return sum(end - max(first, 1) for first, end in self.scored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
-    """Makes training texts, or prompts, of examples. length: tokens of a text at most; longer ones are cut."""
+    """Makes training texts, or prompts, from examples. length: maximum tokens of a text; longer ones are cut."""
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     length: int
 
     def texts(self, example: Example) -> list[TrainingText]:
-        """Those of one example, perhaps none. ValueError for a prompt without a completion."""
+        """The texts of one example, perhaps none. ValueError for a prompt without a completion."""
         if example.text is not None:
             return self._pieces(example.text)
         if example.messages is not None:
@@ -52,9 +52,9 @@ class TextReader:
         return [self._fitting(TrainingText(tokens, [(first, len(tokens))]))]
 
     def prompts(self, example: Example, most: int, draw: np.random.Generator) -> list[list[int]]:
-        """What the model is to answer: each question of a conversation, a prompt, or pieces of a text for it to go on from.
+        """What the model is to answer: each question of a conversation, a prompt, or pieces of a text that it continues.
 
-        most: tokens of a prompt. The last ones of longer prompts are used; pieces have an eighth of it at least.
+        most: maximum tokens of a prompt. Longer prompts keep their last ones; pieces of text have at least an eighth of it.
         """
         if example.messages is not None:
             turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
@@ -79,7 +79,7 @@ class TextReader:
 
     @property
     def _start(self) -> list[int]:
-        """What the tokenizer begins a text with."""
+        """The tokens that the tokenizer puts before a text."""
         ids: list[int] = []
         for token in self.tokenizer("")["input_ids"]:
             if token == self.tokenizer.eos_token_id and token != self.tokenizer.bos_token_id:
@@ -107,7 +107,7 @@ class TextReader:
         return [TrainingText(piece, [(max(len(start), 1), len(piece))]) for piece in pieces if len(piece) > 1]
 
     def _conversation(self, messages: Messages) -> list[TrainingText]:
-        """One text with all answers; one for each answer where the template writes earlier turns otherwise than the last."""
+        """One text with all answers, or one for each answer if the template writes earlier turns differently."""
         separate: list[TrainingText] = []
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -115,9 +115,7 @@ class TextReader:
                 tokens = self._chat_ids(messages[: turn + 1], ask=False)
                 first = _common(asked, tokens)
                 end = len(tokens)
-                for place in range(
-                    end - 1, first, -1
-                ):  # what the template puts behind the answer's end, a line break say
+                for place in range(end - 1, first, -1):  # without what the template adds after the answer, such as "\n"
                     if tokens[place] == self.tokenizer.eos_token_id:
                         end = place + 1
                         break
@@ -130,7 +128,7 @@ class TextReader:
         return separate
 
     def _fitting(self, text: TrainingText) -> TrainingText:
-        """A text of at most `length` tokens: without its end; where the first answer is far, without its beginning too."""
+        """A text of at most `length` tokens: without its end, and without its beginning if no answer is near."""
         if len(text.tokens) <= self.length:
             return text
         first = text.scored[0][0]
@@ -141,7 +139,7 @@ class TextReader:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """The length of the common beginning."""
     for index, (a, b) in enumerate(zip(one, other)):
         if a != b:
             return index

@@ -1,4 +1,4 @@
-"""How good a pre-verifier is: its estimates on draft traces, their calibration, and figures on held-out traces."""
+"""A pre-verifier's estimates on draft traces: their loss, calibration, and quality on held-out traces."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How good estimates are on some tokens.
+    """The quality of estimates on some tokens.
 
     stop_precision, stop_recall: of "stop here" (score <= 0.5) as a forecast of rejection; NaN where nothing is stopped or
     rejected.

@@ -22,9 +22,9 @@ MODEL_FOLDER = "preverifier"
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """How drafts are made."""
+    """The options that decide how drafts are made."""
 
-    exit_layers: tuple[int, ...] = option((), "Exit layer to judge; repeatable (default: a quarter of the layers).")
+    exit_layers: tuple[int, ...] = option((), "Exit layer to train for; repeatable (default: a quarter of the layers).")
     response_tokens: int = option(128, "Maximum length of a response in tokens.", Range(3))
     window: int = option(50, "Tokens per draft, fewer at the response's end.", AT_LEAST_1)
     behind: int = option(
