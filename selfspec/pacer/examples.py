@@ -28,7 +28,7 @@ from layerskip_models.training.saving import write_tensors
 from selfspec.exits.training_texts import TextReader
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
-from selfspec.pacer.batched_drafts import accepted_counts, draft_side_by_side
+from selfspec.pacer.drafts import PositionDrafter
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
@@ -135,28 +135,25 @@ def draft_traces(
     if not plan.ignore_eos:
         ids = model.generation_config.eos_token_id
         eos = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    stored = torch.float16 if model.dtype in (torch.float32, torch.float64) else model.dtype
     with torch.inference_mode():
         cache, contexts = _run_text(model, text, plan.exit_layers)
+        drafter = PositionDrafter(model, cache, text, window=plan.window, behind=plan.behind, eos=eos)
         for layer in plan.exit_layers:
-            drafts = draft_side_by_side(
-                model,
-                cache,
-                text,
-                possible.tolist(),
-                exit_layer=layer,
-                window=plan.window,
-                behind=plan.behind,
-                eos=eos,
-            )
-            stored = torch.float16 if model.dtype in (torch.float32, torch.float64) else model.dtype
+            lengths, accepted, hidden, features = [], [], [], []
+            for draft, recorder in drafter.drafts(possible.tolist(), layer):
+                lengths.append(draft.num_rows)
+                accepted.append(recorder.accepted(draft.tokens))
+                hidden.append(draft.exit_hidden[: draft.num_rows].to(stored))
+                features += recorder.features
             yield DraftTrace(
                 exit_layer=layer,
                 context=contexts[layer].to(stored),
                 starts=torch.from_numpy(possible.copy()),
-                lengths=drafts.lengths.cpu(),
-                accepted=accepted_counts(drafts, text, possible.tolist()),
-                hidden=drafts.hidden.to(stored),
-                features=drafts.features,
+                lengths=torch.tensor(lengths),
+                accepted=torch.tensor(accepted),
+                hidden=torch.cat(hidden),
+                features=torch.stack(features),
             )
 
 
