@@ -58,10 +58,10 @@ from selfspec.cli.serve_command import serve_command
 from selfspec.cli.shared_prompts import generate_shared
 from selfspec.distributed.launch import TensorParallel, from_first, own_device, speaks
 from selfspec.engine.calibrate import measured_cost
-from selfspec.exits.exit_settings import ExitTraining
-from selfspec.exits.train_exit import train_exit
-from selfspec.pacer.fitting import train_preverifier
+from selfspec.exits.settings import ExitTraining
+from selfspec.exits.training import train_exit
 from selfspec.pacer.settings import PreVerifierTraining
+from selfspec.pacer.training import train_preverifier
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 app = typer.Typer(

@@ -9,27 +9,23 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import AdapterConfig
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, Piece, prefill, read_pieces
 from layerskip_models.text_files import write_text
-from selfspec.exits.exit_sequences import FARTHEST, UNSCORED, ExitSequence, join
+from layerskip_models.training.saving import write_tensors
+from selfspec.exits.sequences import UNSCORED, ExitSequence, join
 from selfspec.exits.training_texts import TrainingText
 
-Kept = Literal["scored", "steered", "all"]
-"""Which rows of a text are kept: those with a loss; these and the rows that may steer them; all."""
-KEPT = get_args(Kept)
 _SHARD_BYTES = 64 << 20
-_PER_ROW = 8  # bytes of a row beside its states
+_BYTES_BESIDE_STATES = 8  # of a row: its label and its position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,32 +33,28 @@ class StatesPlan:
     """What is kept. depths: ascending layer numbers; the last is the model's number of layers. dtype: of the states."""
 
     depths: tuple[int, ...]
-    kept: Kept
     dtype: torch.dtype
 
     def bytes_per_row(self, hidden_size: int) -> int:
         """On disk."""
-        return len(self.depths) * hidden_size * self.dtype.itemsize + _PER_ROW
+        return len(self.depths) * hidden_size * self.dtype.itemsize + _BYTES_BESIDE_STATES
 
     def rows(self, text: TrainingText) -> Tensor:
-        """int64 [n], ascending: the rows of a text that are kept. The last row foretells nothing in the text."""
-        wanted = torch.zeros(len(text.tokens) - 1, dtype=torch.bool)
-        behind = FARTHEST if self.kept == "steered" else 0
-        for first, end in text.scored:
-            wanted[max(first - 1 - behind, 0) : max(end - 1, 0)] = True
-        if self.kept == "all":
-            wanted[:] = True
-        return wanted.nonzero().flatten()
+        """int64 [n], ascending: the rows of a text that are kept, those that predict a token that counts."""
+        return predicting(text).nonzero().flatten()
 
 
-def plan_for(configs: Sequence[AdapterConfig], model: LayerSkipModel, dtype: torch.dtype) -> StatesPlan:
-    """What adapters of all these kinds need, of one model."""
-    depths = {model.num_layers}
-    for config in configs:
-        depths |= {*config.exit_layers, *config.steering_layers}
-    forms = {config.form for config in configs}
-    kept: Kept = "all" if "layer" in forms else "steered" if "steered" in forms else "scored"
-    return StatesPlan(depths=tuple(sorted(depths)), kept=kept, dtype=dtype)
+def predicting(text: TrainingText) -> Tensor:
+    """bool [tokens - 1]: which rows predict a token that counts. The last row of a text predicts nothing in it."""
+    found = torch.zeros(len(text.tokens) - 1, dtype=torch.bool)
+    for first, end in text.scored:
+        found[max(first - 1, 0) : max(end - 1, 0)] = True
+    return found
+
+
+def plan_for(exit_layers: Sequence[int], model: LayerSkipModel, dtype: torch.dtype) -> StatesPlan:
+    """What adapters for these exits of a model need."""
+    return StatesPlan(depths=(*sorted({*exit_layers}), model.num_layers), dtype=dtype)
 
 
 def states_dtype(model: LayerSkipModel) -> torch.dtype:
@@ -110,14 +102,11 @@ def _capture(model: LayerSkipModel, texts: Sequence[TrainingText], plan: StatesP
     for text, rows, states in zip(texts, kept, found):
         if not states.isfinite().all():
             raise ValueError(f"hidden states do not fit in {plan.dtype}: choose states_dtype float32")
-        scored = torch.zeros(len(text.tokens), dtype=torch.bool)
-        for first, end in text.scored:
-            scored[max(first - 1, 0) : max(end - 1, 0)] = True
-        following = torch.tensor([*text.tokens[1:], UNSCORED])
+        following = torch.tensor(text.tokens[1:])
         sequences.append(
             ExitSequence(
                 states=states,
-                labels=torch.where(scored, following, UNSCORED)[rows],
+                labels=torch.where(predicting(text), following, UNSCORED)[rows],
                 positions=rows,
                 texts=torch.zeros_like(rows),
                 own=torch.full((len(rows),), text.own),
@@ -188,9 +177,7 @@ def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
         "rows": torch.tensor([len(one) for one in sequences]),
         "own": torch.tensor([bool(one.own[0]) for one in sequences]),
     }
-    temporary = path.with_suffix(".writing")
-    save_file(tensors, temporary, metadata={"texts": str(len(sequences))})
-    temporary.replace(path)
+    write_tensors(path, tensors, {"texts": str(len(sequences))})
 
 
 def _metadata(path: Path) -> dict[str, int]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FARTHEST = 8
-"""How far the row that was verified last is behind a draft's row, at most, as far as steering is trained."""
 _STRIDE = 1 << 32
 UNSCORED = -1
 
@@ -19,8 +17,8 @@ class ExitSequence:
     """Rows of one text or of several, in order; rows that nobody needs may be left out.
 
     states: [rows, depths, hidden]. labels: int64 [rows], the text's next token, or UNSCORED where no loss is taken.
-    positions: int64 [rows], in the row's own text. texts: int64 [rows], ascending: which text a row is of. own: bool [rows],
-    whether the text is the model's own there.
+    positions: int64 [rows], in the row's own text. texts: int64 [rows], ascending: the number of the row's text.
+    own: bool [rows], True where the model wrote the text itself.
     """
 
     states: Tensor
@@ -37,30 +35,20 @@ class ExitSequence:
         """bool [rows]."""
         return self.labels != UNSCORED
 
-    def behind(self, rows: Tensor, distance: Tensor) -> Tensor:
-        """Indices of the rows `distance` positions before these in the same text; -1 where there is none.
+    def scored_rows(self) -> Tensor:
+        """int64 [n], ascending."""
+        return self.scored.nonzero().flatten()
 
-        rows, distance: int64 [n].
-        """
-        keys = self.texts * _STRIDE + self.positions
-        wanted = keys[rows] - distance
-        found = torch.searchsorted(keys, wanted)
-        found.clamp_(max=len(self) - 1)
-        there = (keys[found] == wanted) & (distance <= self.positions[rows])
-        return torch.where(there, found, -1)
-
-    def mask(self) -> Tensor:
-        """bool [1, rows, rows]: causal, and within one text."""
-        same = self.texts.unsqueeze(0) == self.texts.unsqueeze(1)
-        return same.tril().unsqueeze(0)
+    def keys(self) -> Tensor:
+        """int64 [rows], ascending: text and position as one number. Neighbouring tokens of a text differ by 1."""
+        return self.texts * _STRIDE + self.positions
 
     def runs(self, rows: Tensor) -> Tensor:
         """int64 [n]: numbers, from 0, of the stretches without gaps that these rows (int64 [n], ascending) form."""
-        keys = (self.texts * _STRIDE + self.positions)[rows]
+        keys = self.keys()[rows]
         return torch.cat([keys.new_zeros(1), (keys.diff() != 1).long()])[: len(rows)].cumsum(0)
 
     def to(self, device: torch.device) -> ExitSequence:
-        """The same on a device."""
         return ExitSequence(*(getattr(self, name).to(device) for name in ExitSequence.__slots__))
 
 

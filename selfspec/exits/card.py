@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip_models.exits.adapter import AdapterConfig
-from selfspec.exits.exit_fitting import WINDOW, ExitFigures
-from selfspec.exits.exit_settings import ExitTraining
+from selfspec.exits.fitting import WINDOW, ExitFigures
+from selfspec.exits.settings import ExitTraining
 
 _PATHS = ("model", "output_dir", "states_of")
 
@@ -81,5 +81,5 @@ def _options(config: ExitTraining) -> list[str]:
 
 
 def _named(value: str) -> str:
-    """The last part of a path: where it lies on this machine says nothing to others. Its share stays."""
+    """The last part of a path, with its share: the rest of it means nothing on another machine."""
     return Path(value).name if Path(value.rpartition(":")[0] or value).exists() else value

@@ -1,30 +1,27 @@
-"""A model under training of which every process holds the whole, and how it differs from a divided one."""
+"""A model under training, and what each process holds of it: here the whole, in `sharding` a part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
-from torch.nn import Parameter
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
 
-from layerskip_models.training import saving as checkpoints
-from layerskip_models.training.muon import Muon
+from layerskip_models.training.saving import write_folder
 
 Result = TypeVar("Result")
 
 
 class HeldModel(Protocol):
-    """A model under training, as it lies over the processes.
+    """A model under training.
 
     in_step: the processes exchange weights as they compute, so all must make the same passes.
     """
 
-    model: LlamaForCausalLM
+    model: Any
     in_step: bool
 
     def gathered(self, function: Callable[[], Result]) -> Result:
@@ -32,19 +29,15 @@ class HeldModel(Protocol):
         ...
 
     def released(self) -> None:
-        """To be called behind `gathered` where no backward pass follows."""
+        """To be called after `gathered` where no backward pass follows."""
         ...
 
-    def reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
-        """Sum gradients and losses over the processes; return the losses."""
+    def reduce(self, totals: Tensor) -> Tensor:
+        """Sum the gradients over the processes, in place, and return the sums of `totals` [n], such as losses."""
         ...
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients down to a norm of at most max_norm."""
-        ...
-
-    def muon(self, matrices: list[Parameter], learning_rate: float, weight_decay: float) -> Muon:
-        """The optimiser of these parameters of the model."""
         ...
 
     def save(
@@ -54,7 +47,7 @@ class HeldModel(Protocol):
         ...
 
     def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take up what `save` wrote."""
+        """Read what `save` wrote."""
         ...
 
     def whole_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -67,9 +60,9 @@ class WholeCopies:
 
     in_step = False
 
-    def __init__(self, accelerator: Accelerator, model: LlamaForCausalLM) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator = accelerator
-        self.model = model
+        self.model: Any = model
 
     def gathered(self, function: Callable[[], Result]) -> Result:
         return function()
@@ -77,20 +70,23 @@ class WholeCopies:
     def released(self) -> None:
         pass
 
-    def reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
-        """Sum gradients and losses over the processes, in one message."""
+    def reduce(self, totals: Tensor) -> Tensor:
+        """In one message."""
         parameters = list(self.model.parameters())
-        for parameter in parameters:  # a layer that all samples skipped has none; momentum still moves it
+        for parameter in parameters:  # none in a layer that all samples skipped; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        losses = sum_over_processes(self._accelerator, parameters, torch.stack(list(totals.values())))
-        return dict(zip(totals, losses.tolist()))
+        if self._accelerator.num_processes == 1:
+            return totals
+        gradients = [parameter.grad for parameter in parameters]
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
+        pieces = self._accelerator.reduce(flat, reduction="sum").split([*(g.numel() for g in gradients), len(totals)])
+        for gradient, piece in zip(gradients, pieces):
+            gradient.copy_(piece.view_as(gradient))
+        return pieces[-1]
 
     def clip(self, max_norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def muon(self, matrices: list[Parameter], learning_rate: float, weight_decay: float) -> Muon:
-        return Muon(matrices, lr=learning_rate, weight_decay=weight_decay)
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def save(
         self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]
@@ -101,7 +97,7 @@ class WholeCopies:
             write_state(folder)
 
         if self._accelerator.is_main_process:
-            checkpoints.write_folder(path, write)
+            write_folder(path, write)
 
     def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # Loaded to the CPU, moved by load_state_dict: a process's device may be "cpu:0", which torch.load does not know.
@@ -111,20 +107,5 @@ class WholeCopies:
             optimizer.load_state_dict(state)
 
     def whole_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
-
-def sum_over_processes(accelerator: Accelerator, parameters: Iterable[Parameter], totals: Tensor) -> Tensor:
-    """Sum the parameters' gradients in place, and return the sums of `totals` [n], in one message."""
-    if accelerator.num_processes == 1:
-        return totals
-    gradients = []
-    for parameter in parameters:  # every process must send as many numbers
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
-    flat = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
-    pieces = accelerator.reduce(flat, reduction="sum").split([*(g.numel() for g in gradients), totals.numel()])
-    for gradient, piece in zip(gradients, pieces):
-        gradient.copy_(piece.view_as(gradient))
-    return pieces[-1]
+        found: dict[str, Tensor] = self.model.state_dict()
+        return found
