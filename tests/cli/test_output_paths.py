@@ -62,7 +62,7 @@ def test_a_path_that_cannot_be_written_is_one_line(
     for place in (
         "bench.commands.run_command.open_tokenizer",
         "bench.commands.run_command.choose_prompts",
-        "selfspec.cli.main.load_generator",
+        "selfspec.cli.generate_command.load_generator",
     ):
         monkeypatch.setattr(place, no_work)
     (tmp_path / "file").write_text("", encoding="utf-8")

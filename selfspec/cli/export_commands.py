@@ -1,4 +1,4 @@
-"""`selfspec export-draft`: an early exit as a small checkpoint of its own, with the acceptance to expect of its drafts."""
+"""`selfspec export-draft` and `export-hub`: write a checkpoint's first layers, or a folder that decodes with selfspec."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from layerskip_models.exits.folder import adapters_beside, check_fits, load_adap
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import DraftAgreement, draft_agreement, own_texts
 from selfspec.cli.arguments import (
-    DeviceOption,
-    ExitsOption,
     checked_output_folder,
+    encoded_prompts,
     load_generator,
     notes_console,
     one_line_errors,
     progress,
 )
+from selfspec.cli.option_groups import DeviceOption, ExitsOption, LoadOptions
 from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
-from selfspec.engine.request import check_ids
+from selfspec.defaults import DEFAULT_POLICY
 from selfspec.integrations.draft_checkpoint import draft_model
+from selfspec.integrations.hub_folder import export_hub
+from selfspec.options import POLICY_HELP
 
 SHOWN_DRAFTS = (1, 2, 4, 8)
-"""Drafts a round that the acceptance is shown for."""
+"""Drafts per round for which the acceptance rate is shown."""
 
 _CARD = """\
 # The first {exit_layer} layers of {name}
 
 A draft model for speculative decoding with {name}, written by selfspec: layers, norm and head are that model's own{adapter}.
-It is of no use without it.
+It is of no use without that model.
 
 ```python
 model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER"))
@@ -67,17 +69,13 @@ def export_draft_command(
             raise FileExistsError(f"{output_dir} is not empty: give a new folder")
         name = resolve_checkpoint(model)
         config = load_config(name)
-        generator = load_generator(model, "auto", device, notes, exits="none")  # whose own text is asked for
+        generator = load_generator(model, LoadOptions(device=device, exits="none"), notes)
         adapter = None if exits == "none" else _adapter(generator, exit_layer, exits)
         llama = load_transformers(name, dtype=getattr(config, "dtype", None) or torch.float32, device=device)
         draft = draft_model(llama, exit_layer, adapter)
         texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
         tokenizer = load_tokenizer(name)
-        prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
-        if any(prompt.numel() == 0 for prompt in prompts):
-            raise ValueError("a prompt has no tokens: give one with text")
-        for prompt in prompts:
-            check_ids(prompt, generator.model.vocab_size, from_tokenizer=True)
+        prompts = encoded_prompts(tokenizer, texts, generator.model.vocab_size)
         with progress(2 * len(prompts), notes) as advance:
             own = own_texts(generator, prompts, max_new_tokens, advance)
             draft.save_pretrained(output_dir)
@@ -95,7 +93,7 @@ def export_draft_command(
 
 
 def _adapter(generator: SelfSpecGenerator, exit_layer: int, exits: str) -> ExitAdapter | None:
-    """The adapter of this exit, of a folder or "auto" for the one beside the model; None if there is none."""
+    """The adapter of this exit, from a folder, or with "auto" from the model's own folder; None if there is none."""
     folder = adapters_beside(generator.model.name) if exits == "auto" else Path(exits)
     if folder is None:
         return None
@@ -109,7 +107,6 @@ def _adapter(generator: SelfSpecGenerator, exit_layer: int, exits: str) -> ExitA
 
 
 def acceptance_lines(found: DraftAgreement) -> list[str]:
-    """What to expect of the drafts, as text."""
     lines = [f"agreement with the full model on its own greedy text: {found.agreement or 0.0:.3f}"]
     for drafts in SHOWN_DRAFTS:
         lines.append(
@@ -117,3 +114,19 @@ def acceptance_lines(found: DraftAgreement) -> list[str]:
             f"{found.tokens_per_round(drafts) or 0.0:.2f} tokens per pass of the full model"
         )
     return lines
+
+
+def export_hub_command(
+    model: Annotated[str, typer.Argument(help="Hub name or folder of a checkpoint.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write: a new one, or an empty one.")],
+    policy: Annotated[str, typer.Option(help=f"Policy for calls that name none. {POLICY_HELP}")] = DEFAULT_POLICY,
+    link: Annotated[
+        bool, typer.Option("--link", help="Link to the files with the weights instead of copying them.")
+    ] = False,
+) -> None:
+    """Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve)."""
+    with one_line_errors():
+        written = export_hub(model, folder, policy=policy, link=link)
+    notes_console(quiet=False).print(
+        f"wrote {written}; load it with AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)"
+    )
