@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _UNREADABLE = (
     TypeError, KeyError, ValueError, RuntimeError, AttributeError, OSError, ArithmeticError, SafetensorError,
@@ -44,6 +48,15 @@ def read_module(config: Path, weights: Path, make: Callable[[dict[str, Any]], M]
             f"{weights} holds NaN or infinite weights, first in {wrong[0]}: its training diverged; {remedy}"
         )
     return module
+
+
+def write_module(
+    module: nn.Module, config: DataclassInstance, config_file: Path, weights_file: Path, dtype: torch.dtype | None
+) -> None:
+    """Write the fields of `config` as JSON, and the weights in `dtype` (None for their own), for `read_module`."""
+    config_file.write_text(json.dumps(asdict(config), indent=1) + "\n", encoding="utf-8")
+    weights = {name: value.to(dtype or value.dtype).contiguous() for name, value in module.state_dict().items()}
+    save_file(weights, weights_file, {"format": "pt"})
 
 
 def with_tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.checkpoints.module_folder import read_module, with_tuples
-from layerskip_models.exits.adapter import DRAFTED, AdapterConfig, ExitAdapters, Form
+from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.model import LayerSkipModel
 
 FOLDER = "exits"
 """Where a checkpoint's own adapters lie: in a folder of this name beside the weights."""
 CONFIG_FILE, WEIGHTS_FILE = "exits.json", "exits.safetensors"
+_OF_OTHER_FORMS = ("steering_layers", "steering_size", "num_heads", "num_kv_heads", "head_dim", "rope_theta")
 
 
 def config_for(
@@ -26,29 +24,22 @@ def config_for(
     *,
     exit_layers: tuple[int, ...],
     rank: int,
-    form: Form = DRAFTED,
     base_model: str | None = None,
-    **options: Any,
 ) -> AdapterConfig:
-    """Adapters for this model. base_model: its name for people; None for its own. options: of the form."""
+    """Adapters for this model. base_model: its name for people; None for its own."""
     return AdapterConfig(
-        form=form,
         hidden_size=model.hidden_size,
         exit_layers=exit_layers,
         rank=rank,
         eps=float(model.config.rms_norm_eps),
         base_model=(model.name or "") if base_model is None else base_model,
         fingerprint=fingerprint(model),
-        **options,
     )
 
 
 def save_adapters(adapters: ExitAdapters, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write configuration and weights into an existing folder; dtype: of the weights, None for theirs."""
-    config = asdict(adapters.config)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    weights = {name: value.to(dtype or value.dtype).contiguous() for name, value in adapters.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+    write_module(adapters, adapters.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, dtype)
 
 
 def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu") -> ExitAdapters:
@@ -61,13 +52,16 @@ def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu
     adapters = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
-        lambda fields: ExitAdapters(
-            AdapterConfig(**with_tuples(fields, "fingerprint", "exit_layers", "steering_layers"))
-        ),
+        lambda fields: ExitAdapters(AdapterConfig(**with_tuples(_known(fields), "fingerprint", "exit_layers"))),
         what="exit adapters",
         remedy="train them again with selfspec train-exit, or say exits=None (--exits none)",
     )
     return adapters.to(map_location).eval()
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields without those of other forms, which earlier versions wrote."""
+    return {name: value for name, value in fields.items() if name not in _OF_OTHER_FORMS}
 
 
 def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip_models.exits.adapter import DRAFTED, ExitAdapter, ExitAdapters
+from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import Adapter
@@ -33,18 +33,13 @@ ExitsChoice = Literal["auto"] | str | Path | None
 
 
 class LeanAdapter:
-    """One exit's adapter of the low-rank form, in the model's dtype, on its device.
+    """One exit's adapter, in the model's dtype, on its device.
 
-    layout: of its matrices. A row's result does not depend on the rows beside it on our own kernels.
-    Raises ValueError for another form.
+    layout: of its matrices. On our own kernels a row's result does not depend on the other rows.
     """
 
     def __init__(self, adapter: ExitAdapter, *, dtype: torch.dtype, device: torch.device, layout: Layout) -> None:
         config = adapter.config
-        if config.form != DRAFTED:
-            raise ValueError(
-                f"adapters of form {config.form!r} are for measuring; drafts are made with form {DRAFTED!r}"
-            )
         self.rank, self.hidden_size = config.rank, config.hidden_size
 
         def matrix(weight: Tensor) -> Tensor:

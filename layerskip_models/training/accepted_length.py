@@ -1,7 +1,7 @@
 """Weights that make an exit's loss count what each token is worth for the length of an accepted draft.
 
-An exit drafts token after token, and the first wrong one ends what is accepted. A token behind a place where drafts
-break off is seldom reached, and the tokens in front of a long run of easy ones decide whether all of those count.
+An exit drafts token after token, and the first wrong one ends what is accepted. A token that follows a place where drafts
+often end is seldom reached, and the tokens before a long run of easy ones decide whether all of those count.
 
 Source: Wu et al. 2026, "D-PACE: Dynamic Position-Aware Cross-Entropy for Parallel Speculative Drafting", equations 3
 to 9, section 5.2 ("cumulative-only") and appendix E (the same with KL to soft labels: pass the soft cross-entropy).
@@ -21,7 +21,7 @@ def accepted_length_weights(losses: Tensor, valid: Tensor, *, arm: str, alpha: f
 
     losses: [batch, length], -log q of each row's label in nats, at least 0; the label of row t is token t + 1.
     valid: bool [batch, length]. A row that is False gets weight 0 and ends a draft: no draft starts at it or crosses
-        it. Its loss is not read. Rows without a label belong here, and rows behind which another document starts.
+        it. Its loss is not read. Rows without a label belong here, and the last row of a document, before another one starts.
     arm: "uniform" is 1 everywhere. For the draft of `block` tokens that starts at row s, with
         q~ = (1 - alpha) exp(-loss) + alpha and P_m = q~_s q~_(s+1) ... q~_m, "cumulative" gives row j the weight P_j,
         which stands for the chance that row j is reached and accepted, and "full" (equation 8) gives it

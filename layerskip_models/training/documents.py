@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
+ALL = 2.0
+"""The share of held-out documents that holds out every one."""
 DEFAULT_EXCLUDES = ("test", "tests", "idle_test", "site-packages", "__pycache__")
 MAX_DOCUMENT_CHARS = 20_000  # longer texts (books) are cut at paragraphs: shuffled, and held out, in pieces
 
@@ -26,7 +29,7 @@ _PIECES = r"\p{N}| ?[\p{L}\p{M}_]+| ?[^\s\p{L}\p{M}\p{N}_]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A file or folder of text, and how many times one pass over the data shows it (0.5: half of its documents)."""
+    """A file or folder of text. weight: how often one pass over the data shows it (0.5: half of its documents)."""
 
     path: Path
     weight: float = 1.0
@@ -69,17 +72,20 @@ def read_documents(path: Path, exclude: Sequence[str] = DEFAULT_EXCLUDES) -> Ite
         return
     if not _is_text(path):
         raise ValueError(f"data must be .txt, .txt.gz or .py files, or folders of them; got {str(path)!r}")
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as stream:
-            text = stream.read()
-    else:
-        text = path.read_bytes().decode("utf-8-sig")
-    text = text.replace("\r\n", "\n")
+    with open_text(path) as stream:
+        text = stream.read().replace("\r\n", "\n")
     documents = [text] if path.suffix == ".py" else text.split(f"\n{END_OF_TEXT}\n")
     for document in documents:
         stripped = document.removeprefix(f"{END_OF_TEXT}\n").removesuffix(f"\n{END_OF_TEXT}").strip("\n")
         if stripped.strip():
             yield from split_document(stripped + "\n", MAX_DOCUMENT_CHARS)
+
+
+def open_text(path: Path) -> TextIO:
+    """A UTF-8 file, packed if its name ends in .gz. Only a line feed ends a line."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
+    return path.open(encoding="utf-8-sig", newline="\n")
 
 
 def _is_text(path: Path) -> bool:
@@ -106,7 +112,7 @@ def split_document(text: str, max_chars: int) -> Iterator[str]:
 
 
 def is_held_out(document: str, fraction: float) -> bool:
-    """Whether a document is kept for evaluation: decided by a hash of its text, whatever its place or the seed."""
+    """True if a document is kept for evaluation. A hash of its text decides, so its place and the seed do not matter."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -206,7 +212,7 @@ def block(stream: np.ndarray, indices: Iterable[int], length: int) -> Tensor:
 
 
 def num_blocks(stream: np.ndarray, length: int) -> int:
-    """How many blocks of length + 1 tokens `block` can cut from the stream."""
+    """Number of blocks of length + 1 tokens that `block` can cut from the stream."""
     return max(len(stream) - 1, 0) // length
 
 

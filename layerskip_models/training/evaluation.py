@@ -1,11 +1,10 @@
-"""How good each exit of a model is: loss and agreement with the last layer, on given text and on its own text.
+"""Loss and agreement with the last layer at every exit, on given text and on the model's own text.
 
 Run as `python -m layerskip_models.training.evaluation MODEL --text FILE --prompts FILE.jsonl.gz`.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models.training.documents import is_held_out, read_documents
+from layerskip_models.training.examples import read_examples
 from layerskip_models.training.recipe import exit_hidden_states
 
 CHUNK_ROWS = 1024
@@ -121,7 +121,7 @@ def own_text_curve(
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether a continuation loops: its last 32 tokens have a period of at most 16, or a 4-gram occurs 4 times.
+    """True if the last 32 tokens have a period of at most 16, or if a 4-gram occurs 4 times.
 
     A period p means that each of these tokens equals the one p places before it.
     """
@@ -130,26 +130,6 @@ def is_looping(tokens: Sequence[int]) -> bool:
         return True
     grams = Counter(tuple(tokens[start : start + 4]) for start in range(len(tokens) - 3))
     return max(grams.values(), default=0) >= 4
-
-
-def read_prompts(path: Path, limit: int) -> list[str]:
-    """The first `limit` values of "prompt" in a .jsonl or .jsonl.gz file. Raises ValueError when a line has none."""
-    prompts = []
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as stream:
-        for line in stream:
-            record = json.loads(line)
-            if "prompt" not in record:
-                raise ValueError(f'{path.name}: each line must be a JSON object with a "prompt"')
-            prompts.append(record["prompt"])
-            if len(prompts) == limit:
-                break
-    return prompts
-
-
-def held_out_documents(paths: Sequence[Path], fraction: float, exclude: Sequence[str]) -> list[str]:
-    """Documents that training with the same holdout_fraction has not seen, in file order."""
-    return [text for path in paths for text in read_documents(path, exclude) if is_held_out(text, fraction)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +159,7 @@ def evaluate(
 
     Prompts keep their last max_prompt_tokens tokens.
     """
-    text_curve = None
+    text_curve = own_curve = free_curve = loop_rate = None
     if documents:
         stream = [
             token
@@ -189,28 +169,20 @@ def evaluate(
         rows = min(len(stream) - 1, max_text_tokens) // length
         blocks = [stream[row * length : row * length + length + 1] for row in range(rows)]
         text_curve = exit_curve(model, torch.tensor(blocks)) if blocks else None
-    if not prompts:
-        return Evaluation(
-            held_out_text=text_curve,
-            own_text=None,
-            own_text_without_loops=None,
-            loop_rate=None,
-            num_prompts=0,
-            samples=[],
-        )
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"][-max_prompt_tokens:] for text in prompts]
     continuations = greedy_continuations(model, encoded, num_tokens)
     loops = [is_looping(tokens) for tokens in continuations]
-    free = [index for index, loop in enumerate(loops) if not loop]
+    if prompts:
+        own_curve = own_text_curve(model, encoded, continuations)
+        free = [index for index, loops_here in enumerate(loops) if not loops_here]
+        if free:
+            free_curve = own_text_curve(model, [encoded[i] for i in free], [continuations[i] for i in free])
+        loop_rate = sum(loops) / len(loops)
     return Evaluation(
         held_out_text=text_curve,
-        own_text=own_text_curve(model, encoded, continuations),
-        own_text_without_loops=own_text_curve(
-            model, [encoded[index] for index in free], [continuations[index] for index in free]
-        )
-        if free
-        else None,
-        loop_rate=sum(loops) / len(loops),
+        own_text=own_curve,
+        own_text_without_loops=free_curve,
+        loop_rate=loop_rate,
         num_prompts=len(prompts),
         samples=[
             {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(tokens), "loops": str(loop)}
@@ -238,8 +210,10 @@ def evaluation_command(
             model, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
-        names = exclude or []
-        by_path = [held_out_documents([path], holdout_fraction, names) for path in text or []]
+        by_path = [
+            [document for document in read_documents(path, exclude or []) if is_held_out(document, holdout_fraction)]
+            for path in text or []
+        ]
         # An equal share of tokens from each path, so that no large file hides the others.
         documents: list[str] = []
         for held in by_path:
@@ -250,7 +224,9 @@ def evaluation_command(
                 ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"][:budget]
                 budget -= len(ids)
                 documents.append(tokenizer.decode(ids))
-        asked = [prompt for path in prompts or [] for prompt in read_prompts(path, max_prompts)]
+        asked = []
+        for path in prompts or []:
+            asked += [example.prompt for example in read_examples(path, ()) if example.prompt][:max_prompts]
         for held in by_path:
             asked += [document[: max(len(document) // 3, 40)][:800] for document in held[:document_prompts]]
     except (ValueError, OSError) as error:

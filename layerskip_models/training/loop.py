@@ -6,32 +6,24 @@ Run as `python -m layerskip_models.training.loop --data PATH --output-dir DIR ..
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
 from accelerate import Accelerator, init_empty_weights
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from layerskip_models.training import documents as training_data
-from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.evaluation import exit_sums
+from layerskip_models.training.held_model import HeldModel, WholeCopies
 from layerskip_models.training.microbatches import MicroBatch, micro_batches
+from layerskip_models.training.muon import Muon, ShardedMuon
 from layerskip_models.training.options import command_for_config
 from layerskip_models.training.own_text import own_text
 from layerskip_models.training.recipe import (
@@ -44,16 +36,17 @@ from layerskip_models.training.recipe import (
     normalised_exit_weights,
     run_layer,
 )
-from layerskip_models.training.sharding import check_launched, sharded_model
-from layerskip_models.training.start import (
+from layerskip_models.training.resumable_run import (
+    ResumableRun,
+    StepReport,
     claim_output_dir,
-    described_model,
-    own_tokenizer,
-    token_streams,
-    whole_model,
+    make_accelerator,
+    quiet_console,
 )
+from layerskip_models.training.saving import write_folder
+from layerskip_models.training.sharding import check_launched, sharded_model
+from layerskip_models.training.start import described_model, own_tokenizer, token_streams, whole_model
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
-from layerskip_models.training.whole_copies import HeldModel, WholeCopies
 from layerskip_models.transfer import sent
 
 
@@ -64,14 +57,11 @@ def train(config: TrainingConfig) -> Path:
     checkpoint in export_dtype with its tokenizer. Where nothing else is said, a resumed run is the uninterrupted one.
     Raises ValueError for data that is missing or too short, an output_dir of another run, or an unsupported checkpoint.
     """
-    accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
-    )
+    accelerator = make_accelerator(config)
     if config.shard:
         check_launched()
-    output_dir = Path(config.output_dir)
     with accelerator.main_process_first():
-        claim_output_dir(config, output_dir)
+        output_dir = claim_output_dir(config)
         tokenizer = own_tokenizer(config, output_dir)
         described = described_model(config, tokenizer)
         streams = token_streams(config, output_dir, tokenizer)
@@ -81,11 +71,24 @@ def train(config: TrainingConfig) -> Path:
         held = sharded_model(config, accelerator, described)
     else:
         held = WholeCopies(accelerator, whole.to(accelerator.device))
-    return _Run(config, accelerator, held, tokenizer, streams).execute()
+    training = LayerSkipTraining(config, accelerator, held, tokenizer, streams)
+    if config.compile:
+        training.run_layer = torch.compile(run_layer)
+    optimizers = training.optimizers()
+    run = ResumableRun(config, accelerator, held, optimizers, steps=config.max_steps, console=quiet_console())
+    run.execute(training.gradient, training.evaluate)
+    dtype = getattr(torch, config.export_dtype)
+    tensors = held.whole_tensors(dtype)
+    if accelerator.is_main_process:
+        write_folder(output_dir / "model", partial(training.export, tensors, dtype))
+    accelerator.wait_for_everyone()
+    return output_dir / "model"
 
 
 @dataclass(slots=True)
-class _Run:
+class LayerSkipTraining:
+    """What a step of the recipe computes, and what its evaluations and its finished model are."""
+
     config: TrainingConfig
     accelerator: Accelerator
     held: HeldModel
@@ -97,50 +100,8 @@ class _Run:
     def model(self) -> LlamaForCausalLM:
         return self.held.model
 
-    def execute(self) -> Path:
-        config, output_dir = self.config, Path(self.config.output_dir)
-        if config.compile:
-            self.run_layer = torch.compile(run_layer)
-        num_layers = len(self.model.model.layers)
-        weights = config.weights(num_layers)
-        if config.layer_dropout > 0:
-            layer_dropout_rates(num_layers, config.layer_dropout, config.dropout_time, 0, config.max_steps)
-        optimizers = self._optimizers()
-        first_step, seconds_before = self._resume(optimizers)
-        log_path = output_dir / "log.jsonl"
-        if self.accelerator.is_main_process:
-            checkpoints.rewind_log(log_path, first_step)
-        console = Console(stderr=True)
-        started = time.monotonic() - seconds_before
-        with _progress(console, self.accelerator.is_main_process) as progress:
-            task = progress.add_task("training", total=config.max_steps, completed=first_step, loss="")
-            for step in range(first_step, config.max_steps):
-                losses = self._step(step, weights, optimizers)
-                done = step + 1
-                record: dict[str, Any] = {
-                    "step": done,
-                    "seconds": round(time.monotonic() - started, 2),
-                    "learning_rate": config.learning_rate_at(step),
-                    "loss": {str(layer): round(loss, 4) for layer, loss in losses.items()},
-                }
-                if done % config.eval_every == 0 or done == config.max_steps:
-                    record["held_out"] = self._evaluate()
-                if self.accelerator.is_main_process:
-                    progress.update(task, completed=done, loss=f"loss {losses[num_layers - 1]:.3f}")
-                    if "held_out" in record or done % config.log_every == 0:
-                        with log_path.open("a", encoding="utf-8") as stream:
-                            stream.write(json.dumps(record) + "\n")
-                        _report(console, record, config.max_steps)
-                if done % config.save_every == 0 or done == config.max_steps:
-                    self._save(done, optimizers, time.monotonic() - started)
-        dtype = getattr(torch, config.export_dtype)
-        tensors = self.held.whole_tensors(dtype)
-        if self.accelerator.is_main_process:
-            checkpoints.write_folder(output_dir / "model", partial(self._export, tensors, dtype))
-        self.accelerator.wait_for_everyone()
-        return output_dir / "model"
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices inside the layers and AdamW for the rest, or AdamW for all."""
         config = self.config
         matrices: list[torch.nn.Parameter] = []
         others: list[torch.nn.Parameter] = []
@@ -150,16 +111,18 @@ class _Run:
         plain = {"params": others, "weight_decay": 0.0}
         betas = (0.9, 0.95)
         if config.optimizer == "muon":
+            muon = ShardedMuon if config.shard else Muon
             return [
-                self.held.muon(matrices, config.learning_rate, config.weight_decay),
+                muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay),
                 torch.optim.AdamW([plain], lr=config.learning_rate, betas=betas),
             ]
         decayed = {"params": matrices, "weight_decay": config.weight_decay}
         return [torch.optim.AdamW([decayed, plain], lr=config.learning_rate, betas=betas)]
 
-    def _step(self, step: int, weights: list[float], optimizers: list[torch.optim.Optimizer]) -> dict[int, float]:
-        """One optimiser step; the mean loss of each enabled exit over the whole batch."""
+    def gradient(self, step: int) -> StepReport:
+        """The gradient of one batch. Reports the mean loss of each enabled exit over the whole batch."""
         config, accelerator = self.config, self.accelerator
+        weights = config.weights(len(self.model.model.layers))
         length = config.sequence_length_at(step)
         batch_size = config.batch_tokens // length
         available = training_data.num_blocks(self.streams.train, length)
@@ -174,7 +137,7 @@ class _Run:
             ids = sent(ids, accelerator.device)
             share = part.real / batch_size
             with accelerator.autocast():
-                losses = early_exit_backward(
+                found = early_exit_backward(
                     self.model,
                     self._states(ids[:, :-1], shares, keep, part),
                     ids[:, 1:] if part.real == len(ids) else _without_loss(ids[:, 1:], part.real),
@@ -182,20 +145,17 @@ class _Run:
                     scale=share,
                     chunk_rows=config.loss_chunk_rows,
                     row_weights=config.row_weights(),
-                    drafted=ids[:, :-1] != self.tokenizer.eos_token_id,  # behind it another document starts
+                    drafted=ids[:, :-1] != self.tokenizer.eos_token_id,  # another document follows it
                 )
-            for layer, loss in losses.items():
+            for layer, loss in found.items():
                 totals[layer] += loss * share
         if step >= config.max_steps - config.own_text_steps:
             self._own_text_backward(step, shares)
-        reduced = self.held.reduce(totals)
-        self.held.clip(config.max_grad_norm)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate_at(step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return reduced
+        losses = dict(zip(totals, self.held.reduce(torch.stack(list(totals.values()))).tolist()))
+        return StepReport(
+            figures={"loss": {str(layer): round(loss, 4) for layer, loss in losses.items()}},
+            summary=f"loss {losses[len(weights) - 1]:.3f}",
+        )
 
     def _parts_of(self, num_rows: int, rows_at_once: int) -> list[MicroBatch]:
         state = self.accelerator
@@ -263,11 +223,13 @@ class _Run:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         return draw_keep_mask(rates, batch_size, generator)
 
-    def _evaluate(self) -> dict[str, list[float]] | None:
-        """Loss and agreement with the last layer for every exit on held-out text; None without such text."""
-        length = self.config.sequence_length
+    def evaluate(self, done: int) -> StepReport | None:
+        """Every eval_every steps, loss and agreement with the last layer for every exit on held-out text, if there is any."""
+        config, length = self.config, self.config.sequence_length
+        if done % config.eval_every and done != config.max_steps:
+            return None
         available = training_data.num_blocks(self.streams.held_out, length)
-        num_rows = min(available, max(self.config.eval_tokens // length, 1))
+        num_rows = min(available, max(config.eval_tokens // length, 1))
         if num_rows == 0:
             return None
         self.model.eval()
@@ -283,35 +245,18 @@ class _Run:
         # float32, which every backend can reduce
         total = self.accelerator.reduce(sums.float().to(self.accelerator.device), reduction="sum")
         loss, agreement = (total.double().cpu() / (num_rows * length)).tolist()
-        return {
-            "loss": [round(value, 4) for value in loss],
-            "agreement": [round(value, 4) for value in agreement],
-        }
+        curve = " ".join(f"{value:.2f}" for value in agreement[:-1])
+        return StepReport(
+            figures={
+                "held_out": {
+                    "loss": [round(value, 4) for value in loss],
+                    "agreement": [round(value, 4) for value in agreement],
+                }
+            },
+            summary=f"held out: loss {loss[-1]:.3f}; agreement of exits with the last layer: {curve}",
+        )
 
-    def _save(self, step: int, optimizers: list[torch.optim.Optimizer], seconds: float) -> None:
-        folder = Path(self.config.output_dir) / "checkpoints"
-
-        def write_state(path: Path) -> None:
-            (path / "state.json").write_text(json.dumps({"step": step, "seconds": seconds}), encoding="utf-8")
-
-        self.held.save(checkpoints.checkpoint_path(folder, step), optimizers, write_state)
-        if self.accelerator.is_main_process:
-            checkpoints.drop_old_checkpoints(folder)
-        self.accelerator.wait_for_everyone()
-
-    def _resume(self, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
-        """Load the newest checkpoint, if any; return its number of steps and the seconds spent on them.
-
-        No random state is stored: data order and dropout are functions of seed and step.
-        """
-        latest = checkpoints.latest_checkpoint(Path(self.config.output_dir) / "checkpoints")
-        if latest is None:
-            return 0, 0.0
-        path, step = latest
-        self.held.load(path, optimizers)
-        return step, float(json.loads((path / "state.json").read_text(encoding="utf-8"))["seconds"])
-
-    def _export(self, tensors: dict[str, Tensor], dtype: torch.dtype, path: Path) -> None:
+    def export(self, tensors: dict[str, Tensor], dtype: torch.dtype, path: Path) -> None:
         """The finished model with its tokenizer, in export_dtype; its generation settings are init's, or plain greedy."""
         with init_empty_weights():
             exported = LlamaForCausalLM(self.model.config)
@@ -328,36 +273,10 @@ class _Run:
 
 
 def _without_loss(labels: Tensor, real: int) -> Tensor:
-    """Labels of which the rows behind the first `real` ones have none."""
+    """The labels, of which only the first `real` rows keep theirs."""
     found = labels.clone()
     found[real:] = IGNORED
     return found
-
-
-def _progress(console: Console, is_main: bool) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
-    return Progress(*columns, console=console, disable=not (is_main and console.is_terminal))
-
-
-def _report(console: Console, record: dict[str, Any], max_steps: int) -> None:
-    """A line per evaluation; without a terminal, which has no bar, one per logged step."""
-    held_out = record.get("held_out")
-    if held_out is None and console.is_terminal:
-        return
-    last = max(record["loss"], key=int)
-    remaining = record["seconds"] / record["step"] * (max_steps - record["step"])
-    line = f"step {record['step']}/{max_steps}  loss {record['loss'][last]:.3f}  about {remaining / 60:.1f} min left"
-    if held_out is not None:
-        curve = " ".join(f"{value:.2f}" for value in held_out["agreement"][:-1])
-        line += f"\n  held out: loss {held_out['loss'][-1]:.3f}; agreement of exits with the last layer: {curve}"
-    console.print(line, highlight=False)
 
 
 train_command = command_for_config(train)

@@ -1,4 +1,4 @@
-"""Which rows of a batch each process computes, and when: the same number of passes in every process, where that matters."""
+"""Which rows of a batch each process computes, and which rows of a divided tensor it holds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class MicroBatch:
     """The rows of one forward and backward pass of one process.
 
-    rows: numbers of rows in the batch. real: how many of them count, from the front; the others stand in, so that this
-    process takes part in the messages of the others, and must get no loss. together: the rows that all processes which
-    send each other messages in this pass compute, this process's among them.
+    rows: indices in the batch. real: the number of them that count, from the front. The others are padding, which lets this
+    process take part in the messages of the others; they must get no loss. together: the rows that all processes which
+    exchange messages in this pass compute, this process's included.
     """
 
     rows: list[int]
@@ -22,8 +22,8 @@ class MicroBatch:
 def micro_batches(num_rows: int, rows_at_once: int, rank: int, ranks: int, *, in_step: bool) -> list[MicroBatch]:
     """A process's share of a batch of num_rows rows, every ranks-th of them, in passes of rows_at_once.
 
-    in_step: every process gets the same number of passes and of rows in each, with rows that stand in where the batch does
-    not divide; else the processes do not wait for each other, and one may have fewer, or none.
+    in_step: every process gets the same number of passes and of rows in each, padded where the batch does not divide.
+    Otherwise the processes do not wait for each other, and one may have fewer rows, or none.
     """
     if not in_step:
         mine = list(range(rank, num_rows, ranks))
@@ -38,3 +38,9 @@ def micro_batches(num_rows: int, rows_at_once: int, rank: int, ranks: int, *, in
         stand_ins = [together[0]] * (len(places) - len(real))
         found.append(MicroBatch(rows=real + stand_ins, real=len(real), together=together))
     return found
+
+
+def rows_of(num_rows: int, rank: int, ranks: int) -> range:
+    """The rows of a tensor that one of `ranks` processes holds, as torch.chunk cuts: the last may have fewer, or none."""
+    most = -(-num_rows // ranks)
+    return range(min(rank * most, num_rows), min((rank + 1) * most, num_rows))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from layerskip_models.training.shard_files import rows_of
+from layerskip_models.training.microbatches import rows_of
 
 # Coefficients of the quintic X <- aX + b(XX')X + c(XX')^2 X, whose repetition takes singular values towards 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -20,8 +20,8 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrix: Tensor, iterations: int = 5) -> Tensor:
     """Nearly U V' of matrix = U S V': singular values in about [0.7, 1.2], by Newton-Schulz iteration; same shape.
 
-    Works in the matrix's own dtype. torch.optim.Muon works in bfloat16 always, which a CPU without bfloat16
-    arithmetic emulates: float32 takes a third of its time there.
+    Works in the matrix's own dtype. This is why torch.optim.Muon does not replace this file: it is the same otherwise, but
+    always works in bfloat16, which a CPU without bfloat16 arithmetic emulates in three times the time of float32.
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
     a, b, c = _QUINTIC
@@ -75,10 +75,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class ShardedMuon(Muon):
-    """Muon for matrices whose rows lie on several processes.
+    """Muon for matrices whose rows are divided over several processes.
 
-    Each process gathers one whole matrix at a time and makes it orthogonal, while the others do so with theirs: no matrix is
-    computed twice, and what is gathered is one matrix a process.
+    Each process gathers one whole matrix at a time and makes it orthogonal, while the others do so with theirs. No matrix is
+    computed twice, and a process gathers one matrix at a time.
     """
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A command-line option for every field of a configuration dataclass, such as TrainingConfig."""
+"""A command-line option for every field of a settings class, such as TrainingConfig."""
 
 from __future__ import annotations
 
@@ -20,32 +20,28 @@ def command_for_config(
     about: str = "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
     next_step: str = 'selfspec generate "Once" --model {}',
 ) -> Callable[..., None]:
-    """A typer-ready function with one option per field of the class, named like it, that calls `run` with an instance.
+    """A typer-ready function that has an option for each field of the class and calls `run` with an instance.
 
-    run: returns the folder of what it made. config_class: a dataclass whose fields have their help text in
-        metadata["help"]; one with metadata["argument"] is given without a name. about: the
-        command's own help. next_step: how the result is used; {} stands for its folder.
+    run: returns the folder of what it made. config_class: a dataclass whose fields are made by `settings.option`.
+    about: the command's own help. next_step: how the result is used; {} stands for its folder.
     A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2; Ctrl-C, one
     line and exit status 130.
     """
     hints = get_type_hints(config_class)
     parameters: list[inspect.Parameter] = []
-    annotations: dict[str, Any] = {}
-    for item in fields(config_class):
+    for item in sorted(fields(config_class), key=lambda item: item.default is not MISSING):  # required ones first
         kind: Any = hints[item.name]
         is_tuple = get_origin(kind) is tuple
         if is_tuple:
             kind = list[kind.__args__[0]]  # typer has no tuples of any length
-        required = item.default is MISSING
-        parameter = typer.Argument if item.metadata.get("argument") else typer.Option
+        default: Any = inspect.Parameter.empty
+        if item.default is not MISSING:
+            default = list(item.default) if is_tuple else item.default
+        parameter = typer.Argument if item.metadata["argument"] else typer.Option
         annotation = Annotated[kind, parameter(help=item.metadata["help"])]
-        default: Any = inspect.Parameter.empty if required else item.default
-        if is_tuple and not required:
-            default = list(default)
         parameters.append(
             inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-        annotations[item.name] = annotation
 
     def command(**values: Any) -> None:
         try:
@@ -61,6 +57,6 @@ def command_for_config(
             typer.echo(f"saved to {folder}; use it with: {next_step.format(folder)}", err=True)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = annotations
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = about
     return command

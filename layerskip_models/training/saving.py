@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from layerskip_models.text_files import read_lines, write_text
 
 PREFIX = "step-"
@@ -41,8 +44,15 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, whole or not at all."""
+    temporary = path.with_suffix(".writing")
+    save_file(tensors, temporary, metadata)
+    temporary.replace(path)
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies."""
+    """The folder of the checkpoint after `step` steps."""
     return folder / f"{PREFIX}{step:08d}"
 
 

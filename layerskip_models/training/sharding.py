@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
@@ -25,9 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from layerskip_models.parallel.part_files import Parts
 from layerskip_models.parallel.shard_loading import Source
 from layerskip_models.parallel.shard_plan import ShardPlan
-from layerskip_models.training import saving as checkpoints
-from layerskip_models.training.muon import Muon, ShardedMuon, local_part
-from layerskip_models.training.shard_files import ShardFiles, rows_of, write_shard
+from layerskip_models.training.microbatches import rows_of
+from layerskip_models.training.saving import while_writing, write_folder
 from layerskip_models.training.training_config import TrainingConfig
 
 Result = TypeVar("Result")
@@ -103,16 +104,16 @@ class ShardedTraining:
         return run(function)
 
     def released(self) -> None:
-        """To be called behind `gathered` where no backward pass follows: norm and head are let go."""
+        """To be called after `gathered` where no backward pass follows: norm and head are let go."""
         cast(FSDPModule, self.model).reshard()
 
-    def reduce(self, totals: dict[int, Tensor]) -> dict[int, float]:
-        """Sum losses over the processes; the gradients are summed where they were computed."""
-        for parameter in self.model.parameters():  # a layer that all samples skipped has none; momentum still moves it
+    def reduce(self, totals: Tensor) -> Tensor:
+        """The gradients are summed where they were computed."""
+        for parameter in self.model.parameters():  # none in a layer that all samples skipped; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        losses = self._accelerator.reduce(torch.stack(list(totals.values())), reduction="sum")
-        return dict(zip(totals, losses.tolist()))
+        summed: Tensor = self._accelerator.reduce(totals, reduction="sum")
+        return summed
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients down to a norm over all processes of at most max_norm."""
@@ -121,53 +122,44 @@ class ShardedTraining:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
-    def muon(self, matrices: list[Parameter], learning_rate: float, weight_decay: float) -> Muon:
-        return ShardedMuon(matrices, lr=learning_rate, weight_decay=weight_decay)
-
     def save(
         self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]
     ) -> None:
         """Write a checkpoint's folder: a file of each process, and what write_state adds to them."""
         self.released()
-        tensors = {f"model.{name}": local_part(parameter) for name, parameter in self.model.named_parameters()}
+        tensors: dict[str, Any] = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
         for name, parameter, optimizer in self._optimised(optimizers):
-            for kind, value in optimizer.state[parameter].items():
-                tensors[f"{kind}.{name}"] = local_part(value)
+            tensors |= {f"{kind}.{name}": value for kind, value in optimizer.state[parameter].items()}
 
         def write(folder: Path) -> None:
             self._accelerator.wait_for_everyone()  # the folder is there
-            write_shard(folder, self.rank, self.ranks, tensors)
-            self._accelerator.wait_for_everyone()  # every shard is there
+            checkpoint.save(tensors, checkpoint_id=folder)
+
+        def write_all(folder: Path) -> None:
+            write(folder)
             write_state(folder)
 
         if self._accelerator.is_main_process:
-            checkpoints.write_folder(path, write)
+            write_folder(path, write_all)
         else:
-            self._accelerator.wait_for_everyone()
-            write_shard(checkpoints.while_writing(path), self.rank, self.ranks, tensors)
-            self._accelerator.wait_for_everyone()
+            write(while_writing(path))
 
     def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Take up a checkpoint that any number of processes wrote. Raises ValueError when a part of it is missing."""
-        files = ShardFiles(path)
-        for name, parameter in self.model.named_parameters():
-            own = local_part(parameter.data)
-            own.copy_(files.read(f"model.{name}", parameter.shape[0], self._rows(parameter)))
-        for name, parameter, optimizer in self._optimised(optimizers):
-            kinds = [found.removesuffix(f".{name}") for found in files.names if found.endswith(f".{name}")]
-            for kind in kinds:
-                if kind == "model":
-                    continue
-                optimizer.state[parameter][kind] = self._state(files, f"{kind}.{name}", parameter)
-
-    def _state(self, files: ShardFiles, name: str, parameter: Tensor) -> Tensor:
-        if not files.dimensions(name):
-            return files.read_whole(name)
-        local = files.read(name, parameter.shape[0], self._rows(parameter)).to(self._accelerator.device)
-        return self._divided(local, parameter)
-
-    def _rows(self, parameter: Tensor) -> range:
-        return rows_of(parameter.shape[0], self.rank, self.ranks)
+        """Read a checkpoint that any number of processes wrote. Raises ValueError when a part of it is missing."""
+        tensors: dict[str, Any] = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
+        try:
+            stored = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+            for name, parameter, optimizer in self._optimised(optimizers):
+                for key in stored.keys() - tensors.keys():
+                    if key.endswith(f".{name}"):
+                        whole = len(cast(TensorStorageMetadata, stored[key]).size) == 0  # a number, in every process
+                        value = torch.zeros(()) if whole else torch.zeros_like(parameter)
+                        tensors[key] = optimizer.state[parameter][key.removesuffix(f".{name}")] = value
+            checkpoint.load(tensors, checkpoint_id=path)
+        except (OSError, checkpoint.CheckpointException) as error:
+            raise ValueError(
+                f"{path} does not hold the shards of all processes: delete this folder, and the run starts over"
+            ) from error
 
     def _optimised(
         self, optimizers: Sequence[torch.optim.Optimizer]

@@ -1,88 +1,16 @@
-"""What a training run starts from: its folder, model, tokenizer and packed tokens."""
+"""What a training run starts from: its model, tokenizer and packed tokens."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.output_paths import output_folder
-from layerskip_models.text_files import write_text
 from layerskip_models.training import documents as training_data
 from layerskip_models.training import saving as checkpoints
-from layerskip_models.training.training_config import OPERATIONAL_FIELDS, OWN_TEXT_PROMPT, TrainingConfig
-
-
-class TrainingOptions(Protocol):
-    """A dataclass of a training run's options."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def output_dir(self) -> str: ...
-
-
-PREPARATION = ("tokenizer", "tokens", "log.jsonl")
-"""What a training run makes before its first checkpoint."""
-RESULTS = ("checkpoints", "model")
-"""What holds the work of a training run."""
-
-
-def claim_output_dir(
-    config: TrainingOptions,
-    output_dir: Path,
-    may_differ: Sequence[str] = OPERATIONAL_FIELDS,
-    *,
-    preparation: Sequence[str] = PREPARATION,
-    results: Sequence[str] = RESULTS,
-) -> None:
-    """Make output_dir and record the configuration in it, or find the same one there (a run to resume).
-
-    config: a dataclass with a field output_dir. may_differ: its fields that do not decide what comes out.
-    preparation, results: names in output_dir. A run with other options that failed before it had any of `results` is
-        replaced: its `preparation` is deleted, since other options would make another one.
-    An option that is younger than the recorded run had its default there.
-    Raises ValueError when the folder holds a run with other options, or something else.
-    """
-    recorded_path = output_dir / "config.json"
-    mine = asdict(config)
-    if recorded_path.exists():
-        defaults = {item.name: item.default for item in fields(config) if item.default is not MISSING}
-        recorded = json.loads(json.dumps(defaults)) | json.loads(recorded_path.read_text(encoding="utf-8"))
-        mine = json.loads(json.dumps(mine))
-        changed = sorted(
-            name
-            for name in mine.keys() | recorded.keys()
-            if name not in may_differ and mine.get(name) != recorded.get(name)
-        )
-        if changed and not any((output_dir / name).exists() for name in results):
-            for name in preparation:
-                _delete(output_dir / name)
-            write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
-        elif changed:
-            raise ValueError(
-                f"output_dir {config.output_dir!r} holds a run with another {', '.join(changed)}:"
-                " choose another output_dir, or repeat that run's options to resume it"
-            )
-        return
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"output_dir {config.output_dir!r} exists and holds no training run: choose another")
-    output_folder(output_dir)
-    write_text(recorded_path, json.dumps(mine, indent=1) + "\n")
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
 
 
 def own_tokenizer(config: TrainingConfig, output_dir: Path) -> PreTrainedTokenizerBase:
@@ -180,8 +108,7 @@ def token_streams(
     streams = training_data.TokenStreams(
         train=np.load(folder / "train.npy", mmap_mode="r"), held_out=np.load(folder / "held_out.npy", mmap_mode="r")
     )
-    lengths = {config.sequence_length_at(0), config.sequence_length_at(config.max_steps - 1)}
-    for length in lengths | ({OWN_TEXT_PROMPT} if config.own_text_steps else set()):
+    for length in config.sequence_lengths() | ({OWN_TEXT_PROMPT} if config.own_text_steps else set()):
         if training_data.num_blocks(streams.train, length) < 1:
             raise ValueError(
                 f"the training text has {len(streams.train)} tokens, too few for one sequence of {length}:"

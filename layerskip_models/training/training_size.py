@@ -1,4 +1,4 @@
-"""What a training divided over processes takes of each, computed from a configuration: no weight is made for it."""
+"""Memory and traffic of a training divided over processes, computed from a configuration, without making any weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from layerskip_models.training.microbatches import rows_of
 from layerskip_models.training.recipe import enabled_exits, run_layer
-from layerskip_models.training.shard_files import rows_of
 
 _LOGIT_BYTES = 16  # of one logit at its peak: itself, its log-probability, and the gradients of both, in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSize:
-    """Of the process that holds most. All in bytes.
+    """Bytes of the process that holds most.
 
-    weights, gradients, optimizer_state: what it holds of them throughout.
-    head, head_gradients: last norm and head, with a tied embedding, whole from the forward pass to the end of the backward
-        pass. layers: at the most, while the backward pass goes through the layers: the weights of one layer and of the next
-        one, the gradient of one, and that in float32 as it is sent. embedding: of its own, when its gradient is made at the
-        very end, behind the layers.
-    activations: what one pass keeps for its backward pass. logits: of one chunk of rows.
-    gathered_per_pass, reduced_per_pass: weights that are gathered, and gradients that are summed, in one micro batch;
-        exchanged_per_step: momentum and updates of Muon's matrices, once a step.
+    weights, gradients, optimizer_state: its share, held throughout.
+    head, head_gradients: last norm and head (with a tied embedding), gathered from the forward pass to the end of the
+        backward pass.
+    layers: the peak while the backward pass goes through the layers: the weights of two layers, the gradient of one, and
+        the same gradient in float32 as it is sent.
+    embedding: an untied one, gathered at the very end, when its gradient is made.
+    activations: kept by one pass for its backward pass. logits: of one chunk of rows.
+    gathered_per_pass, reduced_per_pass: weights gathered and gradients summed in one micro batch.
+    exchanged_per_step: momentum and updates of Muon's matrices, once a step.
     """
 
     ranks: int
@@ -50,7 +51,7 @@ class TrainingSize:
 
     @property
     def gathered(self) -> int:
-        """At a time, with gradients that are not summed yet."""
+        """The peak of what is gathered, with gradients that are not summed yet."""
         return self.head + self.head_gradients + max(self.layers, self.embedding)
 
     @property
@@ -59,7 +60,7 @@ class TrainingSize:
         return self.held + self.gathered + self.activations + self.logits
 
     def sent(self, counted: int) -> int:
-        """What a process sends, in a ring, for so many bytes that are gathered or summed."""
+        """Bytes that a process sends, in a ring, to gather or sum `counted` bytes."""
         return round(counted * (self.ranks - 1) / self.ranks)
 
 
@@ -74,7 +75,7 @@ def training_size(
     loss_chunk_rows: int = 1024,
     rotation: int = 4,
 ) -> TrainingSize:
-    """For `selfspec train --shard` with these options and the rotational curriculum, in so many processes.
+    """The size of `selfspec train --shard` in `ranks` processes, with these options and the rotational curriculum.
 
     Raises ValueError for what is no Llama, and for a micro batch shorter than a sequence.
     """
@@ -122,7 +123,7 @@ def training_size(
 
 
 def layer_activations(config: PreTrainedConfig, rows: int, length: int, precision: str) -> int:
-    """Bytes that a layer of transformers' keeps for its backward pass, for so many sequences.
+    """Bytes that a layer of transformers keeps for its backward pass over `rows` sequences.
 
     Traced with tensors that have no memory, so it is what PyTorch's operators keep, with its fused attention.
     """
@@ -155,7 +156,7 @@ def _one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _unit(name: str, tied: bool) -> str:
-    """What a parameter is gathered with."""
+    """The unit that a parameter is gathered with."""
     if "layers." in name:
         return "layer"
     return "embedding" if name == "model.embed_tokens.weight" and not tied else "head"

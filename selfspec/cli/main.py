@@ -19,10 +19,10 @@ from selfspec.cli.export_commands import export_draft_command, export_hub_comman
 from selfspec.cli.generate_command import generate_command
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.serve_command import serve_command
-from selfspec.exits.exit_settings import ExitTraining
-from selfspec.exits.train_exit import train_exit
-from selfspec.pacer.fitting import train_preverifier
+from selfspec.exits.settings import ExitTraining
+from selfspec.exits.training import train_exit
 from selfspec.pacer.settings import PreVerifierTraining
+from selfspec.pacer.training import train_preverifier
 
 app = typer.Typer(
     add_completion=False,

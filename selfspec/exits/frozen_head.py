@@ -1,8 +1,8 @@
-"""A model's norm and head as something that losses can be taken through: the exit's loss, and its gradient, in closed form.
+"""A frozen model's norm and head: an exit's loss and its gradient, in closed form.
 
 Weights of frozen models are laid out for decoding, in many ways, and PyTorch cannot differentiate through our kernels. So the
-matrix behind the norm is read off the model's own logits, whatever its layout and family, and the gradient is written out:
-no graph is kept, and logits exist for a few rows at a time.
+head's matrix is read off the model's own logits, whatever its layout and family, and the gradient is written out. No graph
+is kept, and logits exist for a few rows at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 
-_LARGE = 1e4  # beside it a norm's eps is nothing, and float16 holds it
+_LARGE = 1e4  # a norm's eps is negligible next to it, and float16 holds it
 _READ_ROWS = 256
 _CPU_LOGITS, _GPU_LOGITS = 1 << 20, 1 << 26  # numbers of one chunk's logits: 4 MB, or 256 MB
 _TOLERANCE = 0.02  # of the largest logit: bfloat16 rounds by less
@@ -24,8 +24,11 @@ _TOLERANCE = 0.02  # of the largest logit: bfloat16 rounds by less
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """What the model says of some rows. probabilities: float32 [rows, vocab]. tokens: int64 [rows], the likeliest.
-    negative_entropy: float32 [rows], the sum of p log p."""
+    """The model's distribution at some rows.
+
+    probabilities: float32 [rows, vocab]. tokens: int64 [rows], the likeliest. negative_entropy: float32 [rows], the sum of
+    p log p.
+    """
 
     probabilities: Tensor
     tokens: Tensor
@@ -34,8 +37,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitLoss:
-    """Of some rows of one exit, each [rows]. ce: -log q(label). kl: KL(target || exit), in nats. agrees: bool, whether the
-    likeliest tokens are the same."""
+    """Losses of one exit at some rows, each [rows].
+
+    ce: -log q(label). kl: KL(target || exit), in nats. agrees: bool, the likeliest tokens are the same.
+    """
 
     ce: Tensor
     kl: Tensor
@@ -79,7 +84,7 @@ class FrozenHead:
         return max((_CPU_LOGITS if self.weight.device.type == "cpu" else _GPU_LOGITS) // self.vocab_size, 32)
 
     def chunks(self, rows: int) -> Iterator[slice]:
-        """So many rows, in pieces of `chunk_rows`."""
+        """Slices of at most `chunk_rows` that cover this many rows."""
         for first in range(0, rows, self.chunk_rows):
             yield slice(first, min(first + self.chunk_rows, rows))
 
@@ -116,7 +121,7 @@ class FrozenHead:
         kl_weight: float = 1.0,
         gradient: Tensor | None = None,
     ) -> ExitLoss:
-        """An exit's losses, row by row. hidden: [rows, hidden], what stands before the norm. labels: int64 [rows].
+        """An exit's losses, row by row. hidden: [rows, hidden], the norm's input. labels: int64 [rows].
 
         gradient: if given, float32 [rows, hidden]; filled with the derivative of ce_weight * ce + kl_weight * kl.
         """

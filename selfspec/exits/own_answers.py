@@ -1,4 +1,4 @@
-"""Answers that the model writes itself, kept in a file as they come, so that an interrupted run writes none twice."""
+"""Answers that the model writes itself. A file keeps them as they come, so an interrupted run writes none twice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip_models.text_files import cut_last_line, read_lines
+from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.exits.training_texts import TrainingText
-from selfspec.generator import SelfSpecGenerator
 
 _AT_ONCE = 32  # answers between two writes to the file, the most that an interruption loses
 
@@ -36,11 +36,12 @@ class OwnAnswers:
         self._generator, self._path = generator, path
         self._most, self._temperature = most_tokens, temperature
         self._batch_size, self._seed = batch_size, seed
+        self._written = 0
 
     def texts(
         self, prompts: Iterator[list[int]], advance: Callable[[int], None] = lambda tokens: None
     ) -> Iterator[TrainingText]:
-        """Prompts with their answers, which alone are scored. advance: called with the tokens of each answer as it is made.
+        """Prompts with their answers, which alone are scored. advance: called with the tokens written so far.
 
         Raises ValueError if the file holds answers to other prompts.
         """
@@ -67,15 +68,20 @@ class OwnAnswers:
         options: dict[str, Any] = {"do_sample": False}
         if self._temperature > 0:
             seeds = [self._seed + first + index for index in range(len(prompts))]
-            # A policy that learns would draw otherwise when the run is taken up again.
+            # A policy that learns would draw differently when the run is resumed.
             options = {"do_sample": True, "temperature": self._temperature, "top_k": 0, "top_p": 1.0, "seed": seeds}
             options["policy"] = "ar"
+
+        def count(index: int, result: GenerationResult) -> None:
+            self._written += len(result.new_tokens)
+            advance(self._written)
+
         results = self._generator.generate_batch(
             list(prompts),
             batch_size=self._batch_size,
             max_new_tokens=[min(self._most, model.max_positions - len(prompt)) for prompt in prompts],
             repetition_penalty=1.0,
-            on_result=lambda index, result: advance(len(result.new_tokens)),
+            on_result=count,
             **options,
         )
         answers = [result.new_tokens for result in results]
@@ -85,7 +91,7 @@ class OwnAnswers:
         return answers
 
     def _read(self) -> list[dict[str, Any]]:
-        """What was written before, without a line that a kill cut short, which is taken out of the file."""
+        """The answers written before. A line that a kill cut short is removed from the file."""
         if not self._path.exists():
             return []
         cut_last_line(self._path)

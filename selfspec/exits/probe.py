@@ -1,6 +1,6 @@
-"""A few minutes of fitting, to see what adapters behind the exits of a model would give before anybody trains them.
+"""A few minutes of fitting, which show what adapters would gain on a model before anybody trains them.
 
-It needs no data: the model continues the beginnings of a few sample texts by sampling, which is the text that drafts are for.
+It needs no data: the model samples continuations of a few sample texts, and drafts are for text of that kind.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import config_for
-from selfspec.exits.exit_fitting import FitSettings, StepFigures, fit
-from selfspec.exits.exit_sequences import join
-from selfspec.exits.exit_settings import default_exit_layers, default_rank
+from selfspec.exits.fitting import FitSettings, StepFigures, fit
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import capture, plan_for, states_dtype
+from selfspec.exits.hidden_state_dataset import capture, plan_for, states_dtype
+from selfspec.exits.sequences import join
+from selfspec.exits.settings import default_exit_layers, default_rank
 from selfspec.exits.training_texts import TrainingText
 from selfspec.generator import SelfSpecGenerator
 
 _WRITING = 0.35  # share of the time in which the model writes
-_TEXTS = 8  # that it writes side by side
+_TEXTS = 8  # written at once
 _NEW_TOKENS = 192
 _LONGEST_PROMPT = 32
 _STEPS = 100_000  # more than any time allows
@@ -32,7 +32,7 @@ _STEPS = 100_000  # more than any time allows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """adapters: as far as they were fitted. tokens: of the model's own text. steps: of the optimiser."""
+    """The fitted adapters, with the number of tokens that the model wrote and of optimiser steps."""
 
     adapters: ExitAdapters
     tokens: int
@@ -47,9 +47,9 @@ def probe_exits(
     seed: int = 0,
     say: Callable[[str], None] = lambda label: None,
 ) -> Probe:
-    """Fit low-rank adapters at the default exits for about so long.
+    """Fit adapters at the default exits for about this long.
 
-    texts: int64 [n] each, of whose beginnings the model goes on. say: is called now and then with what is being done.
+    texts: int64 [n] each; the model continues pieces of them. say: called now and then with what is being done.
     Raises ValueError unless seconds is positive.
     """
     if not seconds > 0:
@@ -63,7 +63,7 @@ def probe_exits(
     while not written or monotonic() - started < _WRITING * seconds:
         written += _write(writer, texts, random)
         say(f"the model has written {sum(text.num_scored for text in written):,} tokens")
-    plan = plan_for([config], model, states_dtype(model))
+    plan = plan_for(config.exit_layers, model, states_dtype(model))
     sequences = [sequence for sequence in capture(model, written, plan) if bool(sequence.scored.any())]
     random.shuffle(sequences)
     batches = [join(sequences[first : first + 4]) for first in range(0, len(sequences), 4)]
@@ -83,7 +83,7 @@ def probe_exits(
 
 
 def _write(generator: SelfSpecGenerator, texts: Sequence[Tensor], random: Random) -> list[TrainingText]:
-    """Some sampled continuations of pieces of these texts."""
+    """Sampled continuations of pieces of these texts."""
     longest = max(min(_LONGEST_PROMPT, generator.model.max_positions // 4), 1)
     new_tokens = max(min(_NEW_TOKENS, generator.model.max_positions - longest), 1)
     prompts = []

@@ -1,24 +1,18 @@
-"""Training data as people have it -> token ids, and which of them the model is asked to foretell.
+"""Training data -> token ids, and which of them exits learn to predict.
 
-Plain text counts whole; of conversations and of prompts with completions, the answers count.
+All of a plain text counts. Of conversations and of prompts with completions, only the answers count.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from layerskip_models.training.documents import DataSource, is_held_out, read_documents
-from selfspec.messages import ChatTemplate, Messages, are_messages, conversation_ids
-
-_FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
+from layerskip_models.training.examples import Example
+from selfspec.messages import ChatTemplate, Messages, conversation_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,73 +25,20 @@ class TrainingText:
 
     @property
     def num_scored(self) -> int:
-        """Tokens that count. The first token of a text is foretold by nothing."""
+        """Tokens that count. Nothing predicts the first token of a text."""
         return sum(end - max(first, 1) for first, end in self.scored)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One item of the data as it was read. Either text, or messages, or a prompt, perhaps with its completion."""
-
-    key: str  # what decides whether it is held out
-    text: str | None = None
-    messages: Messages | None = None
-    prompt: str | None = None
-    completion: str | None = None
-
-
-def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
-    """Of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts. ValueError for anything else, and if it is empty."""
-    if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
-        packed = path.suffix == ".gz"
-        with gzip.open(path, "rt", encoding="utf-8-sig") if packed else path.open(encoding="utf-8-sig") as stream:
-            examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
-    else:
-        examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
-    if not examples:
-        raise ValueError(
-            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
-        )
-    return examples
-
-
-def _parse(line: str, where: str) -> Example:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from None
-    if not isinstance(item, dict):
-        raise ValueError(f"{where}: expected an object with {_FORMS}")
-    key = json.dumps(item, sort_keys=True)
-    prompt, completion = item.get("prompt"), item.get("completion")
-    messages = item.get("messages")
-    if messages is None and are_messages(prompt):  # a conversation in two parts
-        messages = [*prompt, *(completion if are_messages(completion) else [])]
-    if messages is not None:
-        if not are_messages(messages) or not all(
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
-        ):
-            raise ValueError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
-        return Example(key=key, messages=messages)
-    if isinstance(prompt, str):
-        if completion is not None and not isinstance(completion, str):
-            raise ValueError(f"{where}: completion must be text, like prompt")
-        return Example(key=key, prompt=prompt, completion=completion)
-    if isinstance(item.get("text"), str):
-        return Example(key=key, text=item["text"])
-    raise ValueError(f"{where}: expected {_FORMS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
-    """Makes training texts, or prompts, of examples. length: tokens of a text at most; longer ones are cut."""
+    """Makes training texts, or prompts, from examples. length: maximum tokens of a text; longer ones are cut."""
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     length: int
 
     def texts(self, example: Example) -> list[TrainingText]:
-        """Those of one example, perhaps none. ValueError for a prompt without a completion."""
+        """The texts of one example, perhaps none. ValueError for a prompt without a completion."""
         if example.text is not None:
             return self._pieces(example.text)
         if example.messages is not None:
@@ -111,9 +52,9 @@ class TextReader:
         return [self._fitting(TrainingText(tokens, [(first, len(tokens))]))]
 
     def prompts(self, example: Example, most: int, draw: np.random.Generator) -> list[list[int]]:
-        """What the model is to answer: each question of a conversation, a prompt, or pieces of a text for it to go on from.
+        """What the model is to answer: each question of a conversation, a prompt, or pieces of a text that it continues.
 
-        most: tokens of a prompt. The last ones of longer prompts are used; pieces have an eighth of it at least.
+        most: maximum tokens of a prompt. Longer prompts keep their last ones; pieces of text have at least an eighth of it.
         """
         if example.messages is not None:
             turns = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
@@ -138,7 +79,7 @@ class TextReader:
 
     @property
     def _start(self) -> list[int]:
-        """What the tokenizer begins a text with."""
+        """The tokens that the tokenizer puts before a text."""
         ids: list[int] = []
         for token in self.tokenizer("")["input_ids"]:
             if token == self.tokenizer.eos_token_id and token != self.tokenizer.bos_token_id:
@@ -166,7 +107,7 @@ class TextReader:
         return [TrainingText(piece, [(max(len(start), 1), len(piece))]) for piece in pieces if len(piece) > 1]
 
     def _conversation(self, messages: Messages) -> list[TrainingText]:
-        """One text with all answers; one for each answer where the template writes earlier turns otherwise than the last."""
+        """One text with all answers, or one for each answer if the template writes earlier turns differently."""
         separate: list[TrainingText] = []
         for turn, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -174,9 +115,7 @@ class TextReader:
                 tokens = self._chat_ids(messages[: turn + 1], ask=False)
                 first = _common(asked, tokens)
                 end = len(tokens)
-                for place in range(
-                    end - 1, first, -1
-                ):  # what the template puts behind the answer's end, a line break say
+                for place in range(end - 1, first, -1):  # without what the template adds after the answer, such as "\n"
                     if tokens[place] == self.tokenizer.eos_token_id:
                         end = place + 1
                         break
@@ -189,7 +128,7 @@ class TextReader:
         return separate
 
     def _fitting(self, text: TrainingText) -> TrainingText:
-        """A text of at most `length` tokens: without its end; where the first answer is far, without its beginning too."""
+        """A text of at most `length` tokens: without its end, and without its beginning if no answer is near."""
         if len(text.tokens) <= self.length:
             return text
         first = text.scored[0][0]
@@ -200,46 +139,8 @@ class TextReader:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """The length of the common beginning."""
     for index, (a, b) in enumerate(zip(one, other)):
         if a != b:
             return index
     return min(len(one), len(other))
-
-
-def sampled_examples(
-    sources: Sequence[DataSource],
-    *,
-    held_out: bool,
-    holdout_fraction: float,
-    exclude: Sequence[str],
-    seed: int,
-) -> list[list[Example]]:
-    """Of each source its examples that are held out, or the others, in a random order. ValueError if no source has any."""
-    found: list[list[Example]] = []
-    for number, source in enumerate(sources):
-        read = read_examples(source.path, exclude)
-        chosen = [example for example in read if is_held_out(example.key, holdout_fraction) == held_out]
-        order = np.random.default_rng([seed, held_out, number]).permutation(len(chosen))
-        found.append([chosen[index] for index in order])
-    if not any(found):
-        raise ValueError(
-            "no document is held out for the figures: raise holdout_fraction, or give --evaluate-on"
-            if held_out
-            else "every document is held out for the figures: lower holdout_fraction, or give more data"
-        )
-    return found
-
-
-def in_shares(streams: Sequence[Iterator[Any]], shares: Sequence[float], sizes: Any) -> Iterator[Any]:
-    """Items of several streams, each giving its share of their sizes until it is used up. sizes: a function of an item."""
-    given = [0.0] * len(streams)
-    open_streams = set(range(len(streams)))
-    while open_streams:
-        index = min(open_streams, key=lambda i: (given[i] / shares[i], i))
-        item = next(streams[index], None)
-        if item is None:
-            open_streams.discard(index)
-            continue
-        given[index] += sizes(item)
-        yield item

@@ -3,10 +3,8 @@
 Engines that take a second model for drafting load it as any other: transformers as `assistant_model`, and others under names
 of their own. It reads the text itself and keeps a cache of its own, which selfspec does not need.
 
-An exit adapter becomes one more decoder layer, exactly, where it can. The low-rank form is the MLP of a pre-norm layer whose
-norm has weight 1 and whose attention adds 0; the rows that it does not need are zero. The form "layer" also brings attention,
-which fits into the model's own attention if its heads and rotary positions do. The steered form needs hidden states of the
-model that verifies, which a checkpoint of its own never sees.
+An exit adapter becomes one more decoder layer, exactly, where it can: it is the MLP of a pre-norm layer whose norm has
+weight 1 and whose attention adds 0. The rows that it does not need are zero.
 """
 
 from __future__ import annotations
@@ -76,11 +74,6 @@ def _folded(adapter: ExitAdapter, like: nn.Module, config: PretrainedConfig) -> 
     The two may differ in the norms' epsilon, which is far below the mean square of hidden states.
     """
     kind = adapter.config
-    if kind.form == "steered":
-        raise ValueError(
-            "an adapter of form 'steered' cannot be in a plain checkpoint, since it needs hidden states of the verifying "
-            f"model: {_LEFT_OUT}"
-        )
     weights = {name: torch.zeros_like(tensor) for name, tensor in like.state_dict().items()}
     parts = {name.partition(".")[0] for name in weights}
     gated = {"mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"} <= weights.keys()
@@ -103,36 +96,4 @@ def _folded(adapter: ExitAdapter, like: nn.Module, config: PretrainedConfig) -> 
         weights["mlp.gate_up_proj.weight"][:rank] = gate
         weights["mlp.gate_up_proj.weight"][width : width + rank] = up
     weights["mlp.down_proj.weight"][:, :rank] = scale * adapter.down.weight.detach()
-    if kind.form == "layer":
-        _fold_attention(adapter, weights, config)
     return weights
-
-
-def _fold_attention(adapter: ExitAdapter, weights: dict[str, Tensor], config: PretrainedConfig) -> None:
-    """Put the adapter's heads in the place of the layer's first ones, each beside the key-value head that it reads."""
-    kind, attention = adapter.config, adapter.attention
-    assert attention is not None
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
-    group, of_adapter = config.num_attention_heads // config.num_key_value_heads, kind.num_heads // kind.num_kv_heads
-    fits = (
-        kind.head_dim == dim
-        and kind.num_kv_heads <= config.num_key_value_heads
-        and of_adapter <= group
-        and (rope.get("rope_type", "default"), rope["rope_theta"]) == ("default", kind.rope_theta)
-        and {"self_attn.q_proj.weight", "self_attn.k_proj.weight"} <= weights.keys()
-        and "self_attn.q_norm.weight" not in weights
-        and getattr(config, "sliding_window", None) is None
-    )
-    if not fits:
-        raise ValueError(
-            "the attention of this adapter does not fit into the model's (its heads or rotary positions differ), so no plain "
-            f"checkpoint can hold it: {_LEFT_OUT}"
-        )
-    places = torch.cat([torch.arange(of_adapter) + index * group for index in range(kind.num_kv_heads)])
-    rows = (places[:, None] * dim + torch.arange(dim)).flatten()
-    of_keys = slice(0, kind.num_kv_heads * dim)
-    weights["self_attn.q_proj.weight"][rows] = attention.query.weight.detach()
-    weights["self_attn.k_proj.weight"][of_keys] = attention.key.weight.detach()
-    weights["self_attn.v_proj.weight"][of_keys] = attention.value.weight.detach()
-    weights["self_attn.o_proj.weight"][:, rows] = adapter.scale.detach() * attention.output.weight.detach()

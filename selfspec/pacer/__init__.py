@@ -1,1 +1,1 @@
-"""Pacer's pre-verifier, trained beside a checkpoint: network, inference, examples, labels, tuning, fitting."""
+"""Pacer's pre-verifier, trained for a checkpoint: network, inference, examples, labels, tuning, fitting."""

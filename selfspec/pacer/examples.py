@@ -7,92 +7,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text
-from layerskip_models.training.documents import DataSource, is_held_out, read_documents
-from layerskip_models.training.evaluation import read_prompts
+from layerskip_models.training.examples import in_shares, sampled_examples
+from layerskip_models.training.saving import write_tensors
+from selfspec.exits.training_texts import TextReader
 from selfspec.generator import SelfSpecGenerator
-from selfspec.pacer.batched_drafts import accepted_counts, draft_side_by_side
+from selfspec.messages import template_of
+from selfspec.pacer.drafts import PositionDrafter
 from selfspec.pacer.labels import DraftTrace
+from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
 _PARTS = ("starts", "lengths", "accepted", "hidden", "features", "context")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlan:
-    """How drafts are made. positions: sampled per response, 0 for every one. window: tokens per draft, fewer at the end.
-    behind: how far a draft goes on behind its first mismatch. ignore_eos: an EOS token ends neither responses nor drafts."""
+def sample_prompts(config: PreVerifierTraining, generator: SelfSpecGenerator, *, held_out: bool) -> list[list[int]]:
+    """Token ids of prompts: questions of conversations, prompts, and pieces of texts; each source gives its share.
 
-    exit_layers: tuple[int, ...]
-    response_tokens: int = 128
-    window: int = 50
-    behind: int = 4
-    positions: int = 48
-    ignore_eos: bool = False
-    shard_responses: int = 16
-    seed: int = 0
-
-
-def sample_prompts(
-    sources: Sequence[DataSource],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    count: int,
-    max_tokens: int,
-    held_out: bool,
-    holdout_fraction: float,
-    exclude: Sequence[str],
-    seed: int,
-) -> list[list[int]]:
-    """Token ids of `count` prompts: pieces of max_tokens/8 to max_tokens tokens of the sources, each giving its share.
-
-    A .jsonl[.gz] source gives its prompts whole, cut to their last max_tokens tokens. Of texts, documents that a hash keeps
-    for evaluation are used only when held_out is true, the others only when it is false. In a random order; a function of
-    its arguments.
+    In a random order. A function of its arguments.
     """
-    rng = np.random.default_rng([seed, held_out])
-    total = sum(source.weight for source in sources)
-    chosen: list[list[int]] = []
-    for number, source in enumerate(sources):
-        share = sum(s.weight for s in sources[: number + 1]) / total
-        wanted = round(count * share) - len(chosen)
-        if wanted == 0:
-            continue
-        if ".jsonl" in source.path.name:
-            texts = read_prompts(source.path, 10**9)
-            picked = [texts[i] for i in rng.permutation(len(texts))[:wanted]]
-            chosen += [tokenizer(text, verbose=False)["input_ids"][-max_tokens:] for text in picked]
-            continue
-        texts = [t for t in read_documents(source.path, exclude) if is_held_out(t, holdout_fraction) == held_out]
-        if not texts:
-            raise ValueError(f"no {'held-out ' if held_out else ''}document in {source.path.name}")
-        # As many documents as are needed, in a random order, joined as a tokenizer's stream would be.
-        stream: list[int] = []
-        for index in rng.permutation(len(texts)):
-            stream += [*tokenizer(texts[index], add_special_tokens=False, verbose=False)["input_ids"]]
-            stream += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-            if len(stream) > 4 * wanted * max_tokens:
-                break
-        for _ in range(wanted):
-            length = min(int(rng.integers(max(max_tokens // 8, 1), max_tokens + 1)), len(stream))
-            start = int(rng.integers(0, len(stream) - length + 1))
-            chosen.append(stream[start : start + length])
-    return [chosen[index] for index in rng.permutation(len(chosen))]
+    assert generator.tokenizer is not None
+    length = min(config.prompt_tokens, generator.model.max_positions - 3)
+    reader = TextReader(tokenizer=generator.tokenizer, template=template_of(config.model, None), length=length)
+    sources = config.evaluation_sources() if held_out else config.sources()
+    examples = sampled_examples(
+        sources,
+        held_out=held_out,
+        holdout_fraction=config.holdout_share(held_out),
+        exclude=config.exclude,
+        seed=config.seed,
+    )
+    draw = np.random.default_rng([config.seed, held_out])
+    prompts = in_shares(
+        [(prompt for example in found for prompt in reader.prompts(example, length, draw)) for found in examples],
+        [source.weight for source in sources],
+        lambda prompt: 1,
+    )
+    count = config.num_held_out if held_out else config.num_prompts
+    enough = list(islice(prompts, 4 * count))  # of more documents than would give as many prompts
+    return [enough[index] for index in draw.permutation(len(enough))[:count]]
 
 
 def make_data(
@@ -126,9 +93,7 @@ def make_data(
                     for part in _PARTS:
                         tensors[f"{index}/{trace.exit_layer}/{part}"] = getattr(trace, part).contiguous().cpu()
                 advance(first + index + 1)
-            temporary = path.with_suffix(".writing")
-            save_file(tensors, temporary)
-            temporary.replace(path)
+            write_tensors(path, tensors)
         advance(min(first + size, len(prompts)))
 
 
@@ -170,28 +135,25 @@ def draft_traces(
     if not plan.ignore_eos:
         ids = model.generation_config.eos_token_id
         eos = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    stored = torch.float16 if model.dtype in (torch.float32, torch.float64) else model.dtype
     with torch.inference_mode():
         cache, contexts = _run_text(model, text, plan.exit_layers)
+        drafter = PositionDrafter(model, cache, text, window=plan.window, behind=plan.behind, eos=eos)
         for layer in plan.exit_layers:
-            drafts = draft_side_by_side(
-                model,
-                cache,
-                text,
-                possible.tolist(),
-                exit_layer=layer,
-                window=plan.window,
-                behind=plan.behind,
-                eos=eos,
-            )
-            stored = torch.float16 if model.dtype in (torch.float32, torch.float64) else model.dtype
+            lengths, accepted, hidden, features = [], [], [], []
+            for draft, recorder in drafter.drafts(possible.tolist(), layer):
+                lengths.append(draft.num_rows)
+                accepted.append(recorder.accepted(draft.tokens))
+                hidden.append(draft.exit_hidden[: draft.num_rows].to(stored))
+                features += recorder.features
             yield DraftTrace(
                 exit_layer=layer,
                 context=contexts[layer].to(stored),
                 starts=torch.from_numpy(possible.copy()),
-                lengths=drafts.lengths.cpu(),
-                accepted=accepted_counts(drafts, text, possible.tolist()),
-                hidden=drafts.hidden.to(stored),
-                features=drafts.features,
+                lengths=torch.tensor(lengths),
+                accepted=torch.tensor(accepted),
+                hidden=torch.cat(hidden),
+                features=torch.stack(features),
             )
 
 

@@ -1,4 +1,4 @@
-"""Pacer's pre-verifier at work: which rows its layer must still see, in its own KV cache, and what it says of a block."""
+"""Pacer's pre-verifier in use: its own KV cache, the rows that it still has to read, and its estimates for a block."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from selfspec.pacer.network import (
     load_preverifier,
 )
 
-_TIMED_POSITIONS, _TIMED_COMMITTED = 320, 4  # of a text while passes are timed, and how many rows each adds to it
+_TIMED_POSITIONS, _TIMED_COMMITTED = 320, 4  # of a sequence while passes are timed, and the rows that each adds to it
 _CHUNK = 1024  # rows per pass over a long context
 
 
 class PreVerification:
     """A pre-verifier for one policy. Lazy: nothing runs for an exit layer before its first block of a text.
 
-    The cache of an exit layer holds the committed rows it has seen, without draft-position embedding, and behind them the
-    blocks of the round. What a round committed enters in the next round's first pass, over what its drafts had left there: so
-    the cache is rolled back with the main one, by a number.
+    The cache of an exit layer holds the committed rows that it has read, without draft-position embedding, and after them the
+    blocks of the round. The rows that a round commits are read in the next round's first pass and overwrite its drafts, so
+    the cache is rolled back by setting its length, as the main one is.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class PreVerification:
         known_seconds: dict[int, float] | None = None,
     ) -> None:
         self.network = network
-        self._model = model  # that the drafts are of: its processes take one of their times
-        self._known_seconds = {} if known_seconds is None else known_seconds  # of a pass over so many drafts
+        self._model = model  # the drafting model, whose processes agree on one time
+        self._known_seconds = {} if known_seconds is None else known_seconds  # of a pass, by the number of drafts
         self._caches: dict[int, KVCache] = {}
         self._committed: dict[int, int] = {}  # exit layer -> committed rows in its cache
         self._reliability = 1.0  # chance that all drafts of the round so far are accepted
         self._text: ReferenceType[ContextStates] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> PreVerification:
-        """For another text at the same time: the same network, with caches of its own."""
+        """For another sequence at the same time: the same network, with caches of its own."""
         return PreVerification(self.network, self._model, self._known_seconds)
 
     @property
@@ -87,7 +87,7 @@ class PreVerification:
         rows = self.network.draft_inputs(hidden, features, first_index, exit_layer)
         if scope == "full":
             start = position - first_index + 1  # of the draft: the committed rows are those before it
-            if first_index == 1:  # what the last round left behind the committed rows gives way
+            if first_index == 1:  # the last round's drafts are overwritten
                 # The cache holds fewer rows than were to be committed to it if a pass was broken off.
                 seen = min(self._committed.get(exit_layer, 0), start, cache.length)
                 cache.roll_back(seen)
@@ -95,10 +95,8 @@ class PreVerification:
                     self._run(self._context(context, exit_layer, cache.length, cache.length + _CHUNK), cache)
                 if cache.length < start:  # in one pass with the block
                     rows = torch.cat([self._context(context, exit_layer, cache.length, start), rows])
-            self._committed[exit_layer] = min(start, context.num_committed)  # copied rows behind them may be rejected
-        elif (
-            scope != "draft" or first_index == 1
-        ):  # positions are relative: what is out of scope may as well not be there
+            self._committed[exit_layer] = min(start, context.num_committed)  # copied rows after them may be rejected
+        elif scope != "draft" or first_index == 1:  # positions are relative, so rows out of scope may be missing
             cache.roll_back(0)
         out = self._run(rows, cache)[-hidden.shape[0] :]
         estimates = self.network.estimates(out, exit_layer)
@@ -112,7 +110,7 @@ class PreVerification:
         return chances
 
     def pass_seconds(self, block: int) -> float:
-        """See `policies.PreVerifier`: of a pass over it and what a round commits, behind some 250 positions. Timed once.
+        """See `policies.PreVerifier`: of a pass over the block and what a round commits, at position 250 or so. Timed once.
 
         Raises ValueError for a block outside [1, MOST_DRAFTS].
         """
@@ -154,7 +152,7 @@ class PreVerification:
 
 
 class _Zeros:
-    """A text whose exit hidden states are all 0."""
+    """A sequence whose exit hidden states are all 0."""
 
     def __init__(self, states: Tensor) -> None:
         self.max_length = self.num_committed = states.shape[0]
@@ -165,9 +163,9 @@ class _Zeros:
 
 
 class PreVerifiers:
-    """Loads pre-verifiers for one model, each once: what `parse_policy` is given.
+    """Loads pre-verifiers for one model, each once; `parse_policy` takes it.
 
-    pass_seconds: what passes over blocks of so many drafts take, of the one beside the checkpoint.
+    pass_seconds: for the checkpoint's own pre-verifier, the time of a pass by the number of drafts in its block.
     """
 
     def __init__(self, model: LayerSkipModel) -> None:
@@ -176,7 +174,7 @@ class PreVerifiers:
         self._loaded: dict[str, LeanPreVerifier] = {}
 
     def __call__(self, folder: str | None = None) -> PreVerification:
-        """From a folder, or the one beside the checkpoint, ready for one policy.
+        """A folder's pre-verifier, or the checkpoint's own, ready for one policy.
 
         Raises FileNotFoundError or ValueError if there is none, or if it was trained for another model.
         """
@@ -188,7 +186,7 @@ class PreVerifiers:
         return PreVerification(self._loaded[path], self._model, self.pass_seconds if folder is None else None)
 
     def on_this_process(self) -> PreVerification:
-        """The one beside the checkpoint, once it is loaded; what it takes is timed here alone, for others to be told.
+        """The checkpoint's own, once it is loaded. Its passes are timed in this process alone, which tells the others.
 
         Raises ValueError if it is not loaded.
         """
@@ -198,7 +196,7 @@ class PreVerifiers:
         return PreVerification(network, None, self.pass_seconds)
 
     def beside(self) -> str:
-        """The folder of the pre-verifier that lies beside the model's weights. ValueError if there is none."""
+        """The folder of the checkpoint's own pre-verifier. ValueError if there is none."""
         name = self._model.name
         if not has_preverifier(name):
             raise ValueError(
@@ -209,5 +207,5 @@ class PreVerifiers:
 
 
 def has_preverifier(name: str | None) -> bool:
-    """Whether one lies beside the checkpoint of this name, a folder."""
+    """True if the checkpoint of this name is a folder that holds a pre-verifier."""
     return name is not None and (Path(name) / FOLDER / CONFIG_FILE).is_file()

@@ -12,20 +12,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from einops import repeat
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
-from layerskip_models.checkpoints.module_folder import read_module, with_tuples
+from layerskip_models.checkpoints.module_folder import read_module, with_tuples, write_module
 from layerskip_models.checkpoints.typed_fields import check_types
 from layerskip_models.families.llama import LLAMA
 from layerskip_models.kernels.check import native_works
@@ -34,21 +33,21 @@ from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
 
 FOLDER = "pacer"
-"""Where a checkpoint's own pre-verifier lies: in a folder of this name beside the weights."""
+"""The name of the folder, next to the weights, that holds a checkpoint's own pre-verifier."""
 CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
 SCOPES = ("full", "draft", "block")
 ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
-"""What a draft row tells of its distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+"""Of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreVerifierConfig:
-    """What a pre-verifier was trained for and how.
+    """The model that a pre-verifier was trained for, and the network's design.
 
-    base_model: name of the model whose exits it judges. fingerprint: of that model's weights, see `fingerprint`.
+    base_model: name of the model whose drafts it estimates. fingerprint: of that model's weights, see `fingerprint`.
     exit_layers: those it was trained on. layer: of its own layer, the fields of a LlamaConfig of the base model's shape.
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
     estimates: what the network's output means: the chance that a token is accepted if all before it in its draft are
@@ -91,7 +90,7 @@ _LAYER_FIELDS = (
 
 
 def describe_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a pre-verifier for a model of this configuration needs of it. Its own layer is Llama's, whatever the family."""
+    """The fields of a LlamaConfig for a pre-verifier of this model. Its layer is Llama's, whatever the family."""
     described = {name: getattr(config, name) for name in _LAYER_FIELDS if getattr(config, name, None) is not None}
     rope = described["rope_parameters"]
     if rope["rope_type"] not in LLAMA.ropes or rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -190,7 +189,7 @@ class LeanPreVerifier:
         return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
-        """What the network says of rows that the decoder layer put out, [rows, hidden]: numbers in (0, 1)."""
+        """Estimates in (0, 1) from the decoder layer's output rows, [rows, hidden]."""
         scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
         return [
             1 / (1 + math.exp(-min(max(scale * x + shift, -80.0), 80.0))) for [x] in self.layer.logits(hidden).tolist()
@@ -235,7 +234,7 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
 
 
 def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """[exit layers, max_drafts + 1, hidden]; None where a row is told neither."""
+    """[exit layers, max_drafts + 1, hidden]; None for a network without embeddings of either."""
     config = module.config
     parts = []
     if module.exit is not None:
@@ -278,10 +277,7 @@ def count_parameters(config: PreVerifierConfig) -> int:
 
 def save_preverifier(module: PreVerifierModule, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write config and weights into an existing folder; dtype: of the weights, None for theirs."""
-    config = asdict(module.config)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    weights = {name: value.to(dtype or value.dtype).contiguous() for name, value in module.state_dict().items()}
-    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+    write_module(module, module.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, dtype)
 
 
 def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "cpu") -> PreVerifierModule:

@@ -1,8 +1,8 @@
 """The stopping rule's settings, chosen by playing it on draft traces: tokens per layer, the pre-verifier's passes counted.
 
-A trace tells, for each of its positions, how a draft would fare and what the pre-verifier says of it; so every (b, t, rho) is
-played without decoding. Rounds are taken to start at the trace's positions, where the engine's would start at those that
-earlier rounds lead to: near enough to rank settings.
+A trace holds, for each of its positions, a draft's fate and the pre-verifier's estimates. So every (b, t, rho) is played
+without decoding. Rounds start at the trace's positions here; the engine's start where earlier rounds end. That is near
+enough to rank settings.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ GROWTHS = (1.0, 1.05, 1.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedDraft:
-    """One position's draft. estimates: for its rows, that the draft holds up to each; accepted: tokens before the mismatch.
-    is_cut: it would go on behind its last row (a mismatch was reached), rather than end there (with the text)."""
+    """One position's draft.
+
+    estimates: for each row, the chance that the draft is accepted up to it. accepted: tokens before the mismatch. is_cut:
+    the draft would go on after its last row (the recording stopped after a mismatch); otherwise it ends with the text.
+    """
 
     exit_layer: int
     estimates: tuple[float, ...]
@@ -29,7 +32,7 @@ class PlayedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedSetting:
-    """What a setting earned: tokens per layer loaded, pre-verifier included."""
+    """A setting and its tokens per layer loaded, pre-verifier included."""
 
     exit_layer: int
     b: int
@@ -39,7 +42,7 @@ class PlayedSetting:
 
 
 def play(drafts: Iterable[PlayedDraft], num_layers: int, *, b: int, t: float, rho: float, max_length: int) -> float:
-    """Tokens per layer of one round from each position. A block that ends with the draft or the cap is not judged."""
+    """Tokens per layer of one round from each position. A block that ends with the draft or the cap is not pre-verified."""
     tokens = layers = 0
     for draft in drafts:
         size = len(draft.estimates)
@@ -54,7 +57,7 @@ def play(drafts: Iterable[PlayedDraft], num_layers: int, *, b: int, t: float, rh
                 break
             passes += 1
             block = draft.estimates[drafted - b : drafted]
-            # Of a block behind all that was recorded nothing is known but that the draft has failed: stop there.
+            # All that is known of a block after the recorded rows is that the draft has failed: stop there.
             if not block or sum(block) / len(block) <= threshold or drafted > size:
                 break
             threshold *= rho

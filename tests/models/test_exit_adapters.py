@@ -14,14 +14,14 @@ from companies import LAYOUTS, shared_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters
-from layerskip_models.exits.lean import LeanAdapter, lean_adapters, with_exits
+from layerskip_models.exits.lean import lean_adapters, with_exits
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import FixedExit, LayerCost, MeasuredCost, NeverStop, Policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import measured_cost
-from selfspec.exits.exit_settings import default_rank
+from selfspec.exits.settings import default_rank
 from tests.fuzz.random_adapters import adapted, random_adapters
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
@@ -191,8 +191,6 @@ def test_damaged_folders(folder: Path, damage: str) -> None:
         {"eps": float("nan")},
         {"exit_layers": (1, None)},
         {"form": "steered"},
-        {"steering_layers": (1,)},
-        {"form": "layer", "num_heads": 3, "num_kv_heads": 2, "head_dim": 8},
     ],
 )
 def test_configurations_that_cannot_be(wrong: dict[str, object]) -> None:
@@ -203,23 +201,19 @@ def test_configurations_that_cannot_be(wrong: dict[str, object]) -> None:
 
 def test_an_untrained_adapter_changes_nothing() -> None:
     states = torch.randn(2, 7, 16)
-    positions = torch.arange(7).expand(2, 7)
-    for form, own in (
-        ("low_rank", {}),
-        ("steered", {"steering_layers": (1, 2, 3), "steering_size": 4}),
-        ("layer", {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}),
-    ):
-        adapters = ExitAdapters(AdapterConfig(form=form, hidden_size=16, exit_layers=(2,), rank=4, **own))  # type: ignore[arg-type]
-        steering = None if adapters.steering is None else adapters.steering(torch.randn(2, 7, 3, 16))
-        assert torch.equal(adapters.at(2)(states, steering=steering, positions=positions), states)
+    adapters = ExitAdapters(AdapterConfig(hidden_size=16, exit_layers=(2,), rank=4))
+    assert torch.equal(adapters.at(2)(states), states)
 
 
-def test_only_the_low_rank_form_drafts() -> None:
-    config = AdapterConfig(
-        form="layer", hidden_size=16, exit_layers=(1,), rank=4, num_heads=2, num_kv_heads=1, head_dim=8
-    )
+def test_only_the_low_rank_form_drafts(folder: Path) -> None:
+    """A folder of an earlier version, whose configuration named the fields of all forms."""
+    place = folder / FOLDER / "exits.json"
+    earlier = {**json.loads(place.read_text()), "steering_layers": [], "steering_size": 64, "num_heads": 0}
+    place.write_text(json.dumps(earlier))
+    assert load_adapters(folder / FOLDER).exit_layers == (1, 2)
+    place.write_text(json.dumps({**earlier, "form": "steered"}))
     with pytest.raises(ValueError, match="low_rank"):
-        LeanAdapter(ExitAdapters(config).at(1), dtype=torch.float32, device=torch.device("cpu"), layout="plain")
+        load_adapters(folder / FOLDER)
 
 
 def test_an_adapter_is_part_of_a_draft_steps_price() -> None:

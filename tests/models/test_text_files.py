@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from bench.datasets import load_prompts
 from bench.record import RecordWriter, read_parts, read_record
 from layerskip_models.text_files import cut_last_line, read_lines, split_lines, write_text
+from layerskip_models.training.examples import read_examples
 from layerskip_models.training.saving import rewind_log
 from policies import parse_policy
 from scripted_policies import made_up_cost
 from selfspec.cli.batch_file import _results_so_far, read_prompts
 from selfspec.exits.own_answers import OwnAnswers
-from selfspec.exits.training_texts import read_examples
 
 ODD = "one\u2028two\u2029three\u0085four\x1cfive\x0bsix\x0cé"
 """Characters at which `str.splitlines` cuts, and JSON does not."""

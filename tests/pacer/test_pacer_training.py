@@ -16,26 +16,27 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from layerskip_models import from_transformers
+from layerskip_models.training.resumable_run import StepReport
 from preverifiers import random_module
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.pacer import fitting as train_pacer
-from selfspec.pacer.examples import DataPlan, draft_traces, make_data, read_traces
-from selfspec.pacer.fitting import trace_logits, train_preverifier
-from selfspec.pacer.labels import (
-    DraftTrace,
+from selfspec.pacer.examples import draft_traces, make_data, read_traces
+from selfspec.pacer.labels import DraftTrace, pack
+from selfspec.pacer.network import load_preverifier
+from selfspec.pacer.quality import (
     auc,
-    behind_mismatch,
+    calibrate_estimates,
     calibration_error,
     confidence_estimates,
     confidence_table,
     fit_calibration,
-    pack,
     quality,
+    trace_logits,
+    trace_loss,
 )
-from selfspec.pacer.network import load_preverifier
-from selfspec.pacer.settings import PreVerifierTraining
+from selfspec.pacer.settings import DataPlan, PreVerifierTraining
+from selfspec.pacer.training import PreVerifierFit, train_preverifier
 from tiny_llama import tiny_llama, tiny_tokenizer
 from tiny_training import begin_as_rank
 
@@ -84,7 +85,7 @@ def test_drafts_end_behind_their_mismatch() -> None:
     )
     assert short.accepted.equal(long.accepted)
     assert short.lengths.equal(torch.minimum(long.lengths, long.accepted + 2))
-    cut = behind_mismatch(long, 1)
+    cut = long.up_to_mismatch(1)
     assert cut.lengths.equal(short.lengths)
     torch.testing.assert_close(cut.hidden, short.hidden, atol=1e-3, rtol=1e-3)  # kept in float16
     assert cut.labels().equal(short.labels())
@@ -244,14 +245,14 @@ def options(checkpoint: Path, output: Path, **changes: Any) -> dict[str, Any]:
 def _as_rank(config: PreVerifierTraining, lost_in_step: int | None = None) -> Path:
     """Train in this process of several, of which the last may be lost."""
     begin_as_rank()
-    step = train_pacer._Run._step
+    gradient = PreVerifierFit.gradient
 
-    def lost(self: Any, number: int, size: int) -> float:
-        if number == lost_in_step and os.environ["RANK"] == "1":
+    def lost(self: Any, step: int) -> StepReport:
+        if step == lost_in_step and os.environ["RANK"] == "1":
             os._exit(1)
-        return step(self, number, size)
+        return gradient(self, step)
 
-    train_pacer._Run._step = lost  # type: ignore[method-assign]
+    PreVerifierFit.gradient = lost  # type: ignore[method-assign]
     return train_preverifier(config)
 
 
@@ -271,16 +272,16 @@ def test_a_training_whose_process_was_lost_goes_on(checkpoint: Path, tmp_path: P
 
 def test_a_killed_training_ends_as_the_uninterrupted_one(checkpoint: Path, tmp_path: Path, monkeypatch: Any) -> None:
     whole = train_preverifier(PreVerifierTraining(**options(checkpoint, tmp_path / "whole")))
-    step = train_pacer._Run._step
+    gradient = PreVerifierFit.gradient
 
-    def killed(self: Any, number: int, size: int) -> float:
-        if number == 6:
+    def killed(self: Any, step: int) -> StepReport:
+        if step == 6:
             raise KeyboardInterrupt
-        return step(self, number, size)
+        return gradient(self, step)
 
     config = PreVerifierTraining(**options(checkpoint, tmp_path / "parts"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_pacer._Run, "_step", killed)
+        patch.setattr(PreVerifierFit, "gradient", killed)
         train_preverifier(config)
     parts = train_preverifier(config)
     one, other = load_preverifier(whole), load_preverifier(parts)
@@ -313,7 +314,7 @@ def test_the_loss_learns_what_the_features_say() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     losses = []
     for _ in range(40):
-        loss: Tensor = train_pacer.trace_loss(module, made)
+        loss: Tensor = trace_loss(module, made)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -338,9 +339,9 @@ def test_each_exit_layer_has_its_own_calibration() -> None:
     accepted = [number % 4 for number in range(30)]
     traces = [trace([2] * 30, accepted, [5] * 30), replace(trace([2] * 30, accepted, [5] * 30), exit_layer=2)]
     module.calibration.copy_(torch.tensor([1.0, 0.0]).expand(2, 2))
-    before = float(train_pacer.trace_loss(module, traces[0]).detach())
-    train_pacer.calibrate_estimates(module, traces[:1])
-    assert float(train_pacer.trace_loss(module, traces[0]).detach()) < before - 0.1
+    before = float(trace_loss(module, traces[0]).detach())
+    calibrate_estimates(module, traces[:1])
+    assert float(trace_loss(module, traces[0]).detach()) < before - 0.1
     assert torch.equal(module.calibration[1], torch.tensor([1.0, 0.0]))
 
 

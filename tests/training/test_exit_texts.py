@@ -13,9 +13,10 @@ import torch
 
 from layerskip_models import from_transformers
 from layerskip_models.training.documents import DataSource
+from layerskip_models.training.examples import Example, in_shares, read_examples, sampled_examples
 from selfspec import SelfSpecGenerator
 from selfspec.exits.own_answers import OwnAnswers
-from selfspec.exits.training_texts import Example, TextReader, in_shares, read_examples, sampled_examples
+from selfspec.exits.training_texts import TextReader
 from selfspec.messages import OWN_TEMPLATE, ChatTemplate
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from layerskip_models.training.loop import train
-from layerskip_models.training.microbatches import micro_batches
+from layerskip_models.training.microbatches import micro_batches, rows_of
+from layerskip_models.training.resumable_run import claim_output_dir
 from layerskip_models.training.saving import latest_checkpoint
-from layerskip_models.training.shard_files import ShardFiles, rows_of, write_shard
 from layerskip_models.training.sharding import ShardedTraining
-from layerskip_models.training.start import claim_output_dir
 from layerskip_models.training.training_config import TrainingConfig
 from rank_processes import RankFailed, on_ranks, results_of
 from tiny_llama import tiny_llama
@@ -158,10 +159,10 @@ def test_what_does_not_go_together_is_said(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shard divides the model over processes, and this is one alone"):
         train(tiny(text, tmp_path / "out", shard=True))
     whole = tiny(text, tmp_path / "whole")
-    claim_output_dir(whole, tmp_path / "whole")
+    claim_output_dir(whole)
     (tmp_path / "whole" / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="holds a run with another shard"):
-        claim_output_dir(replace(whole, shard=True), tmp_path / "whole")
+        claim_output_dir(replace(whole, shard=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -188,17 +189,35 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
             assert found == cut + [[]] * (ranks - len(cut))
 
 
-def test_shards_of_some_processes_are_read_by_others(tmp_path: Path) -> None:
-    whole, count = torch.arange(14.0).view(7, 2), torch.tensor(3.0)
-    for rank in range(5):  # the last has no row
-        rows = rows_of(7, rank, 5)
-        write_shard(tmp_path, rank, 5, {"matrix": whole[rows.start : rows.stop], "step": count})
-    files = ShardFiles(tmp_path)
-    for ranks in (1, 2, 3, 5, 8):
-        parts = [files.read("matrix", 7, rows_of(7, rank, ranks)) for rank in range(ranks)]
-        assert all(part.shape[1:] == (2,) for part in parts)
-        assert torch.equal(torch.cat(parts), whole)
-    assert files.read_whole("step") == 3
-    next(tmp_path.glob("shard-00003*")).unlink()
-    with pytest.raises(ValueError, match="does not hold the shards of all processes"):
-        ShardFiles(tmp_path)
+def _checkpointed(folder: Path, write: bool) -> list[Any]:
+    """Write or read the parameters of a model and their optimisers' state, of tensors of 7 and of 1 rows, divided."""
+    begin_as_rank()
+    config = tiny_llama(vocab_size=7, num_layers=1).config
+    held = ShardedTraining(Accelerator(cpu=True), config, "fp32")
+    held.fill(lambda name, shape, rows: torch.arange(float(shape.numel())).view(shape)[rows.start : rows.stop] * write)
+    optimizer = torch.optim.AdamW(held.model.parameters(), lr=0.1)
+    if write:
+        for parameter in held.model.parameters():
+            parameter.grad = parameter.detach() + 1
+        optimizer.step()
+        held.save(folder, [optimizer], lambda path: None)
+    else:
+        held.load(folder, [optimizer])
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    found = [*held.model.parameters(), *states]
+    return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().tolist() for one in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_shards_of_some_processes_are_read_by_others(tmp_path: Path, ranks: int) -> None:
+    """Of two processes by one and by three, which do not divide 7 rows."""
+    written, *_ = results_of(2, _checkpointed, tmp_path / "step", True)
+    for read in results_of(ranks, _checkpointed, tmp_path / "step", False):
+        assert sorted(map(str, read)) == sorted(map(str, written))
+
+
+def test_a_missing_shard_is_said(tmp_path: Path) -> None:
+    results_of(2, _checkpointed, tmp_path / "step", True)
+    next((tmp_path / "step").glob("__1*")).unlink()
+    (failed,) = {str(one).split("\n")[0] for one in on_ranks(1, _checkpointed, tmp_path / "step", False)}
+    assert "does not hold the shards of all processes" in failed

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from typer.testing import CliRunner
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import from_transformers as convert
-from layerskip_models.exits.adapter import FORMS, AdapterConfig, ExitAdapters
+from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
 from layerskip_models.parallel import spread_model
@@ -28,13 +29,14 @@ from layerskip_models.training.saving import latest_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.exits import exit_fitting, kept_states
-from selfspec.exits.exit_fitting import FitSettings, fit, measure
-from selfspec.exits.exit_sequences import ExitSequence, join
-from selfspec.exits.exit_settings import ExitTraining, default_exit_layers, default_rank
+from selfspec.exits import fitting as exit_fitting
+from selfspec.exits import hidden_state_dataset
+from selfspec.exits.fitting import ExitFit, fit, measure
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
-from selfspec.exits.train_exit import train_exit
+from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, capture, plan_for, write_states
+from selfspec.exits.sequences import ExitSequence, join
+from selfspec.exits.settings import ExitTraining, FitSettings, default_exit_layers, default_rank
+from selfspec.exits.training import train_exit
 from selfspec.exits.training_texts import TrainingText
 from tests.fuzz.fuzz_models import draw_config, random_model
 from tiny_llama import full_logits, reference_greedy, tiny_llama, tiny_tokenizer
@@ -47,18 +49,13 @@ def tiny_model(**options: Any) -> LayerSkipModel:
     return from_transformers(tiny_llama(**{"late_scale": 0.7, "seed": 5, **options}), layout="plain")
 
 
-def described(form: Any, **changes: Any) -> AdapterConfig:
-    extra: dict[str, Any] = {}
-    if form == "steered":
-        extra = {"steering_layers": (2, 3), "steering_size": 8}
-    if form == "layer":
-        extra = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
-    return AdapterConfig(**{"form": form, "hidden_size": 16, "exit_layers": (1, 2), "rank": 8, **extra, **changes})
+def described(**changes: Any) -> AdapterConfig:
+    return AdapterConfig(**{"hidden_size": 16, "exit_layers": (1, 2), "rank": 8, **changes})
 
 
-def random_adapters(form: Any, seed: int = 0) -> ExitAdapters:
+def random_adapters(seed: int = 0) -> ExitAdapters:
     """Every weight away from zero."""
-    adapters = ExitAdapters(described(form))
+    adapters = ExitAdapters(described())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapters.parameters():
@@ -77,8 +74,8 @@ def texts(number: int = 6, *, length: int = 20, scored: bool = True) -> list[Tra
     return made
 
 
-def plan(kept: Any = "all", dtype: torch.dtype = torch.float32) -> StatesPlan:
-    return StatesPlan(depths=DEPTHS, kept=kept, dtype=dtype)
+def plan(dtype: torch.dtype = torch.float32) -> StatesPlan:
+    return StatesPlan(depths=DEPTHS, dtype=dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False}, {"seed": 8}])
@@ -121,15 +118,14 @@ def test_losses_and_their_gradient_are_autograds() -> None:
     torch.testing.assert_close(head.overlap(hidden.detach(), target), overlap, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", ["scored", "steered", "all"])
-def test_states_are_the_models_and_each_text_is_as_alone(kept: Any) -> None:
+def test_states_are_the_models_and_each_text_is_as_alone() -> None:
     """Several texts in a pass, against each by itself and against transformers' logits; labels are the next tokens."""
     llama = tiny_llama(late_scale=0.7, seed=5)
     model, head = convert(llama, layout="plain"), FrozenHead(convert(llama, layout="plain"))
     made = texts(scored=False)
-    together = capture(model, made, plan(kept))
+    together = capture(model, made, plan())
     for text, found in zip(made, together):
-        (alone,) = capture(model, [text], plan(kept))
+        (alone,) = capture(model, [text], plan())
         torch.testing.assert_close(found.states, alone.states, rtol=1e-5, atol=1e-5)
         expected = full_logits(llama, text.tokens)[found.positions]
         torch.testing.assert_close(head.logits(found.states[:, -1]), expected, rtol=1e-4, atol=1e-4)
@@ -137,8 +133,7 @@ def test_states_are_the_models_and_each_text_is_as_alone(kept: Any) -> None:
         scored = found.positions >= half - 1
         following = torch.tensor(text.tokens)[found.positions + 1]
         assert found.labels.equal(torch.where(scored, following, -1)) and bool(found.own.eq(text.own).all())
-        first = {"scored": half - 1, "steered": max(half - 9, 0), "all": 0}[kept]
-        assert found.positions.tolist() == list(range(first, len(text.tokens) - 1))
+        assert found.positions.tolist() == list(range(half - 1, len(text.tokens) - 1))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -147,81 +142,30 @@ def test_every_family_has_states_and_a_head(kind: str) -> None:
     theirs = random_model(draw_config(Random(kind), kind, 24), late_scale=0.5, sharpness=1.5, seed=0).double()
     model = from_transformers(theirs, layout="plain")
     made = texts(2)
-    kept = plan_for([described("layer", hidden_size=model.hidden_size, exit_layers=(1,))], model, torch.float32)
+    kept = plan_for((1,), model, torch.float32)
     for text, found in zip(made, capture(model, made, kept)):
         expected = full_logits(theirs, text.tokens)[:-1]
         torch.testing.assert_close(FrozenHead(model).logits(found.states[:, -1]), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_must_be_kept_for_a_form() -> None:
-    model = tiny_model()
-    low_rank, steered, layer = (described(form) for form in FORMS)
-    assert plan_for([low_rank], model, torch.float16).depths == (1, 2, 4)
-    assert plan_for([steered, low_rank], model, torch.float16) == StatesPlan(
-        depths=DEPTHS, kept="steered", dtype=torch.float16
-    )
-    assert plan_for([layer, low_rank], model, torch.float16).kept == "all"
-
-
-def joined(kept: Any = "all") -> tuple[list[ExitSequence], ExitSequence]:
-    parts = capture(tiny_model(), texts(4, scored=False), plan(kept))
-    return parts, join(parts)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_texts_in_one_sequence_are_as_each_alone(form: Any) -> None:
-    """To 1e-5: neither attention nor steering crosses a joint."""
-    parts, whole = joined("all" if form == "layer" else "steered")
-    adapters = random_adapters(form)
-
-    def outputs(sequence: ExitSequence, distance: int) -> Tensor:
-        rows = sequence.scored.nonzero().flatten()
-        chosen = exit_fitting.ExitRows(adapters, sequence, DEPTHS, rows)
-        with torch.no_grad():
-            return chosen.adapted(2, chosen.steering(torch.full_like(rows, distance)))
-
-    for distance in (1, 8):
-        separate = torch.cat([outputs(part, distance) for part in parts])
-        torch.testing.assert_close(outputs(whole, distance), separate, atol=1e-5, rtol=0)
-
-
-def test_rows_behind_by_hand() -> None:
-    """Two texts, of positions 0, 1, 2, 5 and 0, 1: position 5 has 2 three behind it, and nothing one behind it."""
-    positions = torch.tensor([0, 1, 2, 5, 0, 1])
+def test_stretches_by_hand() -> None:
+    """Two texts, of positions 0, 1, 2, 5 and 0, 1."""
     sequence = ExitSequence(
         states=torch.zeros(6, 1, 2),
         labels=torch.zeros(6).long(),
-        positions=positions,
+        positions=torch.tensor([0, 1, 2, 5, 0, 1]),
         texts=torch.tensor([0, 0, 0, 0, 1, 1]),
         own=torch.zeros(6).bool(),
     )
-    rows = torch.arange(6)
-    assert sequence.behind(rows, torch.ones(6).long()).tolist() == [-1, 0, 1, -1, -1, 4]
-    assert sequence.behind(rows, torch.full((6,), 3)).tolist() == [-1, -1, -1, 2, -1, -1]
-    assert sequence.runs(rows).tolist() == [0, 0, 0, 1, 2, 2]
-    assert sequence.mask()[0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
-                                                 [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]  # fmt: skip
+    assert sequence.runs(torch.arange(6)).tolist() == [0, 0, 0, 1, 2, 2]
 
 
-def test_the_states_that_steer_are_those_of_the_row_that_many_positions_before() -> None:
-    """Zeros where the text has none, which the projection leaves zeros."""
-    parts, _ = joined()
-    adapters = random_adapters("steered")
-    sequence = parts[0]
-    rows = torch.arange(len(sequence))
-    steering = exit_fitting.ExitRows(adapters, sequence, DEPTHS, rows).steering(torch.full_like(rows, 3))
-    assert adapters.steering is not None and steering is not None
-    torch.testing.assert_close(steering[3:], adapters.steering(sequence.states[:-3, 1:3]))
-    assert not steering[:3].any()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_fitting_raises_the_agreement(form: Any) -> None:
+def test_fitting_raises_the_agreement() -> None:
     """On the texts that it is fitted to, from the bare exit's; adapters as they begin change nothing."""
     model = tiny_model()
     head = FrozenHead(model)
     sequences = [join(capture(model, texts(12), plan()))]
-    adapters = ExitAdapters(described(form))
+    adapters = ExitAdapters(described())
     before = measure(adapters, sequences, DEPTHS, head)
     assert all(found.bare == found.adapted for found in before.values())
     seen: list[float] = []
@@ -243,11 +187,10 @@ def test_fitting_raises_the_agreement(form: Any) -> None:
 def test_runs_of_accepted_drafts_by_hand() -> None:
     """A stretch of 9 rows, wrong at the fourth: drafts of 8 start at its first two rows, and 3 and 2 are accepted."""
     tally = exit_fitting._Tally()
-    tally.add(torch.zeros(3, 12))
     agrees = torch.tensor([True] * 3 + [False] + [True] * 8)
-    tally.add_runs([agrees], torch.tensor([0] * 9 + [1] * 3))
+    tally.add(agrees.expand(3, -1), torch.tensor([0] * 9 + [1] * 3))
     assert tally.quality().run == 2.5
-    tally.add_runs([agrees[:3], torch.tensor([True, False, True])], torch.zeros(3).long())  # one draft of 3: 1 accepted
+    tally.add(torch.tensor([True, False, True]).expand(3, -1), torch.zeros(3).long())  # one draft of 3: 1 accepted
     assert tally.quality().run == 2.0
 
 
@@ -255,10 +198,10 @@ def test_a_time_limit_ends_the_fitting() -> None:
     model = tiny_model()
     sequences = capture(model, texts(3), plan())
     settings = FitSettings(steps=10**9)
-    done = fit(ExitAdapters(described("low_rank")), sequences, DEPTHS, FrozenHead(model), settings, seconds=0.2)
+    done = fit(ExitAdapters(described()), sequences, DEPTHS, FrozenHead(model), settings, seconds=0.2)
     assert 0 < done < 10**6
     with pytest.raises(ValueError, match="no text"):
-        fit(ExitAdapters(described("low_rank")), [], DEPTHS, FrozenHead(model), settings)
+        fit(ExitAdapters(described()), [], DEPTHS, FrozenHead(model), settings)
 
 
 class _Process:
@@ -283,14 +226,14 @@ def test_two_processes_have_the_gradient_of_one(arm: str) -> None:
 
     def gradient(*processes: Any) -> tuple[list[Tensor], Any]:
         for process in processes:
-            adapters = random_adapters("steered")
-            figures = exit_fitting._gradient(adapters, sequences, DEPTHS, head, settings, 4, process)
+            adapters = random_adapters()
+            figures = ExitFit(adapters, sequences, DEPTHS, head, settings, process).gradient(4)
         return [parameter.grad for parameter in adapters.parameters() if parameter.grad is not None], figures
 
-    one, figures = gradient(exit_fitting.Accelerator(cpu=True))
+    one, figures = gradient(Accelerator(cpu=True))
     received: list[Tensor] = []
     two, others = gradient(_Process(0, received), _Process(1, received))
-    assert len(one) == len(two) == 9
+    assert len(one) == len(two) == 6
     for a, b in zip(one, two):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
     assert figures.agreement == others.agreement and figures.kl == pytest.approx(others.kl)
@@ -310,12 +253,12 @@ def test_position_weights_end_where_a_stretch_does() -> None:
 
 
 def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept = tiny_model(), plan("all", torch.float16)
+    model, kept = tiny_model(), plan(torch.float16)
     made = texts(12)
     per_row = kept.bytes_per_row(16)
     assert per_row == 4 * 16 * 2 + 8
     limits: dict[str, Any] = {"most_tokens": 0, "most_bytes": 100 * per_row}
-    monkeypatch.setattr(kept_states, "_SHARD_BYTES", 40 * per_row)
+    monkeypatch.setattr(hidden_state_dataset, "_SHARD_BYTES", 40 * per_row)
     whole = write_states(model, iter(made), kept, tmp_path / "whole", **limits)
     assert whole["ended"] == "budget" and whole["texts"] == 5 and whole["bytes"] <= limits["most_bytes"]
     shards = sorted((tmp_path / "whole").glob("shard-*"))
@@ -343,9 +286,9 @@ def test_states_stop_at_the_budget_and_are_taken_up_again(tmp_path: Path, monkey
 def test_kept_states_are_what_was_captured(tmp_path: Path) -> None:
     """Packed in another order, with the depths that are wanted."""
     model, made = tiny_model(), texts(8)
-    write_states(model, iter(made), plan("all", torch.float16), tmp_path, most_tokens=0, most_bytes=1e9)
-    kept = HiddenStateDataset(tmp_path, plan("all", torch.float16), (2, 4), length=45, seed=3)
-    captured = capture(model, made, plan("all", torch.float16))
+    write_states(model, iter(made), plan(torch.float16), tmp_path, most_tokens=0, most_bytes=1e9)
+    kept = HiddenStateDataset(tmp_path, plan(torch.float16), (2, 4), length=45, seed=3)
+    captured = capture(model, made, plan(torch.float16))
     found = [sequence for index in range(len(kept)) for sequence in [kept[index]]]
     assert all(len(sequence) <= 45 and sequence.states.shape[1] == 2 for sequence in found)
     pieces = {}
@@ -364,7 +307,7 @@ def test_states_that_overflow_are_refused() -> None:
     embed = model.embed
     model.embed = lambda tokens: embed(tokens) * 1e6  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="states_dtype float32"):
-        capture(model, texts(1), plan("all", torch.float16))
+        capture(model, texts(1), plan(torch.float16))
 
 
 def test_defaults() -> None:
@@ -402,42 +345,45 @@ def same(one: Path, other: Path) -> bool:
 def test_a_killed_run_ends_as_the_uninterrupted_one(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steered = options(checkpoint, tmp_path / "whole", form="steered", keep_for=("layer",), steering_size=4)
-    whole = train_exit(ExitTraining(**steered))
+    made = options(checkpoint, tmp_path / "whole", arm="full", positions=20)
+    whole = train_exit(ExitTraining(**made))
     assert whole == tmp_path / "whole" / "exits"
-    gradient = exit_fitting._gradient
+    gradient = ExitFit.gradient
 
-    def killed(*arguments: Any) -> Any:
-        if arguments[5] == 6:
+    def killed(self: Any, step: int) -> Any:
+        if step == 6:
             raise KeyboardInterrupt
-        return gradient(*arguments)
+        return gradient(self, step)
 
-    config = ExitTraining(**{**steered, "output_dir": str(tmp_path / "parts")})
+    config = ExitTraining(**{**made, "output_dir": str(tmp_path / "parts")})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(exit_fitting, "_gradient", killed)
+        patch.setattr(ExitFit, "gradient", killed)
         train_exit(config)
     assert same(whole, train_exit(config))
     steps = [json.loads(line)["step"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 14))
 
-    again = ExitTraining(**{**steered, "output_dir": str(tmp_path / "again"), "states_of": str(tmp_path / "whole")})
+    again = ExitTraining(**{**made, "output_dir": str(tmp_path / "again"), "states_of": str(tmp_path / "whole")})
     assert same(whole, train_exit(again)) and not (tmp_path / "again" / "states").exists()
-    train_exit(replace(again, output_dir=str(tmp_path / "other"), form="layer", epochs=0.2))
+    train_exit(replace(again, output_dir=str(tmp_path / "other"), exit_layers=(2,), epochs=0.2))
     with pytest.raises(ValueError, match="another learning_rate"):
         train_exit(replace(config, learning_rate=1e-4))
+    latest = latest_checkpoint(tmp_path / "parts" / "checkpoints")
+    assert latest is not None
+    (latest[0] / "state.json").write_text('{"seconds": 1.0}')  # as an earlier version wrote it
+    with pytest.raises(ValueError, match="was written by an earlier version or with other options"):
+        train_exit(config)
 
     figures = json.loads((whole / "figures.json").read_text())
     assert set(figures) == {"1", "2"} and 0 <= figures["1"]["adapted"]["agreement"] <= 1
     card = (whole / "README.md").read_text()
-    assert f"selfspec train-exit {checkpoint.name} \\" in card and "--form steered" in card and "| 2 | 0." in card
+    assert f"selfspec train-exit {checkpoint.name} \\" in card and "--arm full" in card and "| 2 | 0." in card
     assert str(checkpoint.parent) not in card
 
 
-def test_states_of_another_model_or_with_too_few_rows_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_states_of_another_model_or_of_other_layers_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     made = ExitTraining(**options(checkpoint, tmp_path / "made", epochs=0.1))
     train_exit(made)
-    with pytest.raises(ValueError, match="--keep-for layer"):
-        train_exit(replace(made, output_dir=str(tmp_path / "one"), states_of=made.output_dir, form="layer"))
     with pytest.raises(ValueError, match="no states after layers 3"):
         train_exit(replace(made, output_dir=str(tmp_path / "more"), states_of=made.output_dir, exit_layers=(3,)))
     other = tmp_path / "model"
@@ -463,7 +409,7 @@ def test_adapters_beside_a_checkpoint_from_its_own_answers(checkpoint: Path, tmp
     done = json.loads((tmp_path / "run" / "states" / "train" / "done.json").read_text())
     answers = (tmp_path / "run" / "states" / "answers-train.jsonl").read_text().splitlines()
     assert done["tokens"] == sum(len(json.loads(line)["answer"]) for line in answers)
-    kept = plan_for([described("low_rank")], tiny_model(), torch.float16)
+    kept = plan_for((1, 2), tiny_model(), torch.float16)
     states = HiddenStateDataset(tmp_path / "run" / "states" / "train", kept, (4,), length=64, seed=0)
     head = FrozenHead(tiny_model())
     for sequence in states:
@@ -480,14 +426,10 @@ def test_adapters_beside_a_checkpoint_from_its_own_answers(checkpoint: Path, tmp
     ("extra", "message"),
     [
         (["--exit-layers", "4"], "exit_layers must be in [1, 3] for this 4-layer model, got 4"),
-        (["--form", "wide"], "form must be one of low_rank, steered, layer"),
         (["--arm", "none"], "arm must be one of"),
         (["--alpha", "2"], "alpha must be in [0, 1]"),
         (["--disk-gb", "0"], "disk_gb must be above 0"),
         (["--disk-gb", "0.000001"], "raise disk_gb"),
-        (["--steering-layers", "2"], "choose --form steered"),
-        (["--form", "steered", "--steering-layers", "9"], "steering_layers must be in [1, 4]"),
-        (["--beside", "--form", "layer"], "beside needs form low_rank"),
         (["--states-of", "nowhere"], "holds no complete states"),
         (["--data", "nowhere.txt"], "data path does not exist"),
     ],
@@ -509,14 +451,14 @@ def test_the_command_needs_data_and_a_folder_for_beside(tmp_path: Path) -> None:
 def _as_rank(config: ExitTraining, lost_in_step: int | None = None) -> Path:
     """Train in this process of several, of which the last may be lost."""
     begin_as_rank()
-    gradient = exit_fitting._gradient
+    gradient = ExitFit.gradient
 
-    def lost(*arguments: Any) -> Any:
-        if arguments[5] == lost_in_step and os.environ["RANK"] == "1":
+    def lost(self: Any, step: int) -> Any:
+        if step == lost_in_step and os.environ["RANK"] == "1":
             os._exit(1)
-        return gradient(*arguments)
+        return gradient(self, step)
 
-    exit_fitting._gradient = lost
+    ExitFit.gradient = lost  # type: ignore[method-assign]
     return train_exit(config)
 
 

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from layerskip_models import load_model
 from layerskip_models.training.evaluation import evaluate, is_looping
 from layerskip_models.training.loop import command_for_config, train, train_command
+from layerskip_models.training.resumable_run import claim_output_dir
 from layerskip_models.training.saving import latest_checkpoint, rewind_log, write_folder
-from layerskip_models.training.start import claim_output_dir
-from layerskip_models.training.training_config import TrainingConfig, config_fields
+from layerskip_models.training.training_config import TrainingConfig
 from tiny_training import TINY, tiny, weights, write_numbers
 
 
@@ -83,10 +83,9 @@ def test_killed_run_resumes_to_the_same_weights(text, finished, tmp_path):
     program = (
         "import os, signal, sys\n"
         "from layerskip_models.training import loop\n"
-        "original = loop._report\n"
-        "def report(console, record, max_steps):\n"
-        "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "loop._report = report\n"
+        "def report(self, done, *_):\n"
+        "    if done == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "loop.ResumableRun._print = report\n"
         "loop.main()\n"
     )
     command = [sys.executable, "-c", program, "--data", text, "--output-dir", str(output_dir), "--max-steps", "8"]
@@ -111,9 +110,9 @@ def test_two_processes_resume_to_the_weights_of_one(text, finished, tmp_path):
     script.write_text(
         "import os, signal\n"
         "from layerskip_models.training import loop\n"
-        "def report(console, record, max_steps):\n"
-        "    if record['step'] == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "loop._report = report\n"
+        "def report(self, done, *_):\n"
+        "    if done == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "loop.ResumableRun._print = report\n"
         "loop.main()\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -221,14 +220,14 @@ def test_output_dir_of_another_run(text, finished, tmp_path):
 
 def test_a_run_from_before_an_option_existed_had_its_default(text, tmp_path):
     config = tiny(text, tmp_path / "out", exit_loss="uniform", exit_loss_block=8)
-    claim_output_dir(config, tmp_path / "out")
+    claim_output_dir(config)
     recorded = tmp_path / "out" / "config.json"
     older = {name: value for name, value in json.loads(recorded.read_text()).items() if "exit_loss" not in name}
     recorded.write_text(json.dumps(older))
     (tmp_path / "out" / "checkpoints").mkdir()
-    claim_output_dir(config, tmp_path / "out")
+    claim_output_dir(config)
     with pytest.raises(ValueError, match="another exit_loss:"):
-        claim_output_dir(replace(config, exit_loss="full"), tmp_path / "out")
+        claim_output_dir(replace(config, exit_loss="full"))
 
 
 def test_uniform_weights_are_no_weights(text, tmp_path):
@@ -276,10 +275,12 @@ def test_ctrl_c_says_how_to_go_on(text):
 def test_schedules(text, tmp_path):
     wsd = tiny(text, tmp_path, max_steps=10, warmup_steps=1, decay_fraction=0.5, learning_rate=1.0)
     # rise 1/2; constant until half; then (10 - step) / 5
-    assert [wsd.learning_rate_at(step) for step in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert [wsd.learning_rate_at(step, 10) for step in range(10)] == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]
+    )
     cosine = tiny(text, tmp_path, max_steps=10, warmup_steps=0, lr_schedule="cosine", learning_rate=1.0)
     # (1 + cos(pi/2)) / 2 of the way between 1 and .1 in the middle
-    assert [cosine.learning_rate_at(step) for step in (0, 5)] == pytest.approx([1, 0.55])
+    assert [cosine.learning_rate_at(step, 10) for step in (0, 5)] == pytest.approx([1, 0.55])
     assert [wsd.sequence_length_at(step) for step in (7, 8)] == [16, 32]
 
 
@@ -299,7 +300,7 @@ def test_options_are_the_fields(text, tmp_path):
         layer_dropout=0.1,
     )
     assert seen == [expected]
-    assert all(item.metadata["help"].endswith(".") for item in config_fields())
+    assert all(item.metadata["help"].endswith(".") for item in fields(TrainingConfig))
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from layerskip_models.training import loop
 from layerskip_models.training.documents import train_tokenizer
 from layerskip_models.training.recipe import exit_hidden_states, run_layer
+from layerskip_models.training.resumable_run import ResumableRun
 from layerskip_models.training.sharding import ShardedTraining
 from layerskip_models.training.training_config import TrainingConfig
 from layerskip_models.training.training_size import layer_activations, training_size
@@ -31,7 +32,7 @@ def _measured(config: TrainingConfig) -> dict[str, int]:
     """Of one step of one micro batch: bytes held behind it, gathered when a layer runs, and exchanged."""
     begin_as_rank()
     found = dict.fromkeys(("weights", "gradients", "optimizer_state", "whole", "gather", "reduce", "exchange"), 0)
-    step, clip = loop._Run._step, ShardedTraining.clip
+    take_step, clip = ResumableRun.take_step, ShardedTraining.clip
     messages: dict[str, tuple[Any, str, str | int]] = {
         "gather": (_fsdp_collectives.DefaultAllGather, "__call__", "output_tensor"),
         "reduce": (_fsdp_collectives.DefaultReduceScatter, "__call__", "input_tensor"),
@@ -40,15 +41,15 @@ def _measured(config: TrainingConfig) -> dict[str, int]:
     models: list[Any] = []
 
     def during_step(self: Any, *arguments: Any) -> Any:
-        models.append(self.model)
+        models.append(self.held.model)
         with pytest.MonkeyPatch.context() as patch:
             for kind, (place, name, argument) in messages.items():
                 patch.setattr(place, name, _counting(found, kind, argument, getattr(place, name)))
-            losses = step(self, *arguments)
-        found["weights"] = bytes_held(self.model.parameters())
-        states = [value for one in arguments[-1] for state in one.state.values() for value in state.values()]
+            report = take_step(self, *arguments)
+        found["weights"] = bytes_held(self.held.model.parameters())
+        states = [value for one in self.optimizers for state in one.state.values() for value in state.values()]
         found["optimizer_state"] = bytes_held(value for value in states if value.dim())
-        return losses
+        return report
 
     def clipped(self: Any, max_norm: float) -> None:
         found["gradients"] = bytes_held(parameter.grad for parameter in self.model.parameters())
@@ -67,9 +68,9 @@ def _measured(config: TrainingConfig) -> dict[str, int]:
         return run_layer(layer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Run, "_step", during_step)
+        patch.setattr(ResumableRun, "take_step", during_step)
         patch.setattr(ShardedTraining, "clip", clipped)
-        patch.setattr(loop._Run.__init__, "__defaults__", (layer_run,))
+        patch.setattr(loop.LayerSkipTraining.__init__, "__defaults__", (layer_run,))
         loop.train(config)
     return found
 

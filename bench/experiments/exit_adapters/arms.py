@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from bench.engines.own import GREEDY
@@ -22,23 +21,22 @@ from bench.experiments.exit_adapters.forms import (
     gain_of_rounds,
     own_texts,
 )
+from bench.experiments.exit_adapters.other_forms import FORMS, make_adapters, plan_for_forms, training_outputs
 from layerskip_models import LayerSkipModel
-from layerskip_models.exits.adapter import DRAFTED, FORMS, ExitAdapters
-from layerskip_models.exits.folder import FOLDER, load_adapters
+from layerskip_models.exits.adapter import ExitAdapters
+from layerskip_models.exits.folder import config_for
 from layerskip_models.exits.lean import lean_adapters
 from policies import RoundRecord
 from selfspec import SelfSpecGenerator
-from selfspec.exits.exit_sequences import ExitSequence
-from selfspec.exits.exit_settings import ExitTraining
+from selfspec.exits.fitting import fit
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.kept_states import capture, plan_for
-from selfspec.exits.train_exit import train_exit
+from selfspec.exits.hidden_state_dataset import HiddenStateDataset, capture, states_dtype, write_states
+from selfspec.exits.sequences import ExitSequence
+from selfspec.exits.settings import ExitTraining
+from selfspec.exits.training import training_texts
 
 BY_LAYERS = "auto:cost=layers,copy=off"
 """The policy whose tokens per layer are counted. Copied tokens would hide what exits are worth."""
-
-
-_HELD_OUT = 2000  # tokens for the cards of the runs; here they are judged on the model's own text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,30 +63,44 @@ def arms(forms: Sequence[str], weightings: Sequence[str], seeds: int) -> list[Ar
 
 
 def train_arms(
-    chosen: Sequence[Arm], work: Path, options: dict[str, Any], forms: Sequence[str], advance: Callable[[str], None]
+    chosen: Sequence[Arm],
+    work: Path,
+    config: ExitTraining,
+    generator: SelfSpecGenerator,
+    advance: Callable[[str], None],
 ) -> dict[Arm, ExitAdapters]:
-    """Train each arm in a folder of its own, or take what lies there. They share the states that the first one made."""
+    """Fit each arm to the same hidden states, or read it from the work folder. The states lie there, too."""
+    model = generator.model
+    described = config_for(model, exit_layers=config.layers(model), rank=config.width(model))
     found: dict[Arm, ExitAdapters] = {}
-    first: Path | None = None
     for arm in chosen:
-        folder = work / arm.name
-        if not (folder / FOLDER).is_dir():
-            others = tuple(form for form in forms if form != arm.form) if first is None else ()
-            config = ExitTraining(
-                form=arm.form,
-                arm=arm.weighting,
-                seed=arm.seed,
-                output_dir=str(folder),
-                states_of=None if first is None else str(first),
-                keep_for=others,
-                held_out_tokens=_HELD_OUT,
-                **options,
-            )
-            train_exit(config, Console(quiet=True))
-        first = folder if first is None else first
-        found[arm] = load_adapters(folder / FOLDER)
+        torch.manual_seed(arm.seed)
+        found[arm] = make_adapters(arm.form, described, model)
+    plan = plan_for_forms([*found.values()], model, states_dtype(model))
+    texts = training_texts(config, generator, held_out=False, show=lambda label, done: None)
+    folder = work / "states" / "train"
+    write_states(model, texts, plan, folder, most_tokens=config.max_tokens, most_bytes=config.disk_gb * 1e9)
+    advance("hidden states")
+    head = FrozenHead(model)
+    for arm, adapters in found.items():
+        finished = work / f"{arm.name}.pt"
+        if finished.exists():
+            adapters.load_state_dict(torch.load(finished, weights_only=True))
+        else:
+            states = HiddenStateDataset(folder, plan, plan.depths, length=config.sequence_length, seed=arm.seed)
+            settings = replace(config.fit_settings(len(states)), arm=arm.weighting, seed=arm.seed)
+            fit(adapters, states, plan.depths, head, settings, outputs=training_outputs(adapters, plan.depths))
+            write_file(finished, adapters)
+        adapters.eval()
         advance(f"training {arm.name}")
     return found
+
+
+def write_file(path: Path, adapters: ExitAdapters) -> None:
+    """Write the weights, whole or not at all."""
+    temporary = path.with_suffix(".writing")
+    torch.save(adapters.state_dict(), temporary)
+    temporary.replace(path)
 
 
 @dataclass(slots=True)
@@ -108,7 +120,7 @@ class Measured:
     ) -> Measured:
         generator = SelfSpecGenerator(model, prefix_cache=0)
         texts = own_texts(generator, prompts, max_new_tokens)
-        plan = plan_for([adapters.config for adapters in trained], model, torch.float32)
+        plan = plan_for_forms(trained, model, torch.float32)
         return cls(generator, prompts, max_new_tokens, capture(model, texts, plan), [*plan.depths], FrozenHead(model))
 
     @property
@@ -135,7 +147,7 @@ class Measured:
                 "kind": "exit", "exit_layer": agreement.exit_layer, "agreement": agreement.share, "num_speculations": length,
                 "gain": gain, "adapter_layers": share,
             }  # fmt: skip
-        if adapters is None or adapters.config.form == DRAFTED:
+        if adapters is None or type(adapters) is ExitAdapters:  # a form that the engine drafts with
             leans = {} if adapters is None else lean_adapters(adapters, self.model)
             generator = SelfSpecGenerator(self.model.with_adapters(leans), prefix_cache=0)
             yield {

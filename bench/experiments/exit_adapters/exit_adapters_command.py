@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,11 +20,15 @@ from bench.commands.preparation import configuration, open_model, open_tokenizer
 from bench.commands.run_command import choose_prompts
 from bench.datasets import encode_prompts
 from bench.experiments.exit_adapters.arms import Measured, arms, train_arms
+from bench.experiments.exit_adapters.other_forms import FORMS
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
-from layerskip_models.exits.adapter import DRAFTED, FORMS
+from layerskip_models.exits.adapter import FORM as DRAFTED
+from layerskip_models.training.documents import DEFAULT_EXCLUDES
+from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import one_line_errors
+from selfspec.exits.settings import ExitTraining
 
 
 def exit_adapters(
@@ -52,7 +56,7 @@ def exit_adapters(
     dtype: DtypeOption = "auto",
     output: OutputOption = None,
 ) -> None:
-    """Agreement, tokens per layer and speed with adapters behind the exits, beside the bare exits.
+    """Agreement, tokens per layer and speed with adapters after the exits, next to the bare exits.
 
     All arms are trained on the same states with equal steps, and judged on greedy text that the model writes for prompts of
     the benchmark. Tokens per layer are replayed for each exit at its best draft length, and counted in runs of auto for the
@@ -66,22 +70,17 @@ def exit_adapters(
         samples = encode_prompts(
             choose_prompts(prompt or [], [], num_samples), open_tokenizer(checkpoint), prompt_tokens
         )
-        options: dict[str, Any] = {
-            "model": str(model) if model else None, "data": tuple(data), "max_tokens": max_tokens, "epochs": epochs,
-            "rank": rank, "exit_layers": tuple(exit_layer or ()), "dtype": dtype,
-            "own_answers": own_answers,
-            **({"exclude": tuple(exclude)} if exclude else {}),
-        }  # fmt: skip
-        with progress(len(chosen)) as advance:
-            trained = train_arms(chosen, work, options, forms, advance)
-        measured = Measured.of(
-            open_model(checkpoint, dtype, "cpu").with_adapters({}),
-            [*trained.values()],
-            [s.ids for s in samples],
-            max_new_tokens,
-        )
+        config = ExitTraining(
+            model=str(model) if model else None, data=tuple(data), output_dir=str(work), max_tokens=max_tokens, epochs=epochs,
+            rank=rank, exit_layers=tuple(exit_layer or ()), own_answers=own_answers,
+            exclude=tuple(exclude or DEFAULT_EXCLUDES),
+        )  # fmt: skip
+        network = open_model(checkpoint, dtype, "cpu").with_adapters({})
+        generator = SelfSpecGenerator(network, open_tokenizer(checkpoint), prefix_cache=0)
+        with progress(len(chosen) + 1) as advance:
+            trained = train_arms(chosen, work, config, generator, advance)
+        measured = Measured.of(network, [*trained.values()], [s.ids for s in samples], max_new_tokens)
     described = next(iter(trained.values())).config
-    network = measured.model
     description = {
         "kind": "run",
         "command": "exit-adapters",

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.experiments.exit_adapters.other_forms import FARTHEST, SteeredAdapters, adapted_states
 from layerskip_models import LayerSkipModel
 from layerskip_models.exits.adapter import ExitAdapters
 from policies import RoundRecord, draft_passes
 from selfspec import SelfSpecGenerator
-from selfspec.exits.exit_fitting import ExitRows
-from selfspec.exits.exit_sequences import FARTHEST, ExitSequence
+from selfspec.exits.fitting import states_at
 from selfspec.exits.frozen_head import FrozenHead
+from selfspec.exits.sequences import ExitSequence
 from selfspec.exits.training_texts import TrainingText
 
 LENGTHS = tuple(range(1, 9))
@@ -63,18 +64,20 @@ def agreements(
     head: FrozenHead,
 ) -> list[Agreement]:
     """Of every exit, with these adapters or bare. depths: of the sequences' states; the last is the model's last layer."""
-    steered = adapters is not None and adapters.steering is not None
-    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    places = range(FARTHEST if isinstance(adapters, SteeredAdapters) else 1)
+    found: list[list[Tensor]] = [[] for _ in layers]
     for sequence in sequences:
-        rows = ExitRows(adapters, sequence, depths, sequence.scored.nonzero().flatten())
-        for layer in layers:
-            hits = []
-            for place in range(FARTHEST if steered else 1):
-                steering = rows.steering(torch.full_like(rows.rows, place + 1))
-                states = rows.bare(layer).float() if adapters is None else rows.adapted(layer, steering)
-                hits.append(_tokens(head, states) == rows.labels)
-            found[layer].append(torch.stack(hits))
-    return [Agreement(exit_layer=layer, hits=tuple(hits)) for layer, hits in found.items()]
+        rows = sequence.scored_rows()
+        by_place: list[list[Tensor]] = []
+        for place in places:
+            if adapters is None:
+                states = [states_at(sequence, depths, layer, rows).float() for layer in layers]
+            else:
+                states = adapted_states(adapters, sequence, depths, rows, torch.full_like(rows, place + 1))
+            by_place.append([_tokens(head, hidden) == sequence.labels[rows] for hidden in states])
+        for hits, of_exit in zip(found, zip(*by_place)):
+            hits.append(torch.stack(of_exit))
+    return [Agreement(exit_layer=layer, hits=tuple(hits)) for layer, hits in zip(layers, found)]
 
 
 def _tokens(head: FrozenHead, states: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class EagerRunner:
             going = [draft for draft, (looks, logits) in zip(going, found) if self._grow(draft, looks, logits)]
         self._sound = [draft for draft in self._drafts if draft.error is None]
 
+    @property
+    def drafts(self) -> Sequence[Draft]:
+        """One for each turn of the last `draft`."""
+        return self._drafts
+
     def _grow(self, draft: Draft, looks: Sequence[HeadOutput], logits: Tensor | None) -> bool:
         """Whether the draft goes on. An error of its policy ends its text, and is no other text's business."""
         try:

@@ -1,0 +1,112 @@
+"""Training data as people have it: texts, conversations, and prompts with or without completions; read, split and mixed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from layerskip_models.training.documents import DataSource, is_held_out, open_text, read_documents
+
+_FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One item of the data as it was read. Either text, or messages, or a prompt, perhaps with its completion."""
+
+    key: str  # what decides whether it is held out
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    completion: str | None = None
+
+
+def read_examples(path: Path, exclude: Sequence[str]) -> list[Example]:
+    """The items of a .jsonl[.gz], .txt[.gz] or .py file, or a folder of texts.
+
+    Raises ValueError for any other file, for a line that has another form, and if there is nothing to read.
+    """
+    if not path.is_dir() and path.name.endswith((".jsonl", ".jsonl.gz")):
+        with open_text(path) as stream:
+            examples = [_parse(line, f"{path}, line {number}") for number, line in enumerate(stream, 1) if line.strip()]
+    else:
+        examples = [Example(key=text, text=text) for text in read_documents(path, exclude)]
+    if not examples:
+        raise ValueError(
+            f"data path holds no text: {str(path)!r} (in folders, only .txt, .txt.gz and .py files are read)"
+        )
+    return examples
+
+
+def _parse(line: str, where: str) -> Example:
+    try:
+        item = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: expected an object with {_FORMS}")
+    key = json.dumps(item, sort_keys=True)
+    prompt, completion = item.get("prompt"), item.get("completion")
+    messages = item.get("messages")
+    if messages is None and _are_messages(prompt):  # a conversation in two parts
+        messages = [*prompt, *(completion if _are_messages(completion) else [])]
+    if messages is not None:
+        if not _are_messages(messages) or not all(
+            isinstance(message.get("role"), str) and isinstance(message.get("content"), str) for message in messages
+        ):
+            raise ValueError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
+        return Example(key=key, messages=messages)
+    if isinstance(prompt, str):
+        if completion is not None and not isinstance(completion, str):
+            raise ValueError(f"{where}: completion must be text, like prompt")
+        return Example(key=key, prompt=prompt, completion=completion)
+    if isinstance(item.get("text"), str):
+        return Example(key=key, text=item["text"])
+    raise ValueError(f"{where}: expected {_FORMS}")
+
+
+def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, dict) for item in value)
+
+
+def sampled_examples(
+    sources: Sequence[DataSource],
+    *,
+    held_out: bool,
+    holdout_fraction: float,
+    exclude: Sequence[str],
+    seed: int,
+) -> list[list[Example]]:
+    """The held-out examples of each source, or the others, in a random order. ValueError if no source has any."""
+    found: list[list[Example]] = []
+    for number, source in enumerate(sources):
+        read = read_examples(source.path, exclude)
+        chosen = [example for example in read if is_held_out(example.key, holdout_fraction) == held_out]
+        order = np.random.default_rng([seed, held_out, number]).permutation(len(chosen))
+        found.append([chosen[index] for index in order])
+    if not any(found):
+        raise ValueError(
+            "no document is held out for the figures: raise holdout_fraction, or give --evaluate-on"
+            if held_out
+            else "every document is held out for the figures: lower holdout_fraction, or give more data"
+        )
+    return found
+
+
+def in_shares(streams: Sequence[Iterator[Any]], shares: Sequence[float], size: Callable[[Any], int]) -> Iterator[Any]:
+    """Items of several streams, each giving its share of their sizes until it is used up. size: of an item."""
+    given = [0.0] * len(streams)
+    open_streams = set(range(len(streams)))
+    while open_streams:
+        index = min(open_streams, key=lambda i: (given[i] / shares[i], i))
+        item = next(streams[index], None)
+        if item is None:
+            open_streams.discard(index)
+            continue
+        given[index] += size(item)
+        yield item

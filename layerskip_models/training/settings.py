@@ -1,0 +1,188 @@
+"""The settings that training runs share. Each field declares its help text and the values that it allows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+from layerskip_models.checkpoints.loading import DEMO_PATH
+from layerskip_models.training.documents import ALL, DEFAULT_EXCLUDES, DataSource, parse_data_source
+
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval of numbers. ends: which of its two ends belong to it, as in "[)"."""
+
+    low: float
+    high: float = math.inf
+    ends: str = "[]"
+
+    def __contains__(self, value: float) -> bool:
+        high_enough = value >= self.low if self.ends[0] == "[" else value > self.low
+        return high_enough and (value <= self.high if self.ends[1] == "]" else value < self.high)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"at least {self.low}" if self.ends[0] == "[" else f"above {self.low}"
+        return f"in {self.ends[0]}{self.low}, {self.high}{self.ends[1]}"
+
+
+AT_LEAST_1, AT_LEAST_0, ABOVE_0 = Range(1), Range(0), Range(0, ends="(]")
+
+
+def option(default: Any, help: str, allowed: Range | Sequence[str] | None = None, *, argument: bool = False) -> Any:
+    """A field of a settings class. default: MISSING for a field that must be given.
+
+    allowed: a range of numbers, or the words to choose from; `check_fields` compares the value with it.
+    argument: the command line takes it without a name.
+    """
+    return field(default=default, metadata={"help": help, "allowed": allowed, "argument": argument})
+
+
+def with_default(base: type[Any], name: str, default: Any) -> Any:
+    """The field of this name of a base class, with another default."""
+    return field(default=default, metadata=base.__dataclass_fields__[name].metadata)
+
+
+def check_fields(settings: Any) -> None:
+    """Raise ValueError that names the field, what it allows and what it has, unless all fields have allowed values."""
+    for item in fields(settings):
+        allowed, value = item.metadata.get("allowed"), getattr(settings, item.name)
+        if isinstance(allowed, Range):
+            require(value in allowed, item.name, str(allowed), value)
+        elif allowed is not None and value not in allowed:
+            raise ValueError(f"{item.name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def require(holds: bool, name: str, wanted: str, value: object) -> None:
+    """Raise ValueError that says what the field must be and is, unless the condition holds."""
+    if not holds:
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def data_sources(paths: Sequence[str]) -> list[DataSource]:
+    return [parse_data_source(path) for path in paths]
+
+
+def half_cosine(progress: float) -> float:
+    """Falls from 1 to 0 as progress goes from 0 to 1."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Learning rate, weight decay and seed. Wrong values raise ValueError on construction, which names the field."""
+
+    learning_rate: float = option(
+        1e-3, "Peak learning rate; it rises over warmup_steps and falls to 0 in a half cosine.", ABOVE_0
+    )
+    warmup_steps: int = option(20, "Steps in which the learning rate rises.", AT_LEAST_0)
+    weight_decay: float = option(0.0, "Decoupled weight decay of matrices.", AT_LEAST_0)
+    max_grad_norm: float = option(1.0, "Maximum norm of the gradient.", ABOVE_0)
+    seed: int = option(0, "Random seed.", AT_LEAST_0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of step 0, 1, ... of a run of `steps` steps."""
+        return self.learning_rate * self.warm_up(step) * half_cosine(step / steps)
+
+    def warm_up(self, step: int) -> float:
+        """The share of the peak learning rate that the linear rise has reached."""
+        return min(1.0, (step + 1) / (self.warmup_steps + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(OptimizerSettings):
+    """One training run in a folder of its own, which an interruption does not spoil (`ResumableRun`).
+
+    operational: fields that may differ when a run is resumed, since they do not change the weights it arrives at.
+    preparation, results: names in output_dir of what a run makes before its first step, and of what holds its work.
+    """
+
+    data: tuple[str, ...] = option(MISSING, "PATH[:weight] of a .txt, .txt.gz or .py file or a folder.")
+    output_dir: str = option(MISSING, "Folder for log, checkpoints and the finished model.")
+    exclude: tuple[str, ...] = option(DEFAULT_EXCLUDES, "Names of folders and files to leave out of folders.")
+    holdout_fraction: float = option(
+        0.02, "Share of the documents kept out of training, for evaluation.", Range(0, 1, "()")
+    )
+    precision: str = option("fp32", "fp32, or bf16 for autocast.", PRECISIONS)
+    log_every: int = option(20, "Steps between lines in the log.", AT_LEAST_1)
+    save_every: int = option(100, "Steps between checkpoints, the most that an interruption loses.", AT_LEAST_1)
+
+    operational: ClassVar[tuple[str, ...]] = ("output_dir", "log_every", "save_every")
+    preparation: ClassVar[tuple[str, ...]] = ("log.jsonl",)
+    results: ClassVar[tuple[str, ...]] = ("checkpoints",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_data()
+        self.sources()
+
+    def check_data(self) -> None:
+        if not self.data:
+            raise ValueError("data must name at least one file or folder (--data PATH[:weight])")
+
+    def sources(self) -> list[DataSource]:
+        """The files and folders of `data`. ValueError for one that does not exist."""
+        return data_sources(self.data)
+
+    def fingerprint(self) -> str:
+        """A hash of the settings that decide the finished weights. A new option at its default does not change it."""
+        decisive = {
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if item.name not in self.operational and getattr(self, item.name) != item.default
+        }
+        return sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModelSettings(RunSettings):
+    """A run that trains a small network for a frozen model, with data that the model makes first."""
+
+    model: str | None = option(None, "The frozen checkpoint: hub name or folder (default: the demo model).")
+    dtype: str = option("auto", "The model's: auto, float32, bfloat16, float16.")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    exit_layers: tuple[int, ...] = option((), "Exit layer to train for; repeatable.")
+    evaluate_on: tuple[str, ...] = option(
+        (), "Data for the held-out figures, as for data (default: held-out documents of data)."
+    )
+    prompt_tokens: int = option(
+        256, "Maximum prompt length in tokens; pieces of text have at least an eighth of it.", AT_LEAST_1
+    )
+    epochs: float = option(4.0, "Passes over the data.", ABOVE_0)
+
+    operational: ClassVar[tuple[str, ...]] = (*RunSettings.operational, "device")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.evaluation_sources()
+
+    def evaluation_sources(self) -> list[DataSource]:
+        """Where the held-out texts come from."""
+        return data_sources(self.evaluate_on or self.data)
+
+    def holdout_share(self, held_out: bool) -> float:
+        """The share of the documents of `evaluation_sources` (held_out) or of `sources` that is for evaluation."""
+        if not self.evaluate_on:
+            return self.holdout_fraction
+        return ALL if held_out else 0.0
+
+    def model_name(self) -> str:
+        """The model's hub name or the last part of its path, since the path means nothing on another machine."""
+        if self.model is None:
+            return DEMO_PATH.name
+        return Path(self.model).name if Path(self.model).exists() else self.model
+
+    def num_steps(self, items: int, batch: int) -> int:
+        """Steps of `batch` items each that make `epochs` passes over the items, at least one."""
+        return max(round(items * self.epochs / batch), 1)
