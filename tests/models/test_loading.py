@@ -288,3 +288,14 @@ def test_devices_and_dtypes_by_name() -> None:
 
 def test_the_context_is_the_checkpoints() -> None:
     assert from_transformers(tiny_llama()).max_positions == CONTEXT
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
+@pytest.mark.parametrize("kind", ["safetensors", "gptq", "packed, bytes", "integers"])
+def test_a_size_that_the_weights_do_not_have_takes_no_memory(tmp_path: Path, kind: str, field: str) -> None:
+    """A trillion numbers: whoever takes memory before comparing shapes ends with the allocator's error."""
+    FORMATS[kind](tmp_path, 1)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**12}), encoding="utf-8")
+    with pytest.raises(ValueError, match="another shape|builds no model"):
+        load_model(tmp_path, device="cpu")
