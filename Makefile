@@ -26,11 +26,10 @@ WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_half_precisio
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-# Every table and plot in README and docs, from the records in docs/data. A test fails when they are not these.
-PAGES = README.md docs/benchmarks.md docs/chat.md docs/many-texts.md docs/serving.md docs/training.md docs/exit-adapters.md $(wildcard docs/results/*.md)
+# Every table with numbers in README and docs, from the records in docs/data and of the experiments. A test fails when they differ.
+PAGES = $(shell grep -l "^<!-- report:" README.md docs/*.md docs/results/*.md)
 results: $(VENV)/.installed
-	rm -rf docs/results/plots
-	$(BIN)/python -m bench report docs/data/*.jsonl.gz $(foreach page,$(PAGES),--into $(page))
+	$(BIN)/python -m bench report docs/data/*.jsonl.gz $(wildcard bench/experiments/*/*.jsonl.gz) $(foreach page,$(PAGES),--into $(page))
 
 # The documentation as a site in build/site.
 docs: $(VENV)/.installed

@@ -1,7 +1,7 @@
 """Policies: which layer to exit at, and when to stop drafting.
 
 `parse_policy("del+spide:tau=0.7", num_layers=16)` builds one from its name; `EXITS` and `STOPPINGS` are the whole list, plain
-dicts in policies.names. To write your own, see docs/extending.md.
+dicts in policies.names. To write your own, see docs/policies.md.
 """
 
 from __future__ import annotations

@@ -1,24 +1,23 @@
-"""Many prompts through one engine, a few at a time: the next one joins as soon as a text is complete."""
+"""Many prompts in one call: their options, their results and their errors."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
-from time import perf_counter
+from contextlib import closing
 from typing import Any
 
-from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
+from selfspec.engine.call import run_calls
+from selfspec.engine.engine import BoundRequest, GenerationResult
 
 DEFAULT_BATCH_SIZE = 8
-"""Texts that are decoded together. With more, throughput on a CPU grows a little still, and so does each text's time."""
+"""Number of texts decoded together. A larger batch raises throughput on a CPU only a little, and makes each text slower."""
 _LISTS = ("eos_token_id", "stop_strings", "logits_processor", "stopping_criteria", "copy_from")
 
 
 class BatchError(RuntimeError):
-    """Some texts of a batch could not be completed; the others were.
+    """Some texts of a batch failed; the others are complete.
 
-    results: in the order of the prompts, None for those that could not. errors: why, by index.
+    results: in the order of the prompts, None for those that failed. errors: by index.
     """
 
     def __init__(self, results: Sequence[GenerationResult | None], errors: Mapping[int, Exception]) -> None:
@@ -31,10 +30,10 @@ class BatchError(RuntimeError):
 
 
 def options_per_text(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Keyword arguments for all texts, or one value for each where a list is given -> the arguments of each text.
+    """The arguments of each text, from arguments that hold one value for all texts or a list with one for each.
 
-    For arguments that are lists themselves (stop_strings, say), a list of lists has one for each text.
-    Raises ValueError for a list of another length.
+    Arguments that are lists themselves, such as stop_strings, need a list of lists to hold one for each text.
+    Raises ValueError for a list of the wrong length.
     """
     separate = []
     for name, value in options.items():
@@ -54,7 +53,7 @@ def options_per_text(options: Mapping[str, Any], count: int) -> list[dict[str, A
 def check_all(
     check: Callable[..., BoundRequest], prompts: Sequence[Any], options: Mapping[str, Any]
 ) -> list[BoundRequest]:
-    """Every call of a batch, checked before any of them runs. Errors as of `generate`, naming the text."""
+    """Check every call of a batch. Raises the same errors as `generate`, naming the text."""
     checked = []
     for index, (prompt, own) in enumerate(zip(prompts, options_per_text(options, len(prompts)))):
         try:
@@ -66,26 +65,9 @@ def check_all(
 
 
 def completed(checked: Sequence[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:
-    """(index, result or why there is none) of each call, as they become complete; `batch_size` decode at a time.
-
-    Whoever does not exhaust it must close it.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with Engine() as engine:
-        places: dict[int, int] = {}
-        waiting = deque(enumerate(checked))
-        while True:
-            while len(engine) < batch_size and waiting:
-                index, call = waiting.popleft()
-                try:
-                    call = replace(call, started=perf_counter() - call.calibration_seconds)  # it has waited for others
-                    places[engine.join(call, min(batch_size - len(engine) - 1, len(waiting)))] = index
-                except Exception as error:
-                    yield index, error
-            if not len(engine):
-                return
-            for progress in engine.step():
-                ended = progress.result or progress.error
-                if ended is not None:
-                    yield places.pop(progress.ticket), ended
+    """(index, result or error) of each call when it ends; arguments as for `run_calls`. Close it if you do not exhaust it."""
+    with closing(run_calls(checked, batch_size, raises=False)) as steps:
+        for progress in steps:
+            ended = progress.result or progress.error
+            if ended is not None:
+                yield progress.ticket, ended

@@ -1,7 +1,7 @@
-"""What is used when the caller names no policy, and the best known fixed setting of a checkpoint.
+"""The default policy, and the best known fixed setting of a checkpoint.
 
-A file `selfspec.json` beside the weights, {"policy": "ls:3-4"}, says what fixed setting was found best for a checkpoint (the
-demo's was written from a sweep; see docs/benchmarks.md).
+A file `selfspec.json` in a checkpoint's folder, {"policy": "ls:3-4"}, names the fixed setting that was found best for it. The
+demo's was written from a sweep (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 DEFAULT_POLICY = "auto"
-"""It needs no setting, and decides for itself on any checkpoint."""
+"""It needs no setting and adapts to any checkpoint."""
 SETTINGS_FILE = "selfspec.json"
 
 PUBLISHED = {
@@ -28,10 +28,9 @@ CodeLlama."""
 
 
 def fixed_policy(name: str | None, num_layers: int) -> str:
-    """The name of the best known fixed setting: measured for this checkpoint if it was, else published, else a rule.
+    """The best known fixed setting: measured for this checkpoint, or published, or else exit after L/4 layers and draft 4.
 
-    name: hub name or local folder, None if unknown. Where nothing is known: exit after a quarter of the layers, draft 4.
-    Raises ValueError if the checkpoint's `selfspec.json` cannot be read.
+    name: hub name or local folder, None if unknown. Raises ValueError if the checkpoint's `selfspec.json` cannot be read.
     """
     if name is not None:
         path = Path(name) / SETTINGS_FILE
@@ -43,7 +42,7 @@ def fixed_policy(name: str | None, num_layers: int) -> str:
 
 
 def fixed_setting(name: str | None, num_layers: int) -> tuple[int, int]:
-    """(exit_layer, num_speculations) of `fixed_policy`, for what a caller leaves out; errors as above."""
+    """(exit_layer, num_speculations) of `fixed_policy`."""
     exit_layer, _, length = fixed_policy(name, num_layers).removeprefix("ls:").partition("-")
     return int(exit_layer), int(length)
 

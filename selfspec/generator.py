@@ -5,22 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
-from functools import cache, partial
-from inspect import signature
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Unpack
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.exits.lean import ExitsChoice
@@ -30,63 +24,61 @@ from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_ex
 from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
 from selfspec.cache.copy_index import CopyStore
-from selfspec.cache.copy_sources import CopyFrom, make_store, store_for
+from selfspec.cache.copy_sources import make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.distributed.launch import TensorParallel, divides
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.call import Call
+from selfspec.engine.call import run_calls
 from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.runners.runner import CaptureError, RunnerChoice, RunnerName
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages, encode_messages
+from selfspec.options import GenerationOptions, SpeculationOptions, spelled_out
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.stream import GenerationStream
 
 Prompt = str | list[int] | Tensor | Messages
 
-_NOT_OF_ONE_TEXT = ("self", "prompt", "messages", "streamer", "unknown")
-
 
 class Streamer(Protocol):
-    """What `streamer` must have: transformers' BaseStreamer. One with `on_round(record)` gets every round's record too."""
+    """The interface of transformers' BaseStreamer. A streamer with `on_round(record)` also gets every round's record."""
 
     def put(self, value: Tensor) -> None:
-        """The prompt's ids first, then the committed ids of every round, int64 [n] on the CPU."""
+        """Called with the prompt's ids first, then with the committed ids of every round, int64 [n] on the CPU."""
         ...
 
     def end(self) -> None:
-        """The text is complete, or generation broke off."""
+        """Called when the text is complete, or generation failed."""
         ...
 
 
 class SelfSpecGenerator:
-    """Self-speculative decoding with one model: its first layers draft, the rest verify, the output stays the model's own.
+    """Self-speculative decoding with one model: its first layers draft, the rest verify, and the output stays the same.
 
-    model: what `load_model` returns, or a transformers model of a supported family. On a CPU its weights are copied
-        into the layout that decoding is fast with (twice the memory; the model stays usable and is not changed); on CUDA
-        its parameters become views of the engine's tensors (once in memory; their numbers stay). Generators may share
-        either. When its weights change, the next call runs on the new ones: after an optimiser's step, `load_state_dict`,
-        a merged adapter, a replaced parameter, whether or not through `.data`. **One exception:** a write through `.data`
-        that changes only a few numbers of a tensor (a row, a single weight) may be found only some calls later. Call
-        `refresh` after such an edit.
+    model: what `load_model` returns, or a transformers model of a supported family. On a CPU its weights are copied into
+        the engine's layout (twice the memory; the model itself is unchanged). On CUDA its parameters become views of the
+        engine's tensors (once in memory, same values). Generators may share either. When its weights change, the next call
+        uses the new ones: after an optimiser's step, `load_state_dict`, a merged adapter, a replaced parameter, whether or
+        not through `.data`. **One exception:** a write through `.data` that changes only a few numbers of a tensor (a row,
+        a single weight) may be noticed only some calls later. Call `refresh` after such an edit.
     tokenizer: needed for text prompts, `text` in the result and stop strings.
     policy: its name ("del", "ls:3-6", ...), a `Policy`, or None for "auto".
     prefix_cache: memory for the keys and values of complete texts. A prompt that begins like a kept text is read only from
-        where it differs (docs/chat.md). None: the last text is kept, and used where that changes no bit of the output, which
-        is on our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, oldest given up first;
-        the last one always stays. They are used everywhere; on PyTorch's operators that may change the last digits, as any
-        other batch size does. 0: every prompt is read from its beginning.
-    exits: adapters behind the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or that lie beside
-        a transformers model's checkpoint; a path: that folder's; None: bare exits.
-    kv_dtype: that keys and values are kept in. "auto": what the model was loaded with, which is the dtype of its arithmetic
-        unless it was told otherwise; "bfloat16": half the memory of float32, and another model, a little (docs/kernels.md).
-    runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in, for tests), or "auto": captured on CUDA, else eager.
-    Raises ValueError for an unsupported architecture, a policy that does not fit the model, another runner, or a size that is
-    none.
+        where it differs (docs/chat.md). None: the last text is kept, and reused only where that changes no bit of the
+        output: with our own CPU kernels. A size, such as "500MB" or a number of bytes: as many texts as fit, and always the
+        last one. They are reused everywhere; with PyTorch's operators that may change the last digits, as another batch size
+        does. 0: every prompt is read from its beginning.
+    exits: adapters for the exits (docs/exit-adapters.md). "auto": those that the model was loaded with, or in the folder of a
+        transformers model's checkpoint; a path: those in that folder; None: no adapters.
+    kv_dtype: data type of the KV cache. "auto": as the model was loaded, usually the dtype of its arithmetic; "bfloat16":
+        half the memory of float32, with slightly different results (docs/kernels.md).
+    runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in for tests), or "auto": captured on CUDA, else eager.
+    Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
+    size.
     """
 
     def __init__(
@@ -106,7 +98,7 @@ class SelfSpecGenerator:
         self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
         self._default = policy
         if policy is not None:
-            self._named_policy(self._models.current, policy)  # a wrong one is an error here, not at the first call
+            self._named_policy(self._models.current, policy)  # fail now for a wrong one, not at the first call
 
     @classmethod
     def from_pretrained(
@@ -127,11 +119,11 @@ class SelfSpecGenerator:
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
 
-        tensor_parallel: "auto" divides the model over the processes that torchrun has launched, or the number of them, to be
-            sure of it; each loads its part, and must make the same calls as the others (docs/many-devices.md). None: this
-            process holds all of the model.
-        device_map: "auto" spreads the layers over all GPUs of this machine, for a model that one of them does not hold. One
-            GPU works at a time, and rounds are not captured.
+        tensor_parallel: "auto" divides the model over the processes that torchrun launched; a number checks that there are as
+            many. Each process loads its part and must make the same calls (docs/many-devices.md). None: this process holds
+            the whole model.
+        device_map: "auto" spreads the layers over all GPUs of this machine, for a model that does not fit into one. One GPU
+            works at a time, and rounds are not captured.
         """
         options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         if device_map is not None:
@@ -146,108 +138,67 @@ class SelfSpecGenerator:
         tokenizer = load_tokenizer(name_or_path, **options)
         return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
 
+    @spelled_out
     def generate(
         self,
         prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
-        max_new_tokens: int | None = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        eos_token_id: int | list[int] | None = None,
-        stop_strings: str | list[str] | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
         streamer: Streamer | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_speculations: int | None = None,
-        copy_from: CopyFrom | None = None,
-        generation_config: GenerationConfig | None = None,
-        trace: bool = False,
-        **unknown: object,
+        **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
         """Continue a prompt, or answer messages.
 
-        prompt: text, token ids, or an integer tensor [n] or [1, n]. Messages may be given here, too.
+        prompt: text, token ids, or an integer tensor [n] or [1, n]. It may also be messages.
         messages: a conversation, [{"role": "user", "content": "..."}, ...], which the tokenizer's chat template turns into
-            a prompt. If the last one is the assistant's, it is continued.
-        max_new_tokens .. stop_strings: as in transformers' GenerationConfig, whose defaults and merging apply (this call
-            over `generation_config` over the checkpoint's). eos_token_id=[] means never stop at a token. Without any
-            length, 128 new tokens.
-        seed, generator: of the sampling; one at most. A generator must be on the model's device. A policy with measured cost
-            (the default) drafts a little otherwise in every process, and then draws otherwise, too: for samples that a seed
-            repeats exactly choose another, such as "auto:cost=layers".
+            a prompt. If the last message is the assistant's, it is continued.
+        max_new_tokens .. stop_strings: as in transformers' GenerationConfig, with its defaults and merging (this call
+            over `generation_config` over the checkpoint's). A temperature of 0 means greedy decoding. eos_token_id=[] means
+            that no token ends the text. Without any length, up to 128 new tokens are generated.
+        seed, generator: for sampling; give at most one. A generator must be on the model's device. A policy with measured
+            cost (the default) drafts slightly differently in every process, so the same seed gives other samples. To repeat
+            samples exactly, choose another policy, such as "auto:cost=layers".
         streamer: gets committed tokens only, each once, as soon as its round ends.
-        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores);
-            they also see texts that are only drafted, and may raise an exception for those. Criteria see the full prefix of
-            every committed token, in a tensor on the CPU whatever the model's device.
+        logits_processor, stopping_criteria: transformers' lists. Processors must be pure functions of (input_ids, scores).
+            They also see drafts, and may raise an exception for those. Criteria see the text up to every committed token,
+            in a tensor on the CPU whatever the model's device.
         policy, or exit_layer with num_speculations: how to speculate in this call. num_speculations=0 is plain
-            autoregressive decoding whatever the policy. Of exit_layer and num_speculations, the one not given is taken
-            from the checkpoint's best known fixed setting (see `selfspec.defaults`).
-        copy_from: texts to copy drafts from, for policies that copy ("auto" does): templates, the file that is being edited.
-            A list of texts or token ids, or a store made of them (`copy_store`). The prompt need not be among them.
+            autoregressive decoding whatever the policy. If only one of exit_layer and num_speculations is given, the other
+            comes from the checkpoint's best known fixed setting (`selfspec.defaults`).
+        copy_from: texts to copy drafts from, for policies that copy ("auto" does): templates, or the file being edited.
+            A list of texts or token ids, or a store made from them (`copy_store`). The prompt itself need not be included.
         trace: keep every round's record in the result.
-        A temperature of 0 means greedy decoding.
-        Raises ValueError or TypeError for what cannot be, and NonFiniteLogitsError (a RuntimeError) on NaN logits.
+        Raises ValueError or TypeError for wrong arguments, and NonFiniteLogitsError (a RuntimeError) for NaN logits.
         """
-        if unknown:
-            refuse_unknown(unknown, signature(self.generate).parameters)
-        call = Call(
-            self.check(
-                prompt,
-                messages=messages,
-                max_new_tokens=max_new_tokens,
-                do_sample=do_sample,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                eos_token_id=eos_token_id,
-                stop_strings=stop_strings,
-                seed=seed,
-                generator=generator,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                policy=policy,
-                exit_layer=exit_layer,
-                num_speculations=num_speculations,
-                copy_from=copy_from,
-                generation_config=generation_config,
-                trace=trace,
-            )
-        )
+        call = self.check(prompt, messages=messages, **options)
+        result = None
         try:
             if streamer is not None:
-                streamer.put(call.checked.request.prompt.clone())
-            with closing(call.rounds()) as rounds:
-                for block, record in rounds:
+                streamer.put(call.request.prompt.clone())
+            with closing(run_calls([call])) as steps:
+                for step in steps:
+                    result = step.result
                     if streamer is not None:
-                        _show(streamer, block, record)
+                        _show(streamer, step.tokens, step.record)
         finally:
             if streamer is not None:
                 streamer.end()
-        assert call.result is not None
-        return call.result
+        assert result is not None
+        return result
 
-    def stream(self, prompt: Prompt | None = None, **options: Any) -> GenerationStream:
+    def stream(
+        self, prompt: Prompt | None = None, *, messages: Messages | None = None, **options: Unpack[GenerationOptions]
+    ) -> GenerationStream:
         """Continue a prompt piece by piece: `for piece in generator.stream("Once"): print(piece, end="")`.
 
         options: those of `generate`, except `streamer`. They are checked before this returns, with the same errors.
-        Returns an iterator over pieces of text, or over lists of token ids without a tokenizer, one for each round that
-        yields any. Breaking off the loop ends the generation. When the text is complete, its `result` is what `generate`
-        returns; times in its statistics include what the caller did between pieces.
+        Returns an iterator over pieces of text (lists of token ids without a tokenizer), at most one for each round.
+        Leaving the loop ends the generation. When the text is complete, `result` is what `generate` would have returned;
+        the times in its statistics include what the caller did between pieces.
         """
         if "streamer" in options:
             raise TypeError("stream() takes no streamer: its pieces are what a streamer would get")
-        return GenerationStream(Call(self.check(prompt, **options)))
+        return GenerationStream(self.check(prompt, messages=messages, **options))
 
     def generate_batch(
         self,
@@ -260,18 +211,18 @@ class SelfSpecGenerator:
         """Continue many prompts, `batch_size` at a time in shared passes; the next joins when a text is complete.
 
         prompts: as in `generate`; a list of messages is one prompt.
-        options: those of `generate`, without `streamer`: one value for all, or a list with one for each prompt (seeds,
-            lengths, policies; of arguments that are lists themselves, such as stop_strings, a list of lists). A generator
-            given for all is used by all, in the order in which they draw; seeds are each text's own.
+        options: those of `generate`, except `streamer`: one value for all, or a list with one value for each prompt (seeds,
+            lengths, policies; for options that are lists themselves, such as stop_strings, a list of lists). Texts that share
+            a generator draw from it in turn; a seed is used for each text separately.
         on_result: called with (index, result) as soon as a text is complete.
         Returns the results in the order of the prompts. All calls are checked before any runs, with the errors of `generate`.
-        Raises BatchError, when all others are complete, if a text could not be completed (NaN logits, say).
+        Raises BatchError, once all others are complete, if a text fails (with NaN logits, for example).
         """
         if isinstance(prompts, (str, Tensor)):
             raise TypeError("generate_batch takes a list of prompts; for a single one call generate")
         if "messages" in options:
             raise TypeError("generate_batch takes conversations as its prompts: generate_batch([messages, messages])")
-        refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
+        refuse_unknown(options)
         results: list[GenerationResult | None] = [None] * len(prompts)
         errors: dict[int, Exception] = {}
         with closing(completed(check_all(self.check, prompts, options), batch_size)) as ended:
@@ -287,14 +238,14 @@ class SelfSpecGenerator:
         return [result for result in results if result is not None]
 
     def copy_store(self, texts: Iterable[str | list[int] | Tensor]) -> CopyStore:
-        """Texts to copy drafts from, indexed once: `copy_from=store` in as many calls as you like.
+        """Index texts to copy drafts from once, for `copy_from=store` in any number of calls.
 
-        Raises ValueError or TypeError for what is no text or no token of this model.
+        Raises ValueError or TypeError for anything that is not text or tokens of this model.
         """
         return make_store(texts, self.tokenizer, self.model.vocab_size)
 
     def engine(self) -> Engine:
-        """An engine that texts join and leave between rounds (`selfspec.engine.engine`): for servers, and loops of one's own.
+        """An engine that texts join and leave between rounds (`selfspec.engine.engine`), for servers and loops of your own.
 
         with generator.engine() as engine:
             ticket = engine.add("Once upon a time", max_new_tokens=100)
@@ -313,95 +264,55 @@ class SelfSpecGenerator:
         )
 
     def check(
-        self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_speculations: int | None = None,
-        copy_from: CopyFrom | None = None,
-        generation_config: GenerationConfig | None = None,
-        trace: bool = False,
-        **options: Any,
+        self, prompt: Prompt | None = None, *, messages: Messages | None = None, **options: Unpack[GenerationOptions]
     ) -> BoundRequest:
         """Check the arguments of one call and bind it to the model as it is now. Nothing has run yet.
 
-        options: the arguments of `generate` that are fields of a GenerationConfig. Others are refused.
+        options: those of `generate`, except `streamer`. Others are refused.
         """
-        started = perf_counter()
         if prompt is not None and messages is not None:
             raise TypeError("give a prompt or messages, not both")
-        refuse_unknown(options.keys() - _of_one_text(), _of_one_text())
-        bound = self._models.bind()
-        resolving = perf_counter()
-        chosen = self._resolve(bound, policy, exit_layer, num_speculations)
-        calibrating = perf_counter() - resolving  # the first time; then a look into a dictionary
+        refuse_unknown(options)
+        bind = self._bind(
+            policy=options.get("policy"),
+            exit_layer=options.get("exit_layer"),
+            num_speculations=options.get("num_speculations"),
+        )
+        model = bind.bound.model
         request = make_request(
-            host=GenerationHost(bound.model.config, self._models.generation_config, bound.model.device),
+            host=GenerationHost(model.config, self._models.generation_config, model.device),
             prompt=prompt if messages is None else encode_messages(messages, self.tokenizer),
             tokenizer=self.tokenizer,
-            generation_config=generation_config,
             options=options,
-            seed=seed,
-            generator=generator,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
         )
-        if copy_from is not None:
-            store = store_for(copy_from, chosen, bound.runners.kind, self.tokenizer, bound.model.vocab_size)
+        if (copy_from := options.get("copy_from")) is not None:
+            store = store_for(copy_from, bind.policy, bind.bound.runners.kind, self.tokenizer, model.vocab_size)
             request = replace(request, copy_from=store)
-        return BoundRequest(
-            bound=bound,
-            request=request,
-            policy=chosen,
-            tokenizer=self.tokenizer,
-            started=started,
-            calibration_seconds=calibrating,
-            keep_trace=trace,
-            ended=self._models.called,
-        )
+        return bind(request, tokenizer=self.tokenizer, keep_trace=bool(options.get("trace")))
 
     def check_prepared(
-        self,
-        requests: Sequence[Request],
-        *,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_speculations: int | None = None,
+        self, requests: Sequence[Request], **speculation: Unpack[SpeculationOptions]
     ) -> list[BoundRequest]:
-        """Bind calls that somebody else has prepared to the model as it is now; `Engine.join` takes them.
+        """Bind requests that somebody else has prepared to the model as it is now; `Engine.join` takes them.
 
         requests: prompt ids, logits processors, stop conditions and random generators, used as they are. All run on one copy
             of the weights. Their results have no text.
-        Raises ValueError for a request that is longer than the model's context or holds an id that the model does not have,
-        or a policy that does not fit.
+        Raises ValueError for a request that exceeds the model's context, an id outside the vocabulary, or a policy that does
+        not fit.
         """
+        bind = self._bind(**speculation)
+        for request in requests:
+            check_ids(request.prompt, bind.bound.model.vocab_size, from_tokenizer=False)
+            check_context(request.prompt.numel(), request.stops.max_new_tokens, bind.bound.model.max_positions)
+        return [bind(request) for request in requests]
+
+    def _bind(self, **speculation: Unpack[SpeculationOptions]) -> _Binding:
         started = perf_counter()
         bound = self._models.bind()
         resolving = perf_counter()
-        chosen = self._resolve(bound, policy, exit_layer, num_speculations)
-        calibrating = perf_counter() - resolving
-        for request in requests:
-            check_ids(request.prompt, bound.model.vocab_size, from_tokenizer=False)
-            check_context(request.prompt.numel(), request.stops.max_new_tokens, bound.model.max_positions)
-        return [
-            BoundRequest(
-                bound=bound,
-                request=request,
-                policy=chosen,
-                tokenizer=None,
-                started=started,
-                calibration_seconds=calibrating,
-                keep_trace=False,
-                ended=self._models.called,
-            )
-            for request in requests
-        ]
+        chosen = self._resolve(bound, **speculation)
+        # Calibration takes time the first time only.
+        return _Binding(bound, chosen, started, perf_counter() - resolving, self._models.called)
 
     def warm_up(
         self,
@@ -411,16 +322,16 @@ class SelfSpecGenerator:
         max_speculations: int = 10,
         max_length: int = 1024,
     ) -> tuple[int, float]:
-        """Capture ahead what texts of up to `max_length` tokens, prompt included, need: a call then need not.
+        """Capture in advance the graphs for texts of up to `max_length` tokens, prompt included.
 
-        policy: whose learning is captured, too; None for the generator's. It is calibrated now if its costs are measured.
-        exit_layers: that it may choose; None for those that it says it may choose, or all of the model if it says nothing.
-        max_speculations: most tokens drafted in a round. What a call still needs beyond that (sampling, a longer text) it
-        captures itself, and its statistics count it. An eager runner has nothing to capture.
-        Returns how many captures were made and the seconds they took.
+        policy: its learning is captured too; None for the generator's. It is calibrated now if its costs are measured.
+        exit_layers: those that the policy may choose; None for those that it declares, or all.
+        max_speculations: most tokens drafted in a round. A call that needs more (sampling, a longer text) captures it itself,
+        and its statistics count that. An eager runner captures nothing.
+        Returns the number of captures and the seconds they took.
         """
         bound = self._models.bind()
-        chosen = self._resolve(bound, policy, None, None)
+        chosen = self._resolve(bound, policy)
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
@@ -439,25 +350,25 @@ class SelfSpecGenerator:
     def refresh(self) -> None:
         """Take the transformers model's weights as they are now, whether or not they seem to have changed.
 
-        Where they are copied, calls that are running end with the weights they began with. Policies keep what they have
-        learned. Texts that were kept are forgotten, so this is also enough after writing to a `LayerSkipModel`'s weights.
+        Running calls continue with the old weights if these are copied. Policies keep what they have learned. Kept texts are
+        dropped, so call this also after writing to a `LayerSkipModel`'s weights.
         """
         self._models.refresh()
 
     @property
     def model(self) -> LayerSkipModel:
-        """The model that the next call runs on, unless its weights have changed by then."""
+        """The model that the next call runs on, unless its weights change before."""
         return self._models.current.model
 
     @property
     def kept_texts(self) -> KeptTexts:
-        """How many texts are kept for prompts that begin like them, and the memory that they take."""
+        """The number of texts kept for reuse, and their memory."""
         return self._models.current.runners.kept_texts
 
     def free_idle_memory(self) -> None:
-        """Give back the KV cache that would be there for the next text, but for the rows of texts that are kept.
+        """Free the KV cache that waits for the next text, except the rows of kept texts.
 
-        Nothing is done for a model that is divided over several processes, as these must agree on what is kept.
+        Does nothing for a model that is divided over processes, since these must agree on what is kept.
         """
         if self.model.num_ranks == 1:
             self._models.current.runners.give_back()
@@ -474,7 +385,7 @@ class SelfSpecGenerator:
 
     @property
     def policy(self) -> Policy:
-        """What `generate` uses when a call names no policy; "auto" unless another was given. Calibrates when first asked."""
+        """The policy of calls that name none: "auto" unless another was given. Calibrates at the first use."""
         return self._default_policy(self._models.current)
 
     def resolve_policy(
@@ -483,14 +394,18 @@ class SelfSpecGenerator:
         exit_layer: int | None = None,
         num_speculations: int | None = None,
     ) -> Policy:
-        """The policy that a call of `generate` with these arguments uses; with what it has learned so far.
+        """The policy of a call of `generate` with these arguments, with what it has learned so far.
 
         Raises ValueError as `generate` does.
         """
         return self._resolve(self._models.current, policy, exit_layer, num_speculations)
 
     def _resolve(
-        self, bound: BoundModel, policy: str | Policy | None, exit_layer: int | None, num_speculations: int | None
+        self,
+        bound: BoundModel,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
     ) -> Policy:
         num_layers = bound.model.num_layers
         if exit_layer is not None:
@@ -511,11 +426,11 @@ class SelfSpecGenerator:
         return self._named_policy(bound, default if self._default is None else self._default)
 
     def _named_policy(self, bound: BoundModel, policy: str | Policy) -> Policy:
-        """A policy by name, made once: what it learns lasts between calls, as long as the generator."""
+        """A policy by name, made once: what it learns is kept between calls."""
         if isinstance(policy, Policy):
             return policy
         name = policy.strip()
-        with self._lock:  # two first calls at once calibrate once, and learn in one policy
+        with self._lock:  # two simultaneous first calls share one calibration and policy
             key = name, bound.model.dtype, bound.model.device
             if key not in self._policies:
                 measure = partial(_measured_cost, bound)
@@ -525,16 +440,29 @@ class SelfSpecGenerator:
             return self._policies[key]
 
 
-@cache
-def _of_one_text() -> dict[str, None]:
-    """The arguments of `generate` that a text among several may be given."""
-    return dict.fromkeys(
-        name for name in signature(SelfSpecGenerator.generate).parameters if name not in _NOT_OF_ONE_TEXT
-    )
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """The model as it is now, and the policy: everything of a call but its request."""
+
+    bound: BoundModel
+    policy: Policy
+    started: float
+    calibration_seconds: float
+    ended: Callable[[float], None]
+
+    def __call__(
+        self, request: Request, tokenizer: PreTrainedTokenizerBase | None = None, keep_trace: bool = False
+    ) -> BoundRequest:
+        return BoundRequest(
+            request=request,
+            tokenizer=tokenizer,
+            keep_trace=keep_trace,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
+        )
 
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Costs of the runner in use; of the eager one if graphs fail while they are timed."""
+    """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
     try:
         return measured_cost(bound.model, bound.runners.kind)
     except CaptureError as error:
@@ -543,7 +471,7 @@ def _measured_cost(bound: BoundModel) -> MeasuredCost:
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:
-    """Give a streamer what a round committed, and the round's record if it wants it; prefill has none."""
+    """Give a streamer what a round committed, and the round's record if it wants it. Prefill has no record."""
     on_round = getattr(streamer, "on_round", None)
     if on_round is not None and record is not None:
         on_round(record)

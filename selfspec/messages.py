@@ -1,4 +1,4 @@
-"""Messages to a prompt: by the tokenizer's chat template, or by another one."""
+"""Messages to a prompt, with the tokenizer's chat template or another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation as transformers and OpenAI have it: {"role": "system", "user" or "assistant", "content": text} each."""
+"""A conversation as in transformers and OpenAI's API: a list of {"role": "user", "content": "..."}, oldest first."""
 
 PLAIN = "plain"
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
@@ -19,14 +19,13 @@ _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """source: Jinja, as in transformers; None for the tokenizer's own. stops: strings at which an answer ends."""
+    """source: Jinja as in transformers; None for the tokenizer's own. stops: strings that end an answer."""
 
     source: str | None = None
     stops: tuple[str, ...] = ()
 
 
 OWN_TEMPLATE = ChatTemplate()
-"""The tokenizer's."""
 PLAIN_TEMPLATE = ChatTemplate(
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}Answer: {{ message.content.strip() }}\n\n"
@@ -36,7 +35,7 @@ PLAIN_TEMPLATE = ChatTemplate(
     "{% if add_generation_prompt %}Answer:{% endif %}",
     ("\nQuestion:",),
 )
-"""For base models, which were trained on no conversation: the form of a list of questions and answers."""
+"""For base models, which were not trained on conversations: a list of questions and answers."""
 
 
 def read_template(choice: str | None) -> ChatTemplate:
@@ -47,20 +46,17 @@ def read_template(choice: str | None) -> ChatTemplate:
 
 
 def template_of(model: str | None, choice: str | None) -> ChatTemplate:
-    """What a model talks by. model: None for the demo, a base model, which takes "plain" by itself.
-
-    Raises as `read_template`.
-    """
+    """The template of a model. The demo (None) is a base model, whose default is "plain". Raises as `read_template`."""
     return read_template(PLAIN if choice is None and model is None else choice)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None, template: ChatTemplate = OWN_TEMPLATE) -> bool:
-    """Whether messages can become a prompt: by this template, or by the tokenizer's own."""
+    """Whether there is a template: this one, or the tokenizer's own."""
     return template.source is not None or bool(getattr(tokenizer, "chat_template", None))
 
 
 def are_messages(value: object) -> TypeGuard[Messages]:
-    """Whether it is a list of mappings, right or wrong ones."""
+    """Whether it is a list of mappings, whatever they contain."""
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 
@@ -69,8 +65,7 @@ def encode_messages(
 ) -> list[int]:
     """The ids of a prompt that asks for the next answer; if the last message is the assistant's, it is continued.
 
-    template: the tokenizer's own unless given. Raises ValueError without a tokenizer or a template, and for messages that the
-    template refuses, or leaves out.
+    Raises ValueError without a tokenizer or a template, and for messages that the template refuses or leaves out.
     """
     if not are_messages(messages) or not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError('messages must be a list of {"role": "user", "content": "..."}, the oldest first')
@@ -87,10 +82,7 @@ def encode_messages(
 def conversation_ids(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate = OWN_TEMPLATE, *, ask: bool
 ) -> list[int]:
-    """The ids of a conversation that is complete, for training; ask: followed by the beginning of the next answer.
-
-    Raises ValueError as `encode_messages`.
-    """
+    """The ids of a complete conversation. ask: add the start of the next answer. Raises ValueError as `encode_messages`."""
     if not has_template(tokenizer, template):
         raise ValueError(
             "this model's tokenizer has no chat template, which messages need: choose one with --chat-template (docs/chat.md)"
@@ -114,7 +106,7 @@ def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatT
         raise
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    except Exception as error:  # a template is a program: it may divide by zero, call itself, or want all memory
+    except Exception as error:  # a template is a program: it may divide by zero, recurse, or use all memory
         raise ValueError(
             f"the chat template fails on these messages ({type(error).__name__}: {error}): change them, or the template"
         ) from error
@@ -123,7 +115,7 @@ def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatT
 
 
 class UnheardError(ValueError):
-    """A chat template leaves out a message: the model would never see it."""
+    """A chat template leaves out a message, so that the model would not see it."""
 
     def __init__(self, place: int, role: str) -> None:
         super().__init__(
@@ -133,10 +125,10 @@ class UnheardError(ValueError):
 
 
 def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
-    """The messages with roles that the template knows: "developer" becomes "system" in a template that has no such role.
+    """The messages with roles that the template knows: "developer" becomes "system" if the template has no such role.
 
-    Templates skip roles that they have no branch for, without a word. What they do with a message of a role that all of them
-    know is their own affair: some leave out earlier answers. Raises UnheardError for another that does not come out.
+    Templates silently skip roles that they do not know. Messages of the usual roles are not checked, since some templates
+    leave out earlier answers on purpose. Raises UnheardError for a message of another role that is left out.
     """
     uncertain = [place for place, message in enumerate(messages) if message["role"] not in _KNOWN_ROLES]
     unheard = _unheard(messages, uncertain, render)
@@ -151,9 +143,9 @@ def _heard(messages: Messages, render: Callable[[Messages], str]) -> Messages:
 
 
 def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messages], str]) -> list[int]:
-    """Those of the places whose text does not come out: where words of our own stand in its place, they are not there.
+    """The messages among `places` whose text is missing in the prompt, found by rendering unique words in their place.
 
-    If the template refuses our words, those of the role "developer": perhaps it is the role that it refuses.
+    If the template refuses these words, it may be refusing the role "developer": then the messages of that role.
     """
     probes = {place: f"probe{place}of{len(messages)}messages" for place in places}
     probed = {place: _with_text(messages[place], probe) for place, probe in probes.items()}
@@ -167,7 +159,7 @@ def _unheard(messages: Messages, places: Sequence[int], render: Callable[[Messag
 
 
 def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any] | None:
-    """The message with another text; None for one without text, or whose template may show its tool calls instead."""
+    """The message with another text; None if it has no text, or tool calls that a template may show instead."""
     content = message.get("content")
     if message.get("tool_calls") or not content:
         return None

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 
-from selfspec.engine.call import Call, TextTokens
-from selfspec.engine.engine import GenerationResult
+from transformers import PreTrainedTokenizerBase
+
+from selfspec.engine.call import run_calls
+from selfspec.engine.engine import BoundRequest, GenerationResult, Progress
 from selfspec.streaming import IncrementalDecoder
 
 
 class GenerationStream(Iterator[str | list[int]]):
-    """What `SelfSpecGenerator.stream` returns. A round is run when its piece is asked for, in the caller's thread.
+    """What `SelfSpecGenerator.stream` returns. A round runs in the caller's thread when its piece is asked for.
 
-    Pieces are text, or lists of token ids from a generator without a tokenizer; put together they are `result.text` or
-    `result.new_tokens`. Leaving the loop early (`break`, an exception) or `close` ends the generation. In a `with` statement
-    that happens at its end at the latest, without one when the stream is garbage collected.
+    Pieces are text, or lists of token ids if the generator has no tokenizer; joined they are `result.text` or
+    `result.new_tokens`. Leaving the loop early (`break`, an exception) or calling `close` ends the generation. So does the
+    end of a `with` statement, or garbage collection of the stream.
     result: what `generate` would have returned; None until the last piece was read, and for a text that broke off.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BoundRequest) -> None:
         self.result: GenerationResult | None = None
-        self._call = call
-        self._rounds = call.rounds()
-        self._pieces = self._texts(call) if call.checked.tokenizer is not None else self._ids()
+        self._steps = run_calls([call])
+        self._pieces: Iterator[str | list[int]] = _pieces(self._steps, call.tokenizer)
 
     def __iter__(self) -> GenerationStream:
         return self
@@ -32,16 +33,16 @@ class GenerationStream(Iterator[str | list[int]]):
         """The next piece, never an empty one. A text piece ends with a complete character."""
         try:
             return next(self._pieces)
-        except StopIteration:
-            self.result = self._call.result
+        except StopIteration as end:
+            self.result = end.value or self.result
             raise
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """End the generation here. What the call held is free for others; there are no more pieces."""
-        self._rounds.close()
+        """End the generation here and free what it held. No more pieces come."""
+        self._steps.close()
         self._pieces = iter(())
 
     def __enter__(self) -> GenerationStream:
@@ -52,22 +53,22 @@ class GenerationStream(Iterator[str | list[int]]):
     ) -> None:
         self.close()
 
-    def _ids(self) -> Iterator[str | list[int]]:
-        return (block for block, _ in self._rounds)
-
-    def _texts(self, call: Call) -> Iterator[str | list[int]]:
-        assert call.checked.tokenizer is not None
-        return _pieces(self._rounds, IncrementalDecoder(call.checked.tokenizer))
-
     def __repr__(self) -> str:
         return f"GenerationStream({'open' if self.result is None else repr(self.result)})"
 
 
-def _pieces(rounds: Iterator[TextTokens], decoder: IncrementalDecoder) -> Iterator[str]:
-    for block, _ in rounds:
-        text = decoder.push(block)
-        if text:
-            yield text
-    rest = decoder.finish()
+def _pieces(
+    steps: Iterator[Progress], tokenizer: PreTrainedTokenizerBase | None
+) -> Generator[str | list[int], None, GenerationResult | None]:
+    """No method of the stream: a reference to it would delay its garbage collection."""
+    decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
+    result = None
+    for step in steps:
+        result = step.result
+        piece = step.tokens if decoder is None else decoder.push(step.tokens)
+        if piece:
+            yield piece
+    rest = "" if decoder is None else decoder.finish()
     if rest:
         yield rest
+    return result

@@ -1,13 +1,16 @@
 """Committed text as it comes; on request the drafts too, and what became of each.
 
-transformers' TextStreamer holds text back until a space and decodes every line afresh, which loses the space that a line
-of a SentencePiece tokenizer (Llama 2) begins with. Here a chunk is out as soon as its characters are complete, and the
-chunks put together are exactly `tokenizer.decode(new_tokens, skip_special_tokens=True)`.
+Text is passed on as soon as its characters are complete. The chunks together are exactly
+`tokenizer.decode(new_tokens, skip_special_tokens=True)`. transformers' TextStreamer does not give that: it waits for spaces
+and decodes every line anew, which loses the space at the beginning of a line with SentencePiece tokenizers (Llama 2).
+DecodeStream of tokenizers 0.23 gives other texts or raises for byte-fallback tokens, drops incomplete characters at the end,
+and cannot look ahead at drafts.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -17,68 +20,66 @@ from transformers import PreTrainedTokenizerBase
 from policies import RoundRecord
 
 Fate = Literal["target", "accepted", "copied", "corrected", "bonus", "rejected"]
-"""Where a token comes from: the full model alone; a draft of an exit that it accepted; a draft copied from the text that it
-accepted; its own token in a rejected draft's place; its own token behind a draft that was accepted whole; a draft that was
-not committed, from an exit or copied."""
+"""Where a token comes from. target: the full model, without drafts. accepted: a draft of the exit. copied: an accepted draft
+that was copied from earlier text. corrected: the full model's token in place of a rejected draft. bonus: its token
+after a draft that was accepted completely. rejected: a draft that was not committed."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-
-
 _MANY = 16
-"""Pending tokens from which on it is tried to let go of the first ones. No character has as many bytes."""
+"""Number of pending tokens at which the decoder tries to release the first ones. No character has that many bytes."""
 
 
 class IncrementalDecoder:
     """Turns tokens into text as they come, never in the middle of a character.
 
-    Each piece is decoded behind the tokens of the piece before it, so that a tokenizer that strips the space in front of
-    a text does not strip it from every piece. A token costs the same however many came before it, of whatever kind.
+    Each piece is decoded together with the tokens of the piece before it, because some tokenizers strip the space at the
+    beginning of a text. The cost of a token does not depend on how many came before it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._special = _skipped(tokenizer)
         self._is_byte: dict[int, bool] = {}
-        self._context: list[int] = []  # its text is out
+        self._context: list[int] = []  # whose text was returned
         self._pending: list[int] = []
         self._many = _MANY
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose text is not out yet."""
+        """Number of tokens whose text was not returned yet."""
         return len(self._pending)
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is now certain; "" while a character is incomplete."""
-        # Tokens that are skipped have no text and change none: kept, they would be decoded again with every later token.
+        # Skipped tokens have no text. If they were kept, every later token would decode them again.
         self._pending += [token for token in tokens if token not in self._special]
         if not self._pending or self._is_byte_token(self._pending[-1]):
             return ""
         text = self.peek([])
         if text.endswith(_REPLACEMENT):
             return self._first_part(text)
-        # Tokens without text give the next piece no left neighbour, so what was there stays.
+        # Tokens without text are no context for the next piece, so the earlier context stays.
         self._context = self._pending if text else self._context + self._pending
         self._pending, self._many = [], _MANY
         return text
 
     def peek(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` would add, complete or not, behind what `push` returned; nothing is kept."""
+        """The text that `tokens` would add to what `push` returned, complete or not. The state does not change."""
         before = self._decode(self._context)
         return self._decode([*self._context, *self._pending, *tokens])[len(before) :]
 
     def finish(self) -> str:
-        """The rest, incomplete characters as U+FFFD; the decoder is then as new."""
+        """The rest, with incomplete characters as U+FFFD. The decoder can then be used for another text."""
         text = self.peek([])
         self._context, self._pending, self._many = [], [], _MANY
         return text
 
     def _first_part(self, text: str) -> str:
-        """Of many pending tokens that end in what may be an incomplete character: the text of the first ones.
+        """The text of the first of many pending tokens, of which the last may be an incomplete character.
 
-        They may go where the text of what is left is the same with and without them. Bytes that follow cannot change that,
-        for at least as many tokens are left as a character has bytes.
+        They can be released where the text of the remaining tokens does not depend on them. Later bytes cannot change that,
+        since at least as many tokens remain as a character has bytes.
         """
         if len(self._pending) < self._many:
             return ""
@@ -96,7 +97,7 @@ class IncrementalDecoder:
         return ""
 
     def _is_byte_token(self, token: int) -> bool:
-        """Whether it is one of SentencePiece's bytes: only a run of them as a whole is text or is not."""
+        """Whether it is a byte of SentencePiece's byte fallback: only a complete run of them can be decoded."""
         if token not in self._is_byte:
             self._is_byte[token] = bool(_BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))))
         return self._is_byte[token]
@@ -108,16 +109,15 @@ class IncrementalDecoder:
 
 
 def _skipped(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that `skip_special_tokens` leaves out."""
     if not tokenizer.is_fast:
         return frozenset(tokenizer.all_special_ids)
     return frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
 
 
 def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
-    """What a round shows, in reading order: accepted drafts (copied ones first), the others, the target's own token.
+    """The tokens of a round in reading order: accepted drafts (copied ones first), rejected drafts, the full model's token.
 
-    Nothing behind a stop is in it: where the text ended inside the accepted drafts, they are all.
+    If the text ended inside the accepted drafts, nothing after the end is included.
     """
     drafts, accepted = record.draft_tokens, record.num_accepted
     shown: list[tuple[int, Fate]] = [
@@ -131,10 +131,34 @@ def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
     return shown
 
 
-class TextStreamer:
-    """A streamer for `generate` that writes the new text, a chunk per round.
+class FatePieces:
+    """Pieces of text with their fates, of which a given number of characters can be taken at a time."""
 
-    write: called with each chunk. on_start: called once, when the call has proved valid and the prompt arrives.
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[str, Fate]] = deque()
+
+    def add(self, text: str, fate: Fate) -> None:
+        if text:
+            self._pieces.append((text, fate))
+
+    def take(self, length: int) -> list[tuple[str, Fate]]:
+        """The pieces of the next `length` characters, with the rejected drafts among them and directly after them."""
+        taken: list[tuple[str, Fate]] = []
+        while self._pieces and (length or self._pieces[0][1] == "rejected"):
+            text, fate = self._pieces.popleft()
+            if fate != "rejected":
+                if len(text) > length:
+                    self._pieces.appendleft((text[length:], fate))
+                    text = text[:length]
+                length -= len(text)
+            taken.append((text, fate))
+        return taken
+
+
+class TextStreamer:
+    """A streamer for `generate` that writes the new text, one chunk per round.
+
+    write: called with each chunk. on_start: called once when the arguments have been checked and the prompt arrives.
     """
 
     def __init__(
@@ -149,7 +173,7 @@ class TextStreamer:
         self.started = False
 
     def put(self, value: Tensor) -> None:
-        """The prompt, which is not written, then the committed tokens of each round, int64 [n]."""
+        """Gets the prompt first, which is not written, then the committed tokens of each round, int64 [n]."""
         if self.started:
             self._show(value.tolist())
         else:
@@ -157,7 +181,6 @@ class TextStreamer:
             self._on_start()
 
     def end(self) -> None:
-        """Write what was held back."""
         self._write(self._decoder.finish())
 
     def _show(self, tokens: list[int]) -> None:
@@ -165,10 +188,10 @@ class TextStreamer:
 
 
 class DraftStreamer(TextStreamer):
-    """A streamer for `generate` that writes every token with its fate, dropped drafts included.
+    """A streamer for `generate` that writes every token with its fate, rejected drafts included.
 
-    write_token: called with a chunk and its fate. A character of several tokens has the fate of its last one. The chunks
-    that are not "rejected", put together, are what TextStreamer writes.
+    write_token: called with a chunk and its fate. A character of several tokens has the fate of the last one. The chunks that
+    are not "rejected" together are what TextStreamer writes.
     """
 
     def __init__(
@@ -195,6 +218,6 @@ class DraftStreamer(TextStreamer):
         for token, fate in fates:
             if fate != "rejected":
                 self._write_token(self._decoder.push([token]), fate)
-            elif rejected:  # as one piece: they are text only together
+            elif rejected:  # in one piece: only together they can be decoded
                 self._write_token(self._decoder.peek(rejected), fate)
                 rejected = []

@@ -1,12 +1,19 @@
-"""Every Python example in README and docs runs as printed; every local link leads somewhere."""
+"""Every Python example in README and docs runs as printed; every link, file and command that they name exists."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import typer
+
+from bench.commands import bench_app
+from bench.experiments.__main__ import app as experiments
+from selfspec.cli.main import app as selfspec_app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{number}")
     for page in PAGES
@@ -32,9 +39,35 @@ def test_local_links_exist(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def commands_of(app: typer.Typer) -> set[str]:
+    return {*typer.main.get_command(app).commands}
+
+
+COMMANDS = {
+    "selfspec": commands_of(selfspec_app),
+    "selfspec-bench": commands_of(bench_app.app),
+    "python -m bench.experiments": commands_of(experiments),
+}
+HISTORY = ROOT / "docs" / "log.md"
+"""What was tried keeps the names that it had."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY], ids=lambda page: page.name)
+def test_files_and_commands_exist(page):
+    text = re.sub(r"<!-- report:(\S+) -->.*?<!-- /report:\1 -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for path in re.findall(r"\b(?:bench|layerskip_models|policies|selfspec|tests)/[\w/]+\.(?:py|h|c|json)\b", text):
+        assert "NAME" in path or (ROOT / path).exists(), f"{page.name} names {path}"
+    for module in re.findall(r"python -m ((?:bench|layerskip_models|selfspec|tests)[\w.]*)", text):
+        assert importlib.util.find_spec(module), f"{page.name} runs {module}"
+    for program, known in COMMANDS.items():
+        named = re.findall(rf"(?:`|^    (?:.* )?(?<!from )){program} ([a-z][a-z-]+)(?=[\s`])", text, re.M)
+        for command in named:
+            assert command in known, f"{page.name} runs {program} {command}"
+
+
 def test_every_page_is_on_the_site():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    assert listed == {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert listed == {str(page.relative_to(ROOT / "docs")) for page in DOCS}
 
 
 def test_drawings_are_small_and_stand_alone():

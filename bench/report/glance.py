@@ -13,6 +13,12 @@ from bench.report.sweep_tables import Sweep
 from bench.report.table import UNKNOWN, Table, times
 
 EARLY_EXIT = "transformers:early-exit"
+PRECISIONS = {
+    "as stored": ("selfspec:", "BF16"),
+    "8 bits": ("selfspec:int8:", "Q8_0"),
+    "4 bits": ("selfspec:int4:", "Q4_0"),
+}
+"""Precision of the weights -> how our engines begin, llama.cpp's format of the same size."""
 
 
 def glance(lines: Sequence[Line]) -> list[Table]:
@@ -29,6 +35,26 @@ def glance(lines: Sequence[Line]) -> list[Table]:
         title = "tokens/s after the first token (× plain decoding), over the length of the context"
         return [context_tables(lines)[0].part("glance", title, ("plain", "best fixed", "auto", "transformers"))]
     return [_settings(lines) if command == "sweep" else _engines(lines)]
+
+
+def by_precision(lines: Sequence[Line]) -> list[Table]:
+    """A row for each engine, a column for each precision of the weights; no table where all ran at one precision."""
+    samples = Samples(lines)
+    if "selfspec:int8:ar" not in samples.engines or TRANSFORMERS not in samples.engines:
+        return []
+
+    def speed(name: str) -> str:
+        return f"{samples.speed(name).value:.1f}" if name in samples.engines else UNKNOWN
+
+    columns = list(PRECISIONS.values())
+    rows = (
+        (samples.labels[TRANSFORMERS], speed(TRANSFORMERS), *(UNKNOWN for _ in columns[1:])),
+        ("llama.cpp", *(speed(f"llama.cpp:{theirs}") for _, theirs in columns)),
+        ("selfspec, plain decoding", *(speed(f"{ours}ar") for ours, _ in columns)),
+        ("selfspec, `auto`", *(speed(f"{ours}auto") for ours, _ in columns)),
+    )
+    title = "Tokens per second by precision of the weights, prefill included"
+    return [Table(name="precision", title=title, columns=("engine", *PRECISIONS), rows=rows)]
 
 
 def _engines(lines: Sequence[Line]) -> Table:

@@ -21,7 +21,7 @@ from bench.report.attention_tables import attention_headline, attention_tables
 from bench.report.batch_tables import batch_headline, batch_tables
 from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
-from bench.report.glance import glance
+from bench.report.glance import by_precision, glance
 from bench.report.roofline_tables import roofline_headline, roofline_tables
 from bench.report.run_tables import decoding_text, run_tables
 from bench.report.serving_tables import serving_headline, serving_tables
@@ -33,6 +33,7 @@ _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=na
 
 HEADINGS = {
     "glance": "At a glance",
+    "precision": "By precision of the weights",
     "speed": "Speed",
     "speedups": "Speed-up by task",
     "tasks": "Speed by task",
@@ -115,6 +116,8 @@ def tables(lines: Sequence[Line]) -> list[Table]:
 def page_tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record in the order of its page: the glance first, the machine last."""
     made = [*glance(lines), *tables(lines), machine_table(lines)]
+    if lines[0]["command"] == "peers":
+        made += by_precision(lines)
     if lines[0]["command"] == "run":
         made += [*exit_layer_tables(lines), *reading_tables(lines)]
     order = list(HEADINGS)

@@ -348,12 +348,7 @@ def _decode(
         host=GenerationHost(model.config, model.generation_config, model.device),
         prompt=prompt,
         tokenizer=None,
-        generation_config=None,
-        options={"eos_token_id": [], "temperature": 1.0, "top_p": 1.0, **options},
-        seed=seed,
-        generator=None,
-        logits_processor=None,
-        stopping_criteria=None,
+        options={"eos_token_id": [], "temperature": 1.0, "top_p": 1.0, "seed": seed, **options},
     )
     with torch.inference_mode():
         text = Text(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)

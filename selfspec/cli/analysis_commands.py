@@ -1,9 +1,9 @@
-"""`selfspec trace`, `inspect` and `verify`: look into a run, into a checkpoint, into the engine itself."""
+"""`selfspec trace`, `inspect` and `verify`: look into a run, a checkpoint, or the engine itself."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -15,12 +15,6 @@ from selfspec.analysis.quality import SAMPLE, quality_lines
 from selfspec.analysis.shape_report import shape_lines, training_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
 from selfspec.cli.arguments import (
-    POLICY_HELP,
-    DeviceOption,
-    DtypeOption,
-    ExitsOption,
-    KvDtypeOption,
-    ModelOption,
     checked_output_file,
     load_full_weights,
     load_generator,
@@ -30,45 +24,103 @@ from selfspec.cli.arguments import (
     progress,
 )
 from selfspec.cli.display import write_trace
-from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.cli.option_groups import (
+    DeviceOptions,
+    LoadOptions,
+    ModelArgument,
+    ModelOption,
+    PolicyOption,
+    option,
+    with_groups,
+)
+from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    output: Path | None = option(
+        None,
+        "Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
+        None,
+        *("--output", "-o"),
+        callback=checked_output_file,
+    )
+    file: Path | None = option(None, "Read the prompt from this UTF-8 file.")
+    max_new_tokens: int = option(128, "Tokens to generate; EOS does not end the text.", min=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    text: list[Path] | None = option(None, "UTF-8 file with sample text; repeatable (default: a short example).")
+    max_new_tokens: int = option(64, "New tokens per text.", min=2)
+    repeats: int = option(3, "Number of pairs of runs to measure.", min=1)
+    probe_minutes: float = option(
+        0.0, "Minutes to fit exit adapters, to predict what train-exit would gain; 5 is enough.", min=0
+    )
+    quality: bool = option(
+        False,
+        "Also compare the low-precision weights (--dtype, or the checkpoint's) with the full ones, on the sample text "
+        "(default: 1,000 words).",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeOptions:
+    shape: str | None = option(
+        None,
+        "Instead of a checkpoint: show what a model of this shape would hold, read and send. "
+        f"One of {', '.join(SHAPES)}, or a folder with config.json.",
+    )
+    tensor_parallel: int = option(1, "With --shape: number of processes that share the model.", min=1)
+    train: int | None = option(
+        None, "With --shape: show instead what `selfspec train --shard` needs with this many processes.", min=1
+    )
+    micro_batch_tokens: int = option(1024, "With --train: tokens in one forward pass of a process.", min=1)
+    optimizer: str = option("adamw", "With --train: adamw or muon.")
+    context: int | None = option(
+        None, "With --shape: tokens of a text (default: the model's context; with --train, a micro batch).", min=1
+    )
+
+    def lines(self, dtype: str, device: str) -> list[str]:
+        assert self.shape is not None
+        if self.train is None:
+            return shape_lines(self.shape, self.tensor_parallel, dtype, device, self.context)
+        if self.tensor_parallel > 1:
+            raise ValueError("--train divides a model by itself: leave out --tensor-parallel")
+        return training_lines(self.shape, self.train, dtype, self.context, self.micro_batch_tokens, self.optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    file: list[Path] | None = option(None, "UTF-8 file with a prompt; repeatable (default: two examples).")
+    policy: list[str] | None = option(None, "Policy to verify; repeatable (default: one of each).")
+    max_new_tokens: int = option(48, "New tokens per greedy text.", min=4)
+    draws: int = option(400, "Number of samples to compare with exact probabilities; 0 for none.", min=0)
+
+
+@with_groups
 def trace_command(
-    prompt: Annotated[
-        str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Picture to draw (.png, .svg, .pdf), or .jsonl for the records.",
-            callback=checked_output_file,
-        ),
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this UTF-8 file.")] = None,
-    policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate; EOS does not end the text.")] = 128,
+    asked: TraceOptions,
+    load: LoadOptions,
+    prompt: PromptArgument = None,
+    policy: PolicyOption = None,
     model: ModelOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    exits: ExitsOption = "auto",
-    kv_dtype: KvDtypeOption = "auto",
 ) -> None:
     """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
     notes = notes_console(quiet=False)
     with one_line_errors():
+        output = asked.output
         if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
             raise ValueError(f"--output must end with one of {', '.join((*PICTURES, '.jsonl'))}, got {output.name!r}")
-        text = read_prompt(prompt, file)
-        generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
+        text = read_prompt(prompt, asked.file)
+        generator = load_generator(model, load, notes)
         with notes.status("Decoding ..."):
             result = generator.generate(
-                text, policy=policy, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], trace=True
+                text, policy=policy, max_new_tokens=asked.max_new_tokens, do_sample=False, eos_token_id=[], trace=True
             )
         records = result.trace or ()
         if output is not None and output.suffix == ".jsonl":
@@ -81,54 +133,9 @@ def trace_command(
         notes.print(f"= is an accepted copy, x one that was not; {sources_text(result.stats)}")
 
 
+@with_groups
 def inspect_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="UTF-8 file with sample text; repeatable (default: a short example).")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="New tokens per text.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Number of pairs of runs to measure.")] = 3,
-    probe_minutes: Annotated[
-        float,
-        typer.Option(min=0, help="Fit exit adapters for so long, to say what train-exit would give; 5 is enough."),
-    ] = 0.0,
-    quality: Annotated[
-        bool,
-        typer.Option(
-            "--quality",
-            help="Also compare weights in fewer bits (--dtype, or the checkpoint's) with the full ones, on the sample text "
-            "(default: one of 1,000 words).",
-        ),
-    ] = False,
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of a checkpoint: what a model of this shape would hold, read and send. "
-            f"One of {', '.join(SHAPES)}, or a folder with config.json.",
-        ),
-    ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="With --shape: processes that the model is divided over.")
-    ] = 1,
-    train: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --shape: what `selfspec train --shard` takes in so many processes, instead."),
-    ] = None,
-    micro_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="With --train: tokens of a forward pass of one process.")
-    ] = 1024,
-    optimizer: Annotated[str, typer.Option(help="With --train: adamw or muon.")] = "adamw",
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="With --shape: tokens of a text (default: as many as the model takes; with --train, of a micro batch).",
-        ),
-    ] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    exits: ExitsOption = "auto",
-    kv_dtype: KvDtypeOption = "auto",
+    asked: InspectOptions, instead: ShapeOptions, load: LoadOptions, model: ModelArgument = None
 ) -> None:
     """Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured.
 
@@ -136,69 +143,59 @@ def inspect_command(
     """
     notes = notes_console(quiet=False)
     with one_line_errors():
-        if shape is not None:
+        if instead.shape is not None:
             if model is not None:
                 raise ValueError("give a checkpoint or --shape, not both")
-            if train is not None and tensor_parallel > 1:
-                raise ValueError("--train divides a model by itself: leave out --tensor-parallel")
-            lines = (
-                shape_lines(shape, tensor_parallel, dtype, device, context)
-                if train is None
-                else training_lines(shape, train, dtype, context, micro_batch_tokens, optimizer)
-            )
-            typer.echo("\n".join(lines))
+            typer.echo("\n".join(instead.lines(load.dtype, load.device)))
             return
-        if tensor_parallel > 1 or context is not None or train is not None:
+        if instead.tensor_parallel > 1 or instead.context is not None or instead.train is not None:
             raise ValueError("--tensor-parallel, --train and --context go with --shape")
-        texts = [read_prompt(None, path) for path in text] if text else [EXAMPLE_PROMPT]
-        full = load_full_weights(model, dtype, device, notes) if quality else None
-        generator = load_generator(model, dtype, device, notes, exits=exits, kv_dtype=kv_dtype)
-        with progress(2 * len(texts) + 2 + (probe_minutes > 0), notes) as advance:
+        texts = [read_prompt(None, path) for path in asked.text or ()]
+        full = load_full_weights(model, load.dtype, load.device, notes) if asked.quality else None
+        generator = load_generator(model, load, notes)
+        with progress(2 * max(1, len(texts)) + 2 + (asked.probe_minutes > 0), notes) as advance:
             inspection = inspect_model(
-                generator, texts, max_new_tokens=max_new_tokens, repeats=repeats, advance=advance,
-                probe_seconds=60 * probe_minutes, say=lambda label: advance(label, 0),
-            )  # fmt: skip
+                generator,
+                texts or [EXAMPLE_PROMPT],
+                max_new_tokens=asked.max_new_tokens,
+                repeats=asked.repeats,
+                advance=advance,
+                probe_seconds=60 * asked.probe_minutes,
+                say=lambda label: advance(label, 0),
+            )
         lines = inspection_lines(inspection)
         if full is not None:
             with notes.status("Comparing with the full weights ..."):
-                lines += quality_lines(generator, full, texts if text else [read_prompt(None, SAMPLE)])
+                lines += quality_lines(generator, full, texts or [read_prompt(None, SAMPLE)])
     typer.echo("\n".join(lines))
 
 
-def verify_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
-    file: Annotated[
-        list[Path] | None, typer.Option(help="UTF-8 file with a prompt; repeatable (default: two examples).")
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="Policy to verify; repeatable (default: one of each).")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=4, help="New tokens per greedy text.")] = 48,
-    draws: Annotated[
-        int, typer.Option(min=0, help="Number of samples to compare with exact probabilities; 0 for none.")
-    ] = 400,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-) -> None:
-    """Check on this machine that the engine gives what the model itself gives, with transformers as the judge.
+@with_groups
+def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgument = None) -> None:
+    """Check on this machine that the engine's output equals that of the model as transformers runs it.
 
     Ends with status 1 if anything fails.
     """
     notes = notes_console(quiet=False)
     with one_line_errors():
-        texts = [read_prompt(None, path) for path in file] if file else [EXAMPLE_PROMPT, CODE_PROMPT]
-        llama, prompts = load_reference(model, texts, dtype, device, notes)
+        texts = [read_prompt(None, path) for path in asked.file] if asked.file else [EXAMPLE_PROMPT, CODE_PROMPT]
+        llama, prompts = load_reference(model, texts, load.dtype, load.device, notes)
         num_layers = llama.config.num_hidden_layers
-        for name in policy or []:
-            if "pacer" not in name:  # which can be resolved for the model itself only, below
+        for name in asked.policy or []:
+            if "pacer" not in name:  # which needs the model's own files, checked below
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         own = ["pacer"] if has_preverifier(llama.config.name_or_path) else []
-        names = policy or [*every_policy(num_layers), *own]
-        total = num_steps(num_layers, len(prompts), draws, len(names))
+        names = asked.policy or [*every_policy(num_layers), *own]
+        total = num_steps(num_layers, len(prompts), asked.draws, len(names))
         failed = 0
         with progress(total, notes) as advance:
             for check in verify_engine(
-                llama, prompts, max_new_tokens=max_new_tokens, draws=draws, policies=names, advance=advance
+                llama,
+                prompts,
+                max_new_tokens=asked.max_new_tokens,
+                draws=asked.draws,
+                policies=names,
+                advance=advance,
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -1,11 +1,11 @@
-"""What the commands share: loading a checkpoint with its progress line, options' types, errors in one line."""
+"""What the commands share: loading a checkpoint with a status line, progress bars, and errors in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 import transformers
@@ -21,88 +21,50 @@ from layerskip_models.output_paths import output_file, output_folder
 from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.cli.notes import NotesConsole
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides, speaks
 from selfspec.engine.request import check_ids
+from selfspec.options import SamplingOptions
 from selfspec.visible_text import visible
-
-MODEL_PANEL = "Model"
-ModelOption = Annotated[
-    str | None, typer.Option(help="Hub name or folder (default: the demo model).", rich_help_panel=MODEL_PANEL)
-]
-DtypeOption = Annotated[
-    str,
-    typer.Option(
-        help="auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
-        rich_help_panel=MODEL_PANEL,
-    ),
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL_PANEL)]
-ExitsOption = Annotated[
-    str,
-    typer.Option(
-        help="Exit adapters to draft with: auto (those beside the checkpoint, if any), none, or a folder of train-exit's.",
-        rich_help_panel=MODEL_PANEL,
-    ),
-]
-KvDtypeOption = Annotated[
-    str,
-    typer.Option(
-        help="What keys and values are kept in: auto (the arithmetic's own) or bfloat16 (half the memory of float32, "
-        "and another model, a little).",
-        rich_help_panel=MODEL_PANEL,
-    ),
-]
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-POLICY_HELP = (
-    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
-    "docs/policies.md has all (default: auto)."
-)
 
 
 def notes_console(quiet: bool) -> Console:
-    """Where everything but the generated text goes: standard error."""
+    """Standard error, for everything but the generated text."""
     return NotesConsole(quiet=quiet or not speaks())
 
 
 def load_generator(
     model: str | None,
-    dtype: str,
-    device: str,
+    load: LoadOptions,
     notes: Console,
     *,
     prefix_cache: int | str | None = None,
-    exits: str = "auto",
-    kv_dtype: str = "auto",
     tensor_parallel: TensorParallel = 1,
     device_map: Literal["auto"] | None = None,
 ) -> SelfSpecGenerator:
-    """The checkpoint, the demo if none is named, with its tokenizer. The last arguments are those of `SelfSpecGenerator`.
+    """The checkpoint with its tokenizer; the demo if none is named. The last arguments are those of `SelfSpecGenerator`.
 
-    exits: as there, "none" for bare exits. tensor_parallel: 1 for a command that knows one process, None for one whose
-    processes hold the whole model each. Raises ValueError for a command that knows one process, if several were launched.
+    tensor_parallel: also 1, for a command that runs in one process; None for one whose processes each hold the whole model.
+    Raises ValueError if several processes were launched for a command that runs in one.
     """
     if tensor_parallel == 1 and launched_ranks() > 1:
         raise ValueError("this command runs in one process: start it without torchrun")
     if divides(tensor_parallel if launched_ranks() > 1 else None):
         be_silent_unless_first()
     with loading(model, notes) as name:
-        return SelfSpecGenerator.from_pretrained(
+        return load.generator(
             name,
-            dtype=dtype,
-            device=device,
             local_files_only=model is None,
             prefix_cache=prefix_cache,
-            exits=None if exits == "none" else exits,
-            kv_dtype=kv_dtype,
             tensor_parallel=tensor_parallel,
             device_map=device_map,
         )
 
 
 def load_full_weights(model: str | None, dtype: str, device: str, notes: Console) -> LayerSkipModel:
-    """The checkpoint with all bits of its weights, to compare one with. dtype: of that one.
+    """The checkpoint in float32, to compare lower precision with. dtype: of the model that it is compared with.
 
-    Errors as `load_generator`'s; ValueError where that one has all bits, too.
+    Errors as for `load_generator`; ValueError if that model has full precision too.
     """
     with loading(model, notes) as name:
         local = model is None
@@ -118,23 +80,30 @@ def load_full_weights(model: str | None, dtype: str, device: str, notes: Console
 def load_reference(
     model: str | None, texts: Sequence[str], dtype: str, device: str, notes: Console
 ) -> tuple[transformers.PreTrainedModel, list[torch.Tensor]]:
-    """The checkpoint as transformers loads it, and prompts as its token ids, int64 [n] each. Errors as `load_generator`'s."""
+    """The checkpoint as transformers loads it, and the prompts' token ids, int64 [n] each. Errors as for `load_generator`."""
     with loading(model, notes) as name:
         llama = load_transformers(name, dtype=dtype, device=device, local_files_only=model is None)
         tokenizer = load_tokenizer(name, local_files_only=model is None)
+    return llama, encoded_prompts(tokenizer, texts, llama.config.vocab_size)
+
+
+def encoded_prompts(
+    tokenizer: transformers.PreTrainedTokenizerBase, texts: Sequence[str], vocab_size: int
+) -> list[torch.Tensor]:
+    """Token ids, int64 [n] each. Raises ValueError for a prompt without tokens and for ids outside the vocabulary."""
     prompts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
     if any(prompt.numel() == 0 for prompt in prompts):
         raise ValueError("a prompt has no tokens: give one with text")
     for prompt in prompts:
-        check_ids(prompt, llama.config.vocab_size, from_tokenizer=True)
-    return llama, prompts
+        check_ids(prompt, vocab_size, from_tokenizer=True)
+    return prompts
 
 
 @contextmanager
 def loading(model: str | None, notes: Console) -> Iterator[str]:
-    """A status line while a checkpoint is loaded; yields its name."""
+    """Show a status line while a checkpoint is loaded; yields its name."""
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # the status line says it, and goes away
+    transformers.logging.disable_progress_bar()  # the status line replaces it
     hub_logging.set_verbosity_error()  # its retries
     name = str(DEMO_PATH) if model is None else model
     with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
@@ -142,14 +111,14 @@ def loading(model: str | None, notes: Console) -> Iterator[str]:
 
 
 class Advance(Protocol):
-    """Moves a progress bar on and says what was done; by 0 says only what is being done."""
+    """Advances a progress bar and shows a label. An amount of 0 only changes the label."""
 
     def __call__(self, label: str, amount: int = 1) -> None: ...
 
 
 @contextmanager
 def progress(total: int, notes: Console) -> Iterator[Advance]:
-    """A progress bar with the time left, removed at the end; yields a function that advances it by one with a label."""
+    """Show a progress bar with the time left, and remove it at the end; yields the function that advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("starting", total=total)
@@ -157,25 +126,25 @@ def progress(total: int, notes: Console) -> Iterator[Advance]:
 
 
 def checked_output_file(path: Path | None) -> Path | None:
-    """Callback of an option: fails before the command runs if the file could not be written."""
+    """Option callback: fail before the command runs if the file cannot be written."""
     with one_line_errors():
         return None if path is None else output_file(path)
 
 
 def checked_output_folder(path: Path | None) -> Path | None:
-    """The same for a folder of results, which is created."""
+    """The same for a folder, which is created."""
     with one_line_errors():
         return None if path is None else output_folder(path)
 
 
-def check_sampling(defaults: transformers.GenerationConfig, options: dict[str, Any]) -> bool:
-    """Whether decoding is greedy. ValueError if it is and an option would then do nothing. defaults: the checkpoint's."""
-    if options["temperature"] == 0:  # another way to ask for the likeliest token
+def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOptions) -> bool:
+    """Whether decoding is greedy. Raises ValueError if it is and a sampling option is given. defaults: the checkpoint's."""
+    if options["temperature"] == 0:  # also means greedy
         options["do_sample"], options["temperature"] = False, None
     do_sample = options["do_sample"]
     if do_sample is None:
         do_sample = defaults.do_sample
-    given = [name for name in _SAMPLING_FIELDS if options[name] is not None]
+    given = [name for name in ("temperature", "top_k", "top_p", "min_p") if options.get(name) is not None]
     if given and not do_sample:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
@@ -184,7 +153,7 @@ def check_sampling(defaults: transformers.GenerationConfig, options: dict[str, A
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print an error as one line. Exit status 2 for errors that the user can fix, 1 for a model that cannot go on."""
+    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails."""
     try:
         yield
     except BrokenPipeError:  # `| head`: typer ends quietly

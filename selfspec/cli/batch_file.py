@@ -1,4 +1,4 @@
-"""`selfspec generate --prompts FILE --output FILE`: many prompts, results as they come, resumed where a run broke off."""
+"""`selfspec generate --prompts FILE --output FILE`: many prompts. Results are written at once, so that a run can resume."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from selfspec.cli.copy_files import store_of_files
 from selfspec.distributed.launch import from_first, speaks
 from selfspec.engine.engine import BoundRequest
 from selfspec.messages import Messages, are_messages
+from selfspec.options import SpeculationOptions, WrittenOptions, described
 
-OWN_OPTIONS = (
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id",
-    "stop_strings", "seed", "policy", "exit_layer", "num_speculations", "copy_from",
-)  # fmt: skip
-"""What a line may say beside its prompt; it then goes before the command's own options."""
-_CHOICE = ("policy", "exit_layer", "num_speculations")
+OWN_OPTIONS = tuple(described(WrittenOptions))
+"""Options that a line may give. They take precedence over the command's."""
+_SPECULATION = tuple(described(SpeculationOptions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One line of the file. key: tells whether a result is of this very prompt with these options.
+    """One line of the file.
 
-    chooses: whether the line says itself how to speculate.
+    key: identifies the prompt with its options, to recognise its result. chooses: the line itself says how to speculate.
     """
 
     id: str | int
@@ -47,14 +45,13 @@ class PromptLine:
     chooses: bool = False
 
     def policy(self, generator: SelfSpecGenerator) -> Policy:
-        """What the line is decoded with. Raises ValueError as `generate` does."""
-        return generator.resolve_policy(**{name: self.options.get(name) for name in _CHOICE})
+        return generator.resolve_policy(**{name: self.options.get(name) for name in _SPECULATION})
 
 
 def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[str] = ()) -> list[PromptLine]:
     """JSON lines with "prompt" or "messages", and optionally "id" and options of their own.
 
-    options: the command's. copy_texts: what drafts of all lines may be copied from. Raises ValueError that names the line.
+    options: the command's. copy_texts: texts to copy drafts from, for all lines. Raises ValueError that names the line.
     """
     try:
         lines = read_lines(path)
@@ -81,7 +78,7 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
         merged = {**options, **own}
         asked = {"copy_from": copied, **merged} if copy_texts else merged
         key = hashlib.sha256(json.dumps([prompt, asked], sort_keys=True).encode()).hexdigest()[:16]
-        chooses = any(name in own for name in _CHOICE)
+        chooses = any(name in own for name in _SPECULATION)
         found.append(PromptLine(id=values.get("id", number), prompt=prompt, options=merged, key=key, chooses=chooses))
     if not found:
         raise ValueError(f"{path} holds no prompts")
@@ -91,7 +88,7 @@ def read_prompts(path: Path, options: Mapping[str, Any], copy_texts: Sequence[st
 
 
 def _prompt_of(values: Mapping[str, Any]) -> str | Messages | None:
-    """What the line asks to be continued or answered; None unless it is one of the two."""
+    """The prompt or messages of a line; None unless it has exactly one of the two."""
     prompt, messages = values.get("prompt"), values.get("messages")
     if messages is None:
         return prompt if isinstance(prompt, str) and prompt else None
@@ -99,7 +96,7 @@ def _prompt_of(values: Mapping[str, Any]) -> str | Messages | None:
 
 
 def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, str]:
-    """Lines that an earlier run has written, by id: without those that were cut short, and those of prompts that failed.
+    """Complete results of an earlier run, by id. Lines that were cut short and prompts that failed are left out.
 
     Raises ValueError if the file holds results of other prompts or options.
     """
@@ -113,13 +110,13 @@ def complete_results(path: Path, prompts: list[PromptLine]) -> dict[str | int, s
             continue
         if not isinstance(values, dict) or wanted.get(values.get("id", "")) != values.get("key"):
             raise ValueError(f"{path}, line {number} is no result of these prompts and options: give another --output")
-        if "error" not in values:  # what failed is tried again
+        if "error" not in values:  # failed prompts are tried again
             found[values["id"]] = line
     return found
 
 
 def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
-    """Ids of complete results; other lines are taken out of the file, which is replaced whole or not at all.
+    """Ids of complete results. All other lines are removed from the file, atomically.
 
     Raises ValueError as `complete_results` does.
     """
@@ -133,9 +130,9 @@ def _results_so_far(path: Path, prompts: list[PromptLine]) -> set[str | int]:
 def store_for_lines(
     generator: SelfSpecGenerator, prompts: Sequence[PromptLine], texts: Sequence[str]
 ) -> CopyStore | None:
-    """What the lines may copy from, beside their own texts; None without any.
+    """Texts that all lines may copy from; None without any.
 
-    Raises ValueError if the command's own policy copies nothing, and a line is decoded with it.
+    Raises ValueError if a line uses the command's policy and that policy does not copy.
     """
     own = next((line.policy(generator) for line in prompts if not line.chooses), None) if texts else None
     return store_of_files(generator, texts, own)
@@ -151,18 +148,17 @@ def generate_file(
     store: CopyStore | None = None,
     only: Collection[str | int] | None = None,
 ) -> int:
-    """Decode what has no result yet, `batch_size` at a time; each result is written as it comes. Returns how many failed.
+    """Decode the prompts without a result, `batch_size` at a time, and write each result at once. Returns how many failed.
 
-    only: ids of the prompts that are this process's, None for all.
-    store: what lines may copy from that have no texts of their own, if their policy copies at all. A prompt that cannot be
-    decoded (too long, say) gets a line with its error, and the others go on.
+    store: texts to copy from, for lines without their own whose policy copies. only: ids of this process's prompts, None for
+    all. A prompt that fails (because it is too long, for example) gets a line with its error, and the others go on.
     """
     done = from_first(generator.model, lambda: _results_so_far(output, prompts))
     left = [line for line in prompts if line.id not in done and (only is None or line.id in only)]
     if done:
         notes.print(f"{len(done)} of {len(prompts)} results are in {output} already")
     failed = tokens = 0
-    writes = speaks() or generator.model.num_ranks == 1  # of processes that decode the same texts one
+    writes = speaks() or generator.model.num_ranks == 1  # one of the processes that decode the same texts
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
         (output if writes else Path(os.devnull)).open("a", encoding="utf-8") as file,
@@ -194,25 +190,15 @@ def generate_file(
                     _write(file, line, {"error": str(result)})
                 else:
                     tokens += result.stats.num_new_tokens
-                    stats = result.stats.as_dict()
-                    _write(
-                        file,
-                        line,
-                        {
-                            "text": result.text,
-                            "token_ids": result.new_tokens,
-                            "stop_reason": result.stop_reason,
-                            "policy": result.policy,
-                            "stats": stats,
-                        },
-                    )
+                    values = {"text": result.text, "token_ids": result.new_tokens, "stop_reason": result.stop_reason}
+                    _write(file, line, {**values, "policy": result.policy, "stats": result.stats.as_dict()})
                 bar.advance(task)
                 bar.update(task, description=f"Decoding, {tokens} tokens")
     return failed
 
 
 def _write(file: TextIO, line: PromptLine, values: Mapping[str, Any]) -> None:
-    """At once: what is complete survives whatever ends the command."""
+    """Write and flush, so that complete results survive however the command ends."""
     asked = "prompt" if isinstance(line.prompt, str) else "messages"
     file.write(json.dumps({"id": line.id, "key": line.key, asked: line.prompt, **values}, allow_nan=False) + "\n")
     file.flush()

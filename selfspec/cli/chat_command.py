@@ -14,98 +14,72 @@ import typer
 from rich.console import Console
 
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import (
-    POLICY_HELP,
-    DeviceOption,
-    DtypeOption,
-    ExitsOption,
-    KvDtypeOption,
-    check_sampling,
-    load_generator,
-    notes_console,
-    one_line_errors,
-)
+from selfspec.cli.arguments import check_sampling, load_generator, notes_console, one_line_errors
 from selfspec.cli.conversation import Conversation
-from selfspec.cli.copy_files import CopyFromOption, read_copy_files, store_of_files
+from selfspec.cli.copy_files import read_copy_files, store_of_files
 from selfspec.cli.display import TextWriter, legend, summary_lines
+from selfspec.cli.option_groups import (
+    ChatTemplateOption,
+    CopyFromOption,
+    LoadOptions,
+    ModelArgument,
+    PolicyOption,
+    with_groups,
+)
 from selfspec.distributed.launch import from_first, speaks
 from selfspec.messages import has_template, template_of
+from selfspec.options import SamplingOptions
 
 COMMANDS = {
     "/help": "what can be typed",
-    "/system [TEXT]": "show or set the system message; it is read again with the whole conversation",
+    "/system [TEXT]": "show or set the system message; the whole conversation is then read again",
     "/policy [NAME]": 'show or set how to speculate: "auto", "del", "ls:3-6", "ar" (plain decoding), ...',
-    "/drafts": "colour drafts by what became of them, or stop doing so",
+    "/drafts": "turn the colouring of drafts on or off",
     "/history": "show the conversation",
-    "/stats": "what the last answer cost",
-    "/save FILE": "write the conversation as JSON; selfspec chat --load FILE goes on with it",
+    "/stats": "show statistics of the last answer",
+    "/save FILE": "write the conversation as JSON; selfspec chat --load FILE continues it",
     "/clear": "begin a new conversation",
     "/exit": "leave, as Ctrl-D does",
 }
 _QUOTES = '"""'
-_SAMPLING, _CONVERSATION = "Sampling", "Conversation"
+_CONVERSATION = "Conversation"
 
 
+@with_groups
 def chat_command(
-    model: Annotated[str | None, typer.Argument(help="Hub name or folder (default: the demo model).")] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help='Jinja file, or "plain" (questions and answers, for base models). '
-            "Default: the tokenizer's; plain for the demo model.",
-            rich_help_panel=_CONVERSATION,
-        ),
-    ] = None,
+    sampling: SamplingOptions,
+    checkpoint: LoadOptions,
+    model: ModelArgument = None,
+    chat_template: ChatTemplateOption = None,
     system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=_CONVERSATION)] = None,
     load: Annotated[
-        Path | None, typer.Option(help="Go on with a conversation that /save wrote.", rich_help_panel=_CONVERSATION)
+        Path | None, typer.Option(help="Continue a conversation written by /save.", rich_help_panel=_CONVERSATION)
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_CONVERSATION)
+        int, typer.Option(min=1, help="Maximum number of tokens of an answer.", rich_help_panel=_CONVERSATION)
     ] = 1024,
-    policy: Annotated[str | None, typer.Option(help=POLICY_HELP)] = None,
+    policy: PolicyOption = None,
     copy_from: CopyFromOption = None,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour drafts by what became of them.")] = False,
-    do_sample: Annotated[
-        bool | None,
-        typer.Option(
-            "--do-sample/--greedy", help="Default: as the checkpoint is configured.", rich_help_panel=_SAMPLING
-        ),
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
-    top_p: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed.", rich_help_panel=_SAMPLING)] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    exits: ExitsOption = "auto",
-    kv_dtype: KvDtypeOption = "auto",
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Colour each token by how it was produced.")
+    ] = False,
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
     notes = notes_console(False)
     with one_line_errors():
         template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
-        # The last text is kept, on every device: an answer begins as soon as the new message is read.
-        generator = load_generator(
-            model, dtype, device, notes, prefix_cache=1, exits=exits, kv_dtype=kv_dtype, tensor_parallel="auto"
-        )
+        # Keep the last text on every device, so that only the new message has to be read.
+        generator = load_generator(model, checkpoint, notes, prefix_cache=1, tensor_parallel="auto")
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
                 "for a base model"
             )
-        options: dict[str, Any] = {
-            "do_sample": do_sample,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-        }
-        check_sampling(generator.model.generation_config, options)
-        if seed is not None:  # one source of random numbers, from which every answer draws on
+        check_sampling(generator.model.generation_config, sampling)
+        options: dict[str, Any] = {**sampling}
+        if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-        with notes.status("Calibrating ..."):  # if the policy counts seconds
+        with notes.status("Calibrating ..."):  # only if the policy uses measured costs
             chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
         conversation = Conversation(
@@ -131,13 +105,13 @@ def chat_command(
 
 
 class Chat:
-    """Reads lines: commands, and messages to be answered."""
+    """Reads lines and carries them out: commands, and messages to answer."""
 
     def __init__(self, conversation: Conversation, writer: TextWriter, notes: Console) -> None:
         self._conversation, self._writer, self._notes = conversation, writer, notes
 
     def run(self, read_line: Callable[[str], str]) -> None:
-        """Until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
+        """Run until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
         while True:
             try:
                 line = self._read(read_line)
@@ -155,7 +129,7 @@ class Chat:
                 self._notes.print(f"error: {' '.join(str(error).split())}")
 
     def command(self, line: str) -> None:
-        """Do what a line that begins with a slash says. Raises ValueError if there is no such command."""
+        """Carry out a line that begins with a slash. Raises ValueError for an unknown command."""
         name, _, text = line.partition(" ")
         text, conversation = text.strip(), self._conversation
         if name == "/help":
@@ -224,7 +198,7 @@ class Chat:
 
 
 def _line_reader() -> Callable[[str], str]:
-    """Reads a line of standard input. In a terminal the arrow keys edit it and bring back earlier ones."""
+    """A function that reads a line of standard input. In a terminal the arrow keys edit it and recall earlier lines."""
     if not sys.stdin.isatty():
         return lambda prompt: input()
     with suppress(ImportError):  # not every system has it

@@ -1,4 +1,4 @@
-"""A conversation with a model: messages, how the next answer is made, and what it cost."""
+"""A conversation with a model: its messages, how the next answer is generated, and the last result."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from layerskip_models.text_files import write_text
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import copies_drafts
-from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.messages import ChatTemplate, are_messages, encode_messages
-from selfspec.stop_text import before_stop
+from selfspec.stop_text import StopTrimmer, before_stop
 from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 
 class Conversation:
-    """Asks one question after the other. Each prompt is the whole conversation; what was read of it before is kept.
+    """Asks one question after another. Each prompt is the whole conversation, of which only the new part has to be read.
 
-    options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer, if the model has room for them. write: gets an
-    answer piece by piece as it comes, each with its fate if drafts are shown. copy_from: what drafts may be copied from
-    beside the conversation, where the policy copies.
+    options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
+    answer piece by piece, with fates if drafts are shown. copy_from: texts to copy drafts from, in addition to the
+    conversation, if the policy copies.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system message, or None."""
         first = self.messages[0] if self.messages else {}
         return first["content"] if first.get("role") == "system" else None
 
@@ -59,18 +57,18 @@ class Conversation:
         self.messages = [*([] if text is None else [{"role": "system", "content": text}]), *rest]
 
     def clear(self) -> None:
-        """Begin anew, with the same system message."""
+        """Start a new conversation with the same system message."""
         self.messages = [] if self.system is None else self.messages[:1]
         self.last = None
 
     def use_policy(self, name: str) -> None:
-        """From the next answer on. Raises ValueError if there is no such policy."""
+        """Use a policy from the next answer on. Raises ValueError for an unknown one."""
         self._generator.resolve_policy(name)
         self.policy = name
 
     @property
     def copy_from(self) -> CopyStore | None:
-        """What the next answer's drafts may be copied from; None if its policy copies nothing."""
+        """Texts to copy the next answer's drafts from; None if its policy does not copy."""
         if self._copy_from is None or not copies_drafts(
             self._generator.resolve_policy(self.policy).observes, self._generator.runner
         ):
@@ -78,24 +76,23 @@ class Conversation:
         return self._copy_from
 
     def check(self) -> None:
-        """Raises ValueError if there is no template for messages."""
+        """Raise ValueError if there is no chat template."""
         self._encode([{"role": "user", "content": "."}])
 
     def ask(self, question: str) -> None:
-        """Get an answer, and write it while it comes. Ctrl-C ends it; what there is of it is then the answer.
+        """Get an answer, and write it while it is generated. Ctrl-C ends it; what was generated is then the answer.
 
-        Raises ValueError, and forgets the question, if it cannot be asked: with no room left for an answer, say.
+        Raises ValueError if the question cannot be asked, for example without room for an answer, and forgets it.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         answer = self._answer(self._encode(asked))
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON."""
         write_text(path, json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n")
 
     def load(self, path: Path) -> None:
-        """Go on with messages that `save` wrote. Raises ValueError for another file."""
+        """Continue with messages written by `save`. Raises ValueError for another file."""
         try:
             messages = json.loads(path.read_text(encoding="utf-8-sig"))
         except ValueError as error:

@@ -1,25 +1,14 @@
-"""`--copy-from FILE`: text files that drafts are copied from, read and indexed once for a command."""
+"""`--copy-from FILE`: text files to copy drafts from, read and indexed once per command."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import copies_drafts, how_to_copy
-
-CopyFromOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="UTF-8 text file that drafts may be copied from, beside the prompt and the text itself; repeatable.",
-        rich_help_panel="Speculation",
-    ),
-]
 
 
 def read_copy_files(files: Sequence[Path] | None) -> list[str]:
@@ -30,7 +19,7 @@ def read_copy_files(files: Sequence[Path] | None) -> list[str]:
 def store_of_files(
     generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
 ) -> CopyStore | None:
-    """The texts as a store for this model, made once; None without texts.
+    """The texts as a copy store for this model; None without texts.
 
     Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
     """

@@ -1,4 +1,4 @@
-"""How the command line shows a result: the summary, the comparison, tokens in colour, a trace."""
+"""Output of the command line: the summary, the comparison, coloured tokens, a trace."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _LEGEND: tuple[tuple[str, Fate], ...] = (
 
 
 class TextWriter:
-    """Writes generated text to a console, as it is where the console is a file, styled where it is a terminal.
+    """Writes generated text: unchanged to a file, styled to a terminal.
 
-    rich's own print would expand tabs and drop characters, so only its styles are used.
+    Only rich's styles are used, because its print expands tabs and drops characters.
     """
 
     def __init__(self, console: Console) -> None:
@@ -54,7 +54,7 @@ class TextWriter:
         self.is_terminal = console.is_terminal
         self._colors = COLOR_SYSTEMS.get(console.color_system or "")
         self._plain = console.no_color
-        if self._colors is ColorSystem.WINDOWS:  # such a console knows no escape sequences
+        if self._colors is ColorSystem.WINDOWS:  # such a console has no escape sequences
             self._colors = None
 
     @property
@@ -64,19 +64,17 @@ class TextWriter:
     def write(self, text: str, style: Style | None = None) -> None:
         if text:
             text = visible(text) if self.is_terminal else text
-            encoding = (
-                getattr(self._file, "encoding", None) or "utf-8"
-            )  # one that lacks a character shows its number instead
+            encoding = getattr(self._file, "encoding", None) or "utf-8"  # which may lack a character
             text = text.encode(encoding, "backslashreplace").decode(encoding)
             self._file.write(self._styled(text, style or Style.null()))
             self._file.flush()
 
     def write_token(self, text: str, fate: Fate) -> None:
-        """Write a chunk in the style of its fate; dropped drafts only where styles show them as such."""
+        """Write a chunk in the style of its fate. Rejected drafts are written only if styles are on."""
         if fate == "rejected":
             if not self.shows_styles:
                 return
-            text = visible_line(text)  # a dropped newline must not break the line
+            text = visible_line(text)  # a rejected newline must not break the line
         self.write(text, FATE_STYLES[fate])
 
     def _styled(self, text: str, style: Style) -> str:
@@ -85,7 +83,7 @@ class TextWriter:
 
 
 def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, Fate]]) -> None:
-    """Write what `write_token` was given as an SVG picture of a terminal, with the legend below. It refers to no fonts."""
+    """Write tokens with their fates as an SVG picture of a terminal, with a legend, without references to fonts."""
     console = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False)
     text = Text().append(visible(prompt), PROMPT_STYLE)
     for token, fate in tokens:
@@ -96,14 +94,13 @@ def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str,
 
 
 def legend(styles_shown: bool) -> Text:
-    """What the styles of `write_token` mean; where they are off, how to get them."""
+    """What the styles of `write_token` mean; if they are off, how to turn them on."""
     if not styles_shown:
         return Text("colours are off, standard output is not a terminal; FORCE_COLOR=1 turns them on")
     return Text(", ").join(Text(meaning, FATE_STYLES[fate]) for meaning, fate in _LEGEND)
 
 
 def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
-    """The summary of one generation."""
     stats = result.stats
     lines = [
         f"{stats.num_new_tokens} tokens in {in_seconds(stats.seconds)}, {stats.tokens_per_second:.1f} tokens/s; "
@@ -122,7 +119,6 @@ def summary_lines(result: GenerationResult, stop_reason: str) -> list[str]:
 
 
 def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
-    """The comparison as a small table and its verdict."""
     rows = [(policy, comparison.runs), ("ar (autoregressive)", comparison.baseline_runs)]
     width = max(len(name) for name, _ in rows)
     plural = "s" if comparison.repeats > 1 else ""
@@ -139,7 +135,7 @@ def comparison_lines(comparison: Comparison, policy: str) -> list[str]:
 
 
 def write_trace(path: Path, records: Iterable[RoundRecord]) -> None:
-    """One JSON object per round, a line each; shadow tokens are left out."""
+    """Write one JSON object per line and round, without shadow tokens."""
     names = [field.name for field in fields(RoundRecord) if field.name != "shadow"]
     lines = [json.dumps({name: getattr(record, name) for name in names}) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")
@@ -168,5 +164,4 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """For people: seconds, or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -13,12 +13,12 @@ from transformers import StoppingCriteria
 class InterruptCriteria(StoppingCriteria):
     """Ends the text at the next token after Ctrl-C; a second Ctrl-C is an ordinary KeyboardInterrupt.
 
-    A context manager: the signal is caught only inside. Enter it in the main thread.
+    A context manager, to be entered in the main thread: the signal is caught only inside.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        # Made once: `generate` reads one at every token.
+        # Made once, because they are read at every token.
         self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
         self._previous: object = None
 
@@ -32,7 +32,6 @@ class InterruptCriteria(StoppingCriteria):
         signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        """Whether Ctrl-C was pressed, bool [1]."""
         return self._answers[self.requested]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

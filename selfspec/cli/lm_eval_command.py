@@ -1,4 +1,4 @@
-"""`selfspec lm-eval`: lm-evaluation-harness's own command, in which `--model selfspec` is known."""
+"""`selfspec lm-eval`: the command of lm-evaluation-harness, with `--model selfspec` registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.cli.arguments import one_line_errors
 
 
 def lm_eval_command(context: typer.Context) -> None:
-    """Run lm-evaluation-harness with --model selfspec at hand.
+    """Run lm-evaluation-harness with --model selfspec.
 
     All arguments are the harness's: selfspec lm-eval --model selfspec --model_args pretrained=MODEL,policy=auto --tasks gsm8k
     """

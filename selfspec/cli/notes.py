@@ -10,11 +10,10 @@ from selfspec.visible_text import visible
 
 
 class NotesConsole(Console):
-    """Standard error. What is printed may hold text of a model or a stranger: a prompt, a saved conversation, an error."""
+    """Standard error. Control characters become visible, because the text may come from a model or a stranger."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's, with control characters shown."""
         super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **options)

@@ -6,6 +6,9 @@ import os
 import stat
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
@@ -16,11 +19,16 @@ CODE_PROMPT = 'def fibonacci(n):\n    """Return the first n Fibonacci numbers.""
 """A second example: code."""
 
 
-def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt. "-" is standard input, and so is no prompt at all when something is piped in.
+PromptArgument = Annotated[
+    str | None, typer.Argument(help='Text to continue; "-" reads standard input (default: an example).')
+]
 
-    Texts from a file or standard input are UTF-8; one newline at their end is not part of them. Raises ValueError if two
-    sources are given, or one is empty or not UTF-8; OSError if the file cannot be read.
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt. "-" means standard input; so does no prompt when something is piped in.
+
+    Files and standard input are UTF-8; one newline at the end does not count. Raises ValueError if two sources are given, or
+    if one is empty or not UTF-8; OSError if the file cannot be read.
     """
     if argument is not None and file is not None:
         raise ValueError("give a prompt or --file, not both")
@@ -33,13 +41,13 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         return _decode(sys.stdin.buffer.read(), "standard input")
     if argument is None:
         return EXAMPLE_PROMPT
-    if any("\ud800" <= character <= "\udfff" for character in argument):  # what Python makes of other bytes
+    if any("\ud800" <= character <= "\udfff" for character in argument):  # Python's form of other bytes
         raise ValueError("the prompt is not UTF-8 text")
     return argument
 
 
 def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file. A terminal or /dev/null holds no prompt."""
+    """Whether standard input is a pipe or a file, and not a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):  # closed, or replaced by something without a descriptor

@@ -1,8 +1,8 @@
-"""`selfspec generate --prompts FILE --data-parallel`: prompts shared out over processes, each of which holds the whole model.
+"""`selfspec generate --prompts FILE --data-parallel`: prompts shared among processes, each of which holds the whole model.
 
-Each process writes what it completes to a part file of its own beside the output, at once. At the end the first one puts all
-parts together, in the order of the prompts. Where a process is lost, the parts stay, and the same command goes on from them,
-with as many processes as it then has.
+Each process writes its results at once to its own part file next to the output. At the end rank 0 puts all parts together
+in the order of the prompts. If a process is lost, the parts stay, and the same command resumes from them, with any number of
+processes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def generate_shared(
     notes: Console,
     store: CopyStore | None = None,
 ) -> int:
-    """This process's share of the prompts; arguments as `generate_file`'s. Returns how many failed in all processes.
+    """Decode this process's share of the prompts; arguments as for `generate_file`. Returns how many failed in all processes.
 
-    Files need not be shared: what a process finds beside its own output counts for all. Raises RankError if another process
-    ends before its share is complete, ValueError for results of other prompts or options.
+    The processes need no shared files: results that one finds next to its own output count for all. Raises RankError if
+    another process ends too early, ValueError for results of other prompts or options.
     """
     ranks = Ranks.join(torch.device("cpu"))
     found = {key: line for path in (output, *_parts(output)) for key, line in complete_results(path, prompts).items()}
@@ -47,7 +47,7 @@ def generate_shared(
         together = {key: line for _, lines in parts for key, line in lines.items()}
         written = "".join(f"{together[line.id]}\n" for line in prompts if line.id in together)
         write_text(output, written)
-    ranks.collect(None)  # nobody's part goes before all are in the output
+    ranks.collect(None)  # no part is deleted before all are in the output
     for part in _parts(output):
         part.unlink(missing_ok=True)
     return sum(count for count, _ in parts)
@@ -62,7 +62,6 @@ def _parts(output: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> dict[str | int, str]:
-    """By id, those that are whole."""
     found = {}
     for line in read_lines(path) if path.exists() else []:
         with suppress(json.JSONDecodeError):

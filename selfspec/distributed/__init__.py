@@ -1,1 +1,1 @@
-"""One engine over several processes: rank 0 decides, the workers follow."""
+"""One engine over several processes: rank 0 decides, and the workers do the same."""

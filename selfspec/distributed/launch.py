@@ -1,4 +1,4 @@
-"""How this process was launched, and what it then says: of several that decode together, rank 0 alone speaks and writes."""
+"""How this process was launched. Of several processes that decode together, only rank 0 writes output and errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec.visible_text import visible
 
 TensorParallel = Literal["auto"] | int | None
-"""Over how many processes a model is divided: "auto" for those that were launched together, None for none."""
+"""Number of processes that share a model: "auto" for all that were launched together, None for one."""
 _Value = TypeVar("_Value")
 
 
 def divides(tensor_parallel: TensorParallel) -> bool:
-    """Whether a model is to be divided over processes. Raises ValueError for a number of them that was not launched."""
+    """Whether a model is divided over processes. Raises ValueError for a number that was not launched."""
     launched = launched_ranks()
     if tensor_parallel is None:
         return False
@@ -39,34 +39,31 @@ def divides(tensor_parallel: TensorParallel) -> bool:
 
 
 def own_device(device: str) -> str:
-    """The device of a process that holds a whole model beside others that do: with "auto" the GPU of its number, if any."""
+    """The device of one of several processes that each hold a whole model: with "auto" the GPU of its number, if any."""
     if device != "auto" or not torch.cuda.is_available():
         return device
     return f"cuda:{local_rank() % torch.cuda.device_count()}"
 
 
 def speaks() -> bool:
-    """Whether this process writes output and errors: rank 0, or a process by itself."""
+    """Whether this process writes output and errors: rank 0, or the only process."""
     return launched_rank() == 0
 
 
 def be_silent_unless_first() -> None:
-    """From now on standard output of the other ranks goes nowhere. Their standard error stays, for what nobody expected.
-
-    They leave Ctrl-C to rank 0, whose decision it is what becomes of it.
-    """
+    """On other ranks than 0, discard standard output and ignore Ctrl-C. Standard error stays, for unexpected errors."""
     if not speaks():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (it lasts as long as the process)
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
 
 
 def end_at_once(error: Exception) -> NoReturn:
-    """Say the error in one line and end with status 1, whatever other threads wait for: the other processes then end, too."""
+    """Print an error in one line and end with status 1 at once. The other processes then end too."""
     print(f"error: {visible(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
 
 
 def from_first(model: LayerSkipModel, make: Callable[[], _Value]) -> _Value:
-    """What `make` gives on rank 0, which alone calls it: what is typed or read there, every rank of the model gets."""
+    """Call `make` on rank 0 only, and give its result to every rank of the model."""
     return model.ranks.from_first(make) if isinstance(model, ShardedModel) else make()

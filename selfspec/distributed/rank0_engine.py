@@ -1,8 +1,8 @@
-"""A server over several processes: rank 0 talks to clients, and tells the others before every step who joins and who goes.
+"""A server over several processes: rank 0 talks to clients and tells the workers before every step who joins and who leaves.
 
-Their engines then take the same steps on the same texts. What they get of a text is its prompt, processors, stops and the
-name of its policy. What a processor holds that every process has by itself is named, not sent. While nobody is served they
-wait, for as long as that takes.
+The workers' engines then take the same steps on the same texts. A worker receives a text's prompt, processors, stop
+conditions and the name of its policy. Objects that every process has anyway are sent as a number. While no request runs, the
+workers wait.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from selfspec.engine.stopping import StopConditions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.inference import PreVerifiers
 
-_KEPT = 64  # policies that followers know beside the server's own
+_KEPT = 64  # policies that workers remember, besides the server's own
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """A policy. key: its number on rank 0, 0 for the server's own. state: what it has learned, for one not told of before.
+class PolicyMessage:
+    """A policy.
 
-    pass_seconds: what rank 0 takes for passes of the pre-verifier over blocks of so many drafts, as far as it knows.
+    key: its number on rank 0, 0 for the server's own. state: what it has learned, if the workers do not know it yet.
+    pass_seconds: rank 0's measured seconds for a pass of the pre-verifier, by number of drafts.
     """
 
     key: int
@@ -48,9 +49,8 @@ class _Told:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joins:
-    """A text, as it is told to the other ranks. following: as in `Engine.join`. copies: whether it copies from the server's
-    texts."""
+class JoinMessage:
+    """A text that joins. following: as in `Engine.join`. copies: it copies from the server's texts."""
 
     prompt: list[int]
     processors: bytes
@@ -58,26 +58,29 @@ class _Joins:
     num_criteria: int
     max_new_tokens: int
     samples: bool
-    policy: _Told
+    policy: PolicyMessage
     copies: bool
     owner: Owner
     following: int
 
 
 @dataclass(slots=True)
-class _News:
-    """What has happened on rank 0 since the step before. closes: this engine takes no more steps. ends: none will."""
+class StepMessage:
+    """What has happened on rank 0 since the last step: texts that joined, tickets that were cancelled.
 
-    events: list[_Joins | int] = field(default_factory=list)
+    closes: this engine takes no more steps. ends: no engine does.
+    """
+
+    events: list[JoinMessage | int] = field(default_factory=list)
     closes: bool = False
     ends: bool = False
 
 
 class Rank0Engine(Engine):
-    """Rank 0's engine: it does what `Engine` does, and tells the others first. For one thread, which alone uses the model.
+    """Rank 0's engine: it does what `Engine` does, and tells the workers first. For one thread, the only one on the model.
 
-    own: the server's policy. told: other policies that the followers know, by their numbers; of the last `_KEPT`.
-    preverifiers: the model's. shared: what processors may hold and the followers have, too.
+    own: the server's policy. told: the last `_KEPT` other policies that the workers know, by number. preverifiers: the
+    model's. shared: objects that processors may hold and every worker has too.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ class Rank0Engine(Engine):
         shared: Sequence[object],
     ) -> None:
         super().__init__()
-        self._ranks, self._own, self._told, self._news = ranks, own, told, _News()
+        self._ranks, self._own, self._told, self._message = ranks, own, told, StepMessage()
         self._preverifiers, self._shared = preverifiers, shared
         self._stepping = self._alone = False
 
     def join(self, checked: BoundRequest, following: int = 0) -> int:
-        """As `Engine.join`. The text's place is taken at once; the others hear of it in the same order.
+        """As `Engine.join`. The workers hear of texts in the same order.
 
         Raises ValueError for a text whose processors cannot be sent to another process.
         """
@@ -106,8 +109,8 @@ class Rank0Engine(Engine):
                 "this request's logits processors cannot be sent to the other processes that hold the model: leave them out, "
                 "or serve the model from one process"
             ) from error
-        self._news.events.append(
-            _Joins(
+        self._message.events.append(
+            JoinMessage(
                 prompt=request.prompt.tolist(),
                 processors=processors,
                 eos=request.stops.eos,
@@ -123,25 +126,25 @@ class Rank0Engine(Engine):
         self._tell()
         return super().join(checked, following)
 
-    def _described(self, policy: Policy) -> _Told:
+    def _described(self, policy: Policy) -> PolicyMessage:
         if policy is self._own:
-            return _Told(0, policy.name, None)
+            return PolicyMessage(0, policy.name, None)
         key = next((key for key, known in self._told.items() if known is policy), None)
         if key is None:
             key = max(self._told, default=0) + 1
             _keep(self._told, key, policy)
-            return _Told(key, policy.name, policy.state(), dict(self._preverifiers.pass_seconds))
+            return PolicyMessage(key, policy.name, policy.state(), dict(self._preverifiers.pass_seconds))
         self._told.move_to_end(key)
-        return _Told(key, policy.name, None)
+        return PolicyMessage(key, policy.name, None)
 
     def cancel(self, ticket: int) -> None:
         if ticket in self._slots and not self._stepping:
-            self._news.events.append(ticket)
+            self._message.events.append(ticket)
         super().cancel(ticket)
 
     def step(self) -> list[Progress]:
         self._tell()
-        self._stepping = True  # texts that end by themselves end everywhere
+        self._stepping = True  # texts that end in a step end on every rank
         try:
             return super().step()
         except RankError:
@@ -152,29 +155,27 @@ class Rank0Engine(Engine):
 
     def close(self) -> None:
         super().close()
-        self._news.closes = True
+        self._message.closes = True
         if not self._alone:
             self._tell()
 
     def _tell(self) -> None:
-        news, self._news = self._news, _News()
+        message, self._message = self._message, StepMessage()
         try:
-            self._ranks.from_first(lambda: news)
+            self._ranks.from_first(lambda: message)
         except RankError:
-            self._alone = True  # nobody listens any more: waiting once was enough
+            self._alone = True  # do not wait for the workers a second time
             raise
 
 
 def _keep(policies: OrderedDict[int, Policy], key: int, policy: Policy) -> None:
-    """Of both sides, in the same order."""
+    """Remember a policy. Rank 0 and the workers forget old ones in the same order."""
     policies[key] = policy
     if len(policies) > _KEPT:
         policies.popitem(last=False)
 
 
 class _Packer(pickle.Pickler):
-    """Names what is shared by its number."""
-
     def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
         super().__init__(file)
         self._shared = shared
@@ -198,13 +199,11 @@ def _packed(processors: LogitsProcessorList, shared: Sequence[object]) -> bytes:
     return file.getvalue()
 
 
-def leading_engine(
-    generator: SelfSpecGenerator, own: str | None, shared: Sequence[object] = ()
-) -> Callable[[], Engine]:
-    """What makes a server's engines: they lead those of other processes if the model is divided over some.
+def rank0_engines(generator: SelfSpecGenerator, own: str | None, shared: Sequence[object] = ()) -> Callable[[], Engine]:
+    """What makes a server's engines: `Rank0Engine` if the model is divided over processes, else `Engine`.
 
-    own: name of the server's policy. shared: what logits processors may hold that each process has by itself, such as a
-    vocabulary; `follow` is given the same, in the same order.
+    own: name of the server's policy. shared: objects that logits processors may hold and each process has, such as a
+    vocabulary; `run_worker` gets its own ones in the same order.
     """
     model = generator.model
     if not isinstance(model, ShardedModel):
@@ -213,36 +212,35 @@ def leading_engine(
     return lambda: Rank0Engine(ranks, policy, told, generator.load_preverifier, shared)
 
 
-def watch_followers(generator: SelfSpecGenerator) -> RankWatch | None:
-    """A watch over the other ranks, which give signs of life while they follow; None where the model is in one process."""
+def watch_workers(generator: SelfSpecGenerator) -> RankWatch | None:
+    """A watch over the workers, which give signs of life; None if the model is in one process."""
     model = generator.model
     return RankWatch(model.ranks.size, model.ranks.timeout) if isinstance(model, ShardedModel) else None
 
 
-def end_followers(generator: SelfSpecGenerator) -> None:
-    """Let the other ranks leave `follow`. Does nothing where the model is in one process."""
+def end_workers(generator: SelfSpecGenerator) -> None:
+    """Make `run_worker` return on all workers. Does nothing if the model is in one process."""
     if isinstance(generator.model, ShardedModel):
-        generator.model.ranks.from_first(lambda: _News(ends=True))
+        generator.model.ranks.from_first(lambda: StepMessage(ends=True))
 
 
-def follow(
+def run_worker(
     generator: SelfSpecGenerator, own: str | None, copies: CopyStore | None = None, shared: Sequence[object] = ()
 ) -> None:
-    """Take rank 0's steps until it ends.
+    """Take the same steps as rank 0 until it ends.
 
-    own: name of the server's policy. copies: what its drafts may be copied from beside their own texts. shared: as in
-    `leading_engine`.
+    own: name of the server's policy. copies: the server's texts to copy drafts from. shared: as for `rank0_engines`.
     """
     model = generator.model
     assert isinstance(model, ShardedModel)
     engine, policies = Engine(), _Policies(generator, own)
     while True:
-        news = model.ranks.from_first(_News)
-        if news.ends:
+        message = model.ranks.from_first(StepMessage)
+        if message.ends:
             engine.close()
             return
         joined = False
-        for event in news.events:
+        for event in message.events:
             try:
                 if isinstance(event, int):
                     engine.cancel(event)
@@ -252,9 +250,9 @@ def follow(
                     engine.join(checked, event.following)
             except RankError:
                 raise
-            except Exception:  # rank 0 has the same error, and answers for it
+            except Exception:  # rank 0 has the same error and reports it
                 continue
-        if news.closes:
+        if message.closes:
             engine.close()
             engine = Engine()
         elif not joined:
@@ -266,19 +264,19 @@ def _step(engine: Engine) -> None:
         engine.step()
     except RankError:
         raise
-    except Exception:  # as on rank 0, whose engine closes now
+    except Exception:  # rank 0 has it too, and closes its engine
         return
 
 
 class _Policies:
-    """A follower's counterparts of rank 0's policies."""
+    """A worker's counterparts of rank 0's policies."""
 
     def __init__(self, generator: SelfSpecGenerator, own: str | None) -> None:
         self._generator, self._own = generator, generator.resolve_policy(own)
         self._known: OrderedDict[int, Policy] = OrderedDict()
 
-    def find(self, told: _Told) -> Policy:
-        """The counterpart; a new one for a policy that was not told of before."""
+    def find(self, told: PolicyMessage) -> Policy:
+        """The counterpart of a policy; a new one if the worker does not know it yet."""
         if told.key == 0:
             return self._own
         if told.state is None:
@@ -298,9 +296,9 @@ class _Policies:
 
 
 def _checked(
-    generator: SelfSpecGenerator, told: _Joins, policy: Policy, copies: CopyStore | None, shared: Sequence[object]
+    generator: SelfSpecGenerator, told: JoinMessage, policy: Policy, copies: CopyStore | None, shared: Sequence[object]
 ) -> BoundRequest:
-    """The same call as rank 0's. Its random numbers come when it joins, and its criteria are rank 0's alone."""
+    """The same call as on rank 0. Random numbers are sent when it joins; only rank 0 evaluates stopping criteria."""
     model = generator.model
     request = Request(
         prompt=torch.tensor(told.prompt, dtype=torch.long),
@@ -319,5 +317,5 @@ def _checked(
 
 
 def _never(prefix: object, scores: object) -> bool:
-    """In the place of rank 0's criterion."""
+    """Stands for a stopping criterion of rank 0."""
     return False

@@ -1,33 +1,44 @@
-"""One call of `generate` or `stream`: an engine with one text."""
+"""Running checked calls in an engine of their own: one for `generate` and `stream`, many for `generate_batch`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from time import perf_counter
 
-from policies import RoundRecord
-from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
-
-TextTokens = tuple[list[int], RoundRecord | None]
-"""Tokens that prefill or a round committed, and the round's record; prefill has none."""
+from selfspec.engine.engine import BoundRequest, Engine, Progress
 
 
-class Call:
-    """Runs one checked call. It keeps the model that it began with, and a KV cache that no other call has, to its end."""
+def run_calls(
+    calls: Sequence[BoundRequest], batch_size: int | None = None, *, raises: bool = True
+) -> Generator[Progress]:
+    """Decode `batch_size` calls at a time, by default all at once; the next one joins when one is complete.
 
-    def __init__(self, checked: BoundRequest) -> None:
-        self.checked = checked
-        self.result: GenerationResult | None = None
-
-    def rounds(self) -> Generator[TextTokens]:
-        """Yield the committed tokens of prefill (its record is None) and of every round; then `result` is set.
-
-        Whoever does not exhaust it must close it, which ends the call.
-        """
-        with Engine() as engine:
-            engine.join(self.checked)
-            while len(engine):
-                for progress in engine.step():
-                    if progress.error is not None:
-                        raise progress.error
-                    self.result = progress.result
-                    yield progress.tokens, progress.record
+    Yields what each step brought, with the index of the call as its ticket. With several calls, the times in a call's
+    statistics start when it joins. raises: raise the first error of a call instead of yielding it. Close the generator if you
+    do not exhaust it.
+    """
+    batch_size = len(calls) if batch_size is None else batch_size
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    with Engine() as engine:
+        indices: dict[int, int] = {}
+        waiting = deque(enumerate(calls))
+        while True:
+            while len(engine) < batch_size and waiting:
+                index, call = waiting.popleft()
+                try:
+                    if len(calls) > 1:
+                        call = replace(call, started=perf_counter() - call.calibration_seconds)
+                    indices[engine.join(call, min(batch_size - len(engine) - 1, len(waiting)))] = index
+                except Exception as error:
+                    if raises:
+                        raise
+                    yield Progress(ticket=index, tokens=[], error=error)
+            if not len(engine):
+                return
+            for progress in engine.step():
+                if raises and progress.error is not None:
+                    raise progress.error
+                yield replace(progress, ticket=indices[progress.ticket])

@@ -1,4 +1,4 @@
-"""Where a generator's model comes from, and which copy of it a call runs on."""
+"""The model of a generator, and which copy of its weights a call runs on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selfspec.pacer.inference import PreVerifiers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundModel:
-    """One copy of the weights with all that belongs to it: what a call holds from its start to its end."""
+    """One copy of the weights with everything that depends on it. A call keeps it from start to end."""
 
     model: LayerSkipModel
     runners: KVCachePool
@@ -30,11 +30,11 @@ class BoundModel:
 
 
 class ModelSource:
-    """Hands every call the model to run on, and notices when the weights of a transformers model have changed.
+    """Gives every call the model to run on, and notices when the weights of a transformers model have changed.
 
-    On a CPU they are copied, and then copied again. On CUDA the model's parameters are made views of the engine's tensors, so
-    what is written to them in place is there already, and graphs stay; only what was read with the old ones is forgotten.
-    Threads may share a source. A call keeps what it was handed; where weights are shared, do not write while it runs.
+    On a CPU the weights are copied, again after a change. On CUDA the parameters become views of the engine's tensors.
+    A change in place is then effective at once and graphs stay valid; only kept KV caches are dropped.
+    Threads may share a source. Do not write to shared weights while a call runs.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ModelSource:
         self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
         self._prefixes = PrefixCache() if prefixes is None else prefixes
-        self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
+        self._lock = threading.RLock()  # the garbage collector may finalise a stream while it is held
         self._source = None if isinstance(model, LayerSkipModel) else model
         self._watch: WeightWatch | None = None
         if isinstance(model, LayerSkipModel):
@@ -59,11 +59,10 @@ class ModelSource:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The checkpoint's own generation configuration; of a transformers model, as it is now."""
+        """The generation configuration of the checkpoint, or of the transformers model as it is now."""
         return self.current.model.generation_config if self._source is None else self._source.generation_config
 
     def bind(self) -> BoundModel:
-        """The model for a call that begins now."""
         if self._source is None:
             return self.current
         with self._lock:
@@ -72,14 +71,14 @@ class ModelSource:
             return self.current
 
     def called(self, seconds: float) -> None:
-        """A call took so long: looking for changed weights may take a small share of that."""
+        """Report how long a call took: looking for changed weights may take a small share of that."""
         if self._source is not None:
             with self._lock:
                 if self._watch is not None:
                     self._watch.called(seconds)
 
     def refresh(self) -> None:
-        """Take the weights as they are now. No text that was read with the old ones is used any more."""
+        """Take the weights as they are now, and drop KV caches of the old ones."""
         if self._source is None:
             self.current.runners.forget()
         else:
@@ -94,20 +93,20 @@ class ModelSource:
             self._watch = WeightWatch(source)
 
     def _copied(self, source: PreTrainedModel) -> BoundModel:
-        self._watch = None  # should this fail, the next call tries again
+        self._watch = None  # if this fails, the next call tries again
         check_transformers(source)
         if why_not_shared(source) is None:
             bound = self._bound(self._with_exits(from_transformers(source, share=True)))
-            self._watch = WeightWatch(source)  # now that all parameters are where they will stay
+            self._watch = WeightWatch(source)  # all parameters have their final addresses now
             return bound
-        # Made before the weights are read: an update that comes while they are being copied is noticed at the next call.
+        # Made before the weights are copied, so that the next call notices an update during the copying.
         watch = WeightWatch(source)
         bound = self._bound(self._with_exits(from_transformers(source)))
         self._watch = watch
         return bound
 
     def _with_exits(self, model: LayerSkipModel) -> LayerSkipModel:
-        """What lies beside the checkpoint is not for weights that have changed since they were loaded."""
+        """With exits="auto", adapters that no longer fit the changed weights are left out with a warning."""
         try:
             return with_exits(model, self._exits)
         except ValueError as error:

@@ -1,12 +1,12 @@
-"""Every check of what a user may pass to `generate`, and the translation into what the engine runs on.
+"""Checks of what a user passes to `generate`, and its translation into what the engine runs on.
 
-Names and defaults are transformers' GenerationConfig's, and its own code merges them (call over config over checkpoint),
-builds the logits processors and the stopping criteria.
+Names and defaults are those of transformers' GenerationConfig. Its own code merges them (the call over the given
+configuration over the checkpoint's) and builds the logits processors and stopping criteria.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -33,12 +33,13 @@ from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
 from selfspec.messages import are_messages, encode_messages
+from selfspec.options import NAMES, NOT_IN_CONFIG, check_ranges
 
 DEFAULT_MAX_NEW_TOKENS = 128
-"""Where neither the call nor a configuration says how long (transformers would stop at 20 tokens in all)."""
+"""Used when neither the call nor a configuration gives a length (transformers would stop at 20 tokens in all)."""
 
 COLDEST = 1e-20
-"""Below this temperature the argmax is taken, the limit of sampling: logits divided by less would not be finite numbers."""
+"""Below this temperature the most likely token is taken: logits divided by less would not be finite."""
 
 _REFUSED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
@@ -60,15 +61,14 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
-"""GenerationConfig fields that do not apply to this engine, with the values that leave them off."""
-
+"""GenerationConfig fields that do not apply to this engine, with the values that turn them off."""
 
 _COUNTS_ITS_CALLS: dict[type, str] = {
     SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
     UnbatchedClassifierFreeGuidanceLogitsProcessor: "classifier-free guidance",
     DiaEOSDelayPatternLogitsProcessor: "Dia's delay of the last token",
 }
-"""Processors of transformers whose result depends on the calls before, which drafts change."""
+"""Processors of transformers whose result depends on earlier calls. Drafting adds calls."""
 
 _ANY_CONFIG = GenerationConfig()
 _MEANT = {
@@ -93,19 +93,18 @@ class GenerationHost(GenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where processors keep their tensors."""
         return self._device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """One checked call: prompt ids (int64 [n]), processors, stop conditions, and the generator when sampling.
+    """One checked call: prompt ids (int64 [n]), processors, stop conditions, and the random generator when sampling.
 
-    copy_from: texts to copy from beside the prompt and what was written, for policies that copy.
-    watch_prompt: called with (position of the first row, hidden states [rows, hidden] of the last layer) for every row of the
-    prompt, in order. None of them is then taken from an earlier text.
-    shares_generator: whether others may draw from the generator as well, because the caller gave it.
-    owner: whose texts a prompt may go on from.
+    copy_from: further texts to copy drafts from, for policies that copy.
+    owner: whose earlier texts a prompt may reuse.
+    watch_prompt: called with (position of the first row, hidden states [rows, hidden] of the last layer) for all rows of the
+        prompt, in order. No row is then taken from an earlier text.
+    shares_generator: true when the caller gave the generator, so that others may draw from it too.
     """
 
     prompt: Tensor
@@ -159,7 +158,7 @@ def encode_prompt(prompt: object, tokenizer: PreTrainedTokenizerBase | None, voc
 
 
 def check_ids(ids: Tensor, vocab_size: int, *, from_tokenizer: bool) -> None:
-    """Raise ValueError for a token id that the model does not have, which would end every text that shares its passes."""
+    """Raise ValueError for a token id outside the vocabulary. It would break every sequence in the same batch."""
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         source, hint = ("the tokenizer's", ": is it this model's tokenizer?") if from_tokenizer else ("prompt", "")
@@ -167,34 +166,36 @@ def check_ids(ids: Tensor, vocab_size: int, *, from_tokenizer: bool) -> None:
 
 
 def _describe(prompt: object) -> str:
-    """The type of a prompt, and of a list the type of its first item that is no token id."""
+    """The type of a prompt. For a list, also the type of its first item that is not a token id."""
     if isinstance(prompt, (list, tuple)):
         wrong = next((item for item in prompt if not isinstance(item, int) or isinstance(item, bool)), None)
         return f"a {type(prompt).__name__} that holds a {type(wrong).__name__}"
     return type(prompt).__name__
 
 
-def refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for keyword arguments that `generate` does not have, if there are any.
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Raise for keyword arguments that are not among `GenerationOptions`, if there are any.
 
     Raises ValueError for a field of GenerationConfig that does not apply here, TypeError for any other name, with the
     argument that is meant if one is close.
     """
-    known = [name for name in known if name != "unknown"]
     for name in names:
+        if name in NAMES:
+            continue
         if name in _REFUSED:
             raise ValueError(f"{name} does not apply to self-speculative decoding of one sequence: leave it out")
         if hasattr(_ANY_CONFIG, name):
             raise TypeError(
                 f"generate() has no argument {name!r}: set it in a GenerationConfig and pass that as generation_config"
             )
+        known = [other for other in ("prompt", "messages", *NAMES, "streamer") if other != name]
         meant = _MEANT.get(name) or next(iter(get_close_matches(name, known, 1)), None)
         hint = f": did you mean {meant}?" if meant else f"; it takes {', '.join(known)}"
         raise TypeError(f"generate() has no argument {name!r}{hint}")
 
 
 def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> None:
-    """Raise ValueError for a configuration that sets a field which does not apply to this engine."""
+    """Raise ValueError if a configuration sets a field that does not apply to this engine."""
     for name, neutral in _REFUSED.items():
         value = getattr(config, name, None)
         if value not in neutral and name not in allowed:
@@ -204,7 +205,7 @@ def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> Non
 
 
 def refuse_processors(processors: Iterable[object]) -> None:
-    """Raise ValueError for a logits processor that is no pure function of text and scores, as far as we know."""
+    """Raise ValueError for a logits processor known not to be a pure function of text and scores."""
     for processor in processors:
         for kind, called in _COUNTS_ITS_CALLS.items():
             if isinstance(processor, kind):
@@ -215,7 +216,7 @@ def refuse_processors(processors: Iterable[object]) -> None:
 
 
 class ContextLengthError(ValueError):
-    """A prompt and its new tokens are longer than the model's context. The message says by how much."""
+    """A prompt and its new tokens exceed the model's context. The message says by how much."""
 
     def __init__(self, num_prompt: int, max_new_tokens: int, context: int) -> None:
         total = num_prompt + max_new_tokens
@@ -227,7 +228,7 @@ class ContextLengthError(ValueError):
 
 
 def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
-    """Raise ContextLengthError where a prompt and all its new tokens are longer than the model's context."""
+    """Raise ContextLengthError if a prompt and its new tokens exceed the model's context."""
     if num_prompt + max_new_tokens > context:
         raise ContextLengthError(num_prompt, max_new_tokens, context)
 
@@ -235,9 +236,9 @@ def check_context(num_prompt: int, max_new_tokens: int, context: int) -> None:
 def make_generator(
     seed: int | None, generator: torch.Generator | None, device: torch.device, do_sample: bool
 ) -> torch.Generator | None:
-    """The source of randomness of one call: the given generator, one seeded by `seed`, or a freshly seeded one.
+    """The random generator of one call: the given one, one seeded by `seed`, or a freshly seeded one; None when greedy.
 
-    None when greedy. Raises ValueError if both are given or the generator is on another device.
+    Raises ValueError if both are given or the generator is on another device.
     """
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
@@ -260,29 +261,26 @@ def make_request(
     host: GenerationHost,
     prompt: object,
     tokenizer: PreTrainedTokenizerBase | None,
-    generation_config: GenerationConfig | None,
-    options: dict[str, Any],
-    seed: int | None,
-    generator: torch.Generator | None,
-    logits_processor: LogitsProcessorList | None,
-    stopping_criteria: StoppingCriteriaList | None,
+    options: Mapping[str, Any],
 ) -> Request:
     """Check one call and turn it into what the engine needs.
 
-    options: GenerationConfig fields given by the caller; those that are None were not given.
+    options: `GenerationOptions`. Those that are None were not given. How to speculate is not decided here.
     Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
     """
-    options = {name: value for name, value in options.items() if value is not None}
-    _check_options(options)
-    never_stops = isinstance(options.get("eos_token_id"), (list, tuple)) and not options["eos_token_id"]
+    generation_config, generator = options.get("generation_config"), options.get("generator")
+    logits_processor, stopping_criteria = options.get("logits_processor"), options.get("stopping_criteria")
+    check_ranges(options)
+    fields = {name: value for name, value in options.items() if value is not None and name not in NOT_IN_CONFIG}
+    never_stops = isinstance(fields.get("eos_token_id"), (list, tuple)) and not fields["eos_token_id"]
     if never_stops:
-        del options["eos_token_id"]
+        del fields["eos_token_id"]
     given = (generation_config, host.generation_config)
-    has_length = "max_new_tokens" in options or any(
+    has_length = "max_new_tokens" in fields or any(
         c is not None and (c.max_length is not None or c.max_new_tokens is not None) for c in given
     )
     config, _ = host._prepare_generation_config(generation_config)
-    config.update(**options)
+    config.update(**fields)
     if config.do_sample and config.temperature is not None and 0 <= config.temperature < COLDEST:
         config.do_sample, config.temperature = False, 1.0
     if never_stops:
@@ -303,11 +301,11 @@ def make_request(
             )
     check_context(num_prompt, config.max_new_tokens, context)
     config.max_length = num_prompt + config.max_new_tokens
-    if config.min_new_tokens is not None:  # in transformers it takes precedence over min_length
+    if config.min_new_tokens is not None:  # transformers lets it override min_length
         config.min_length = num_prompt + config.min_new_tokens
 
     device = host.device
-    sampler_source = make_generator(seed, generator, device, bool(config.do_sample))
+    sampler_source = make_generator(options.get("seed"), generator, device, bool(config.do_sample))
     host._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device)
     processors = host._get_logits_processor(
         generation_config=config,
@@ -323,7 +321,7 @@ def make_request(
         tokenizer=tokenizer,
     )
     eos = frozenset(_as_list(None if never_stops else config.eos_token_id))
-    own = (MaxLengthCriteria, EosTokenCriteria)  # ours are decided on the host, without a tensor per token
+    own = (MaxLengthCriteria, EosTokenCriteria)  # we decide these on the host, without a tensor per token
     criteria = StoppingCriteriaList([c for c in criteria if type(c) not in own or c in (stopping_criteria or [])])
     clocks = tuple(c for c in criteria if isinstance(c, MaxTimeCriteria) and c not in (stopping_criteria or []))
     stops = StopConditions(eos=eos, criteria=criteria, max_new_tokens=config.max_new_tokens, clocks=clocks)
@@ -342,33 +340,3 @@ def _as_list(ids: int | Sequence[int] | Tensor | None) -> list[int]:
     if isinstance(ids, Tensor):
         ids = ids.tolist()
     return [ids] if isinstance(ids, int) else [int(i) for i in ids]
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Ranges of the numbers a caller gives directly."""
-
-    def number(name: str, low: float, high: float, *, open_low: bool = False, integer: bool = False) -> None:
-        value = options.get(name)
-        if value is None:
-            return
-        kinds = (int,) if integer else (int, float)
-        in_range = (
-            isinstance(value, kinds)
-            and not isinstance(value, bool)
-            and (low < value if open_low else low <= value)
-            and value <= high
-        )
-        if not in_range:
-            kind = "an integer" if integer else "a number"
-            if high == float("inf"):
-                allowed = f"above {low}" if open_low else f"of at least {low}"
-            else:
-                allowed = f"in {'(' if open_low else '['}{low}, {high}]"
-            raise ValueError(f"{name} must be {kind} {allowed}, got {value!r}")
-
-    number("max_new_tokens", 1, float("inf"), integer=True)
-    number("temperature", 0, float("inf"))
-    number("top_k", 0, float("inf"), integer=True)
-    number("top_p", 0, 1, open_low=True)
-    number("min_p", 0, 1)
-    number("repetition_penalty", 0, float("inf"), open_low=True)

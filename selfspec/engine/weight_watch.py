@@ -1,15 +1,15 @@
 """Notices that a transformers model's weights are no longer the ones that were copied.
 
-PyTorch has no signal for this: a parameter's version counter does not move when it is written through `.data` or by a fused
-optimiser. So every call looks at these:
+PyTorch has no signal for this: a parameter's version counter does not change when it is written through `.data` or by a fused
+optimiser. So every call compares:
 
-- which parameters there are, where their memory is and what their version counters say, and whatever else a model may have
-  that changes what it computes (hooks, scalars, its configuration: `BeyondWeights`);
+- which parameters there are, their addresses and version counters, and whatever else affects what the model computes (hooks,
+  scalars, its configuration: `BeyondWeights`);
 - a sample of the numbers in every tensor, spread over its rows and columns, bit for bit;
-- checksums of the next few blocks of all weights, in turn, for as long as `_SHARE` of the time that calls have taken.
+- checksums of a few blocks of all weights, in turn, within `_SHARE` of the time that calls have taken.
 
-The first two find, at the next call, whatever else is different and whatever changes a noticeable part of any tensor: an
-optimiser's step, a loaded checkpoint, a merged adapter. The third finds the rest (one row, one number) some calls later.
+The first two find every change of a noticeable part of a tensor at the next call: an optimiser's step, a loaded checkpoint, a
+merged adapter. The third finds the rest (one row, one number) some calls later.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from selfspec.engine.torch_mode import engine_mode
 _SAMPLES = 32  # numbers of each tensor that every call compares
 _SHARE = 0.003  # of the time that calls take, for checksums
 _BLOCK = 1 << 19  # words of 8 bytes that one checksum step reads: 4 MB
-_SEGMENT = 128  # words that share one sum: 1 kB, so that rows which change places are seen, too
+_SEGMENT = 128  # words that share one sum: 1 kB, so that rows that swap places are noticed
 _version_of = attrgetter("_version")
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightWatch:
-    """The state of a model's weights when it was made, and whether they still are in it.
+    """Remembers the state of a model's weights, and says whether it has changed.
 
-    model: its parameters have one dtype and one device. Reads all of its weights once. Holds 0.8 % of their size in sums,
-    and views of them. Not for several threads at once.
+    model: its parameters have one dtype and one device. All weights are read once. The sums take 0.8 % of their size. Not for
+    several threads at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Every module's own parameters and children, by name: comparing these takes a tenth of the time of walking the model.
+        # Every module's parameters and children, by name. Comparing these takes a tenth of the time of walking the model.
         self._tables: list[dict[str, Any]] = [
             table for module in model.modules() for table in (module._parameters, module._modules)
         ]
-        # Kept, so that nothing else gets their ids.
+        # Kept alive, so that nothing else gets their ids.
         self._held = [value for table in self._tables for value in table.values()]
-        parameters = list(model.parameters())  # a tensor that several modules share is looked at once
+        parameters = list(model.parameters())  # a tensor shared by several modules counts once
         self._device = parameters[0].device
         self._parameters = parameters
         self._versioned = [p for p in parameters if not p.is_inference()]
@@ -65,25 +65,24 @@ class WeightWatch:
         self._credit = 0.0  # seconds that checksums may take
 
     def changed(self) -> bool:
-        """Whether a difference was found now."""
         if self._identify() != self._identity or self._beyond.changed():
             return True
         with engine_mode(self._device):
             return not torch.equal(torch.cat(self._places), self._sample) or self._block_changed()
 
     def moved(self) -> bool:
-        """Whether anything but the numbers in the parameters is different: shared weights are not enough then."""
+        """Whether anything but the numbers in the parameters has changed, so that shared weights are not enough."""
         return self._identify()[:2] != self._identity[:2] or self._beyond.changed()
 
     def _identify(self) -> tuple[list[int], list[int], list[int]]:
-        """Which objects the modules hold, where the parameters' memory is, and what their version counters say."""
+        """Ids of the objects in the modules; addresses and version counters of the parameters."""
         objects = chain.from_iterable(map(dict.values, self._tables))
         places = map(Tensor.data_ptr, self._parameters)
         return list(map(id, objects)), list(places), list(map(_version_of, self._versioned))
 
     def called(self, seconds: float) -> None:
-        """A call took so long: the next `changed` may spend a small share of that."""
-        most = self._seconds * len(self._blocks)  # looking at anything twice would find nothing more
+        """Report how long a call took: the next `changed` may spend a small share of that."""
+        most = self._seconds * len(self._blocks)  # more than one pass over the weights finds nothing more
         self._credit = min(self._credit + _SHARE * seconds, max(most, self._seconds))
 
     def _block_changed(self) -> bool:
@@ -99,7 +98,7 @@ class WeightWatch:
 
 
 def _numbers(parameter: Tensor) -> Tensor:
-    """A parameter's memory as integers of the same width, [numbers]; of one with gaps or strides, all of its storage."""
+    """A parameter's memory as integers of the same width, [numbers]; all of its storage if it is not contiguous."""
     values = parameter.detach()
     if values.is_contiguous():
         return values.view(-1).view(_INTEGERS[values.element_size()])
@@ -108,12 +107,12 @@ def _numbers(parameter: Tensor) -> Tensor:
 
 
 def _sampled(numbers: Tensor) -> Tensor:
-    """A view of some numbers; the step is odd, so that it meets every column of a matrix whose rows are a power of two."""
+    """A view of some numbers. The step is odd, so that it covers all columns of a matrix with a power of two of them."""
     return numbers[:: numbers.numel() // _SAMPLES | 1][:_SAMPLES]
 
 
 def _blocks(numbers: Tensor) -> Iterator[Tensor]:
-    """The numbers as words of 8 bytes where they are aligned, cut into blocks."""
+    """The numbers in blocks, as words of 8 bytes if they are aligned."""
     width = 8 // numbers.element_size()
     if numbers.numel() % width == 0 and numbers.data_ptr() % 8 == 0:
         numbers = numbers.view(torch.int64)
@@ -121,7 +120,7 @@ def _blocks(numbers: Tensor) -> Iterator[Tensor]:
 
 
 def _sums(block: Tensor) -> Tensor:
-    """Sums of its segments, int64; overflow is as good as any other number."""
+    """Sums of the segments, int64, which may overflow."""
     whole = block.numel() // _SEGMENT * _SEGMENT
     parts = block[:whole].view(-1, _SEGMENT).sum(1, dtype=torch.int64)
     return torch.cat([parts, block[whole:].sum(0, keepdim=True, dtype=torch.int64)])

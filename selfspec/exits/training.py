@@ -34,6 +34,7 @@ from layerskip_models.training.resumable_run import (
 )
 from layerskip_models.training.saving import write_folder
 from selfspec.cli.arguments import load_generator
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.exits.card import card, figure_lines
 from selfspec.exits.fitting import ExitFigures, ExitFit, measure, set_scales
 from selfspec.exits.frozen_head import FrozenHead
@@ -66,12 +67,11 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         if config.beside:
             output_folder(config.checkpoint_folder() / FOLDER)
         # Without adapters of an earlier run in its folder: the bare exits are improved.
+        device = str(accelerator.device) if config.device == "auto" and not spread else config.device
         generator = load_generator(
             config.model,
-            config.dtype,
-            str(accelerator.device) if config.device == "auto" and not spread else config.device,
+            LoadOptions(dtype=config.dtype, device=device, exits="none"),
             console,
-            exits="none",
             tensor_parallel=None,
             device_map="auto" if spread else None,
         )

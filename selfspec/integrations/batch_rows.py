@@ -1,8 +1,8 @@
 """The rows of a prepared batch of transformers' `generate`, each as a call of its own.
 
-The engine pads nothing: a row's prompt comes without its padding. Whatever transformers prepared for the batch (logits
-processors, stopping criteria) is given the row as it is in the batch, padding included, because that is what it would see in
-plain `generate`, and what lengths such as `min_new_tokens` are counted in.
+The engine has no padding: a row's prompt comes without it. Logits processors and stopping criteria that transformers prepared
+for the batch get the row as it is in the batch, padding included, because they would see that in plain `generate`, and
+lengths such as `min_new_tokens` are counted in it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _ROW_BY_ROW = (
     MaxTimeCriteria,
     StopStringCriteria,
 )
-"""Processors and criteria that treat all rows of a batch alike, so that one row can be given alone."""
+"""Processors and criteria that treat all rows of a batch alike, so that they can be given one row alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRow:
-    """One row of a batch: its place, the ids that pad it on the left, int64 [1, p], and its prompt, int64 [n]."""
+    """One row of a batch: its index, its padding on the left, int64 [1, p], and its prompt, int64 [n]."""
 
     index: int
     batch_size: int
@@ -60,12 +60,12 @@ class BatchRow:
     prompt: Tensor
 
     def padded(self, ids: Tensor) -> Tensor:
-        """The row's text, [1, length], as the batch has it: behind its padding."""
+        """The row's text as in the batch: after its padding; [1, length]."""
         return torch.cat([self.padding.to(ids.device), ids], dim=1) if self.padding.numel() else ids
 
     @property
     def alone(self) -> bool:
-        """Whether the batch is nothing but this row."""
+        """Whether the batch is only this row, without padding."""
         return self.batch_size == 1 and not self.padding.numel()
 
 
@@ -73,7 +73,7 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: T
     """The rows of a batch, without their padding.
 
     input_ids: int64 [rows, length]. attention_mask: [rows, length], zeros only on the left; None if nothing is padded.
-    position_ids: [rows or 1, length]; each row must count from 0 behind its padding.
+    position_ids: [rows or 1, length]; each row must count from 0 after its padding.
     Raises ValueError for padding elsewhere, an empty row, or other positions.
     """
     num_rows, length = input_ids.shape
@@ -86,7 +86,7 @@ def split_rows(input_ids: Tensor, attention_mask: Tensor | None, position_ids: T
             raise ValueError(f"row {index} of the batch holds nothing but padding: give every row at least one token")
         if bool(mask[index, :padding].any()):
             raise ValueError(
-                f"row {index} of the batch is not padded on the left (its attention_mask has zeros behind ones): "
+                f"row {index} of the batch is not padded on the left (its attention_mask has zeros after ones): "
                 "set padding_side='left' in the tokenizer, and pass its attention_mask"
             )
         rows.append(
@@ -103,14 +103,14 @@ def _check_positions(rows: list[BatchRow], positions: Tensor) -> None:
     for row in rows:
         given = positions[row.index, row.padding.numel() :]
         if not torch.equal(given, torch.arange(row.prompt.numel(), dtype=given.dtype)):
-            raise ValueError("position_ids other than 0, 1, 2, .. behind the padding are not supported: leave them out")
+            raise ValueError("position_ids other than 0, 1, 2, .. after the padding are not supported: leave them out")
 
 
 class RowProcessor(LogitsProcessor):
     """A logits processor of a batch, for one row of it.
 
-    A processor that may keep something for each row of the batch is given as many copies of the row as there are rows, and
-    what it makes of the row's own place is taken.
+    A processor that may keep something for each row gets as many copies of the row as the batch has rows, and its output for
+    the row's own index is used.
     """
 
     def __init__(self, processor: Any, row: BatchRow) -> None:
@@ -126,14 +126,15 @@ class RowProcessor(LogitsProcessor):
 
 
 def row_processors(processors: Sequence[Any], row: BatchRow) -> LogitsProcessorList:
-    """What transformers prepared for a batch, for one row."""
     if row.alone:
         return LogitsProcessorList(processors)
     return LogitsProcessorList([_of_row(processor, row) for processor in processors])
 
 
 def _of_row(processor: Any, row: BatchRow) -> Any:
-    if type(processor) in PREFIX_FREE:  # these see no text, and the engine runs them over many positions at once
+    if (
+        type(processor) in PREFIX_FREE
+    ):  # these do not see the text, and the engine runs them over many positions at once
         return processor
     if type(processor) is RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length  # for each row, if there is padding
@@ -145,7 +146,7 @@ def _of_row(processor: Any, row: BatchRow) -> Any:
 
 
 class RowCriterion(StoppingCriteria):
-    """A stopping criterion of a batch, for one row of it; copies of the row as in `RowProcessor`."""
+    """A stopping criterion of a batch, for one row of it; it gets copies of the row as in `RowProcessor`."""
 
     def __init__(self, criterion: Any, row: BatchRow) -> None:
         self._criterion, self._row = criterion, row
@@ -160,15 +161,14 @@ class RowCriterion(StoppingCriteria):
 
 
 def row_criteria(criteria: Sequence[Any], row: BatchRow) -> StoppingCriteriaList:
-    """What ends the batch's rows, for one row."""
     return StoppingCriteriaList(criteria if row.alone else [RowCriterion(criterion, row) for criterion in criteria])
 
 
 class StopTogether:
-    """When rows end that nothing replaces by padding: all at once, with the last of them.
+    """Makes all rows end with the last one.
 
-    Without an EOS token transformers goes on with every row until none is left that a criterion has not ended, and the
-    tokens that a row got meanwhile are in the output.
+    Without an EOS token transformers continues every row until a criterion has ended all of them, and the tokens that a row
+    got in the meantime are in the output.
     """
 
     def __init__(self, num_rows: int, max_new_tokens: int) -> None:
@@ -181,11 +181,11 @@ class StopTogether:
         return max((count for count in self._ended if count is not None), default=self._max_new_tokens)
 
     def criterion(self, criteria: StoppingCriteriaList, row: BatchRow) -> StoppingCriteria:
-        """For one row, instead of its own criteria."""
+        """The criterion of one row, in place of its own criteria."""
         return _WithTheLast(self, criteria, row)
 
     def ended(self, row: int, count: int, holds: bool) -> bool:
-        """Whether a row may end at `count` new tokens, where its own criteria hold or do not."""
+        """Whether a row may end at `count` new tokens. holds: its own criteria hold."""
         if self._ended[row] is None and (holds or count == self._max_new_tokens):
             self._ended[row] = count
         return None not in self._ended and count >= self.num_new

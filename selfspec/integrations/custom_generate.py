@@ -3,7 +3,7 @@
     model.generate(**inputs, custom_generate=selfspec.custom_generate(policy="auto"))
 
 transformers prepares the call (configuration, lengths, logits processors, stopping criteria, masks, expanded rows), and the
-engine decodes from exactly that. Every row of the batch is a text of one engine.
+engine decodes from exactly that. Every row of the batch is one text in the engine.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from policies import Policy
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.call import run_calls
+from selfspec.engine.engine import BoundRequest, GenerationResult
 from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
 from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
 from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
 from selfspec.integrations.live_models import generator_of
+from selfspec.options import SpeculationOptions, described
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""What transformers hands on to every callable."""
+"""What transformers passes to every callable."""
 
 
 @dataclass
 class SelfSpecOutput(GenerateDecoderOnlyOutput):
     """What `generate` returns with `return_dict_in_generate=True`: `sequences`, and the statistics of every row.
 
-    Scores, logits, attentions, hidden states and the cache are not kept: their fields are None.
+    The fields for scores, logits, attentions, hidden states and the cache are None.
     """
 
     stats: list[GenerationStats] | None = None  # not a tuple, whose items pipelines take for tensors
@@ -64,31 +66,29 @@ def custom_generate(
 ) -> CustomGenerate:
     """What `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
 
-    policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`; a call of `model.generate`
-        may also name its own.
-    tokenizer: for stop strings. transformers does not hand its own `tokenizer` argument on.
+    policy, exit_layer, num_speculations: how to speculate, as in `SelfSpecGenerator.generate`. A call of `model.generate`
+        may name its own.
+    tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on.
     streamer: for every call; the `streamer` argument of `model.generate` works as well.
     """
-    return CustomGenerate(policy, exit_layer, num_speculations, tokenizer, streamer)
+    return CustomGenerate(
+        {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}, tokenizer, streamer
+    )
 
 
 class CustomGenerate:
-    """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be kept and used for several models."""
+    """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be used for several models."""
 
     def __init__(
         self,
-        policy: str | Policy | None,
-        exit_layer: int | None,
-        num_speculations: int | None,
+        speculation: SpeculationOptions,
         tokenizer: PreTrainedTokenizerBase | None,
         streamer: BaseStreamer | None,
     ) -> None:
-        self._speculation = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
-        self._tokenizer = tokenizer
-        self._streamer = streamer
+        self._speculation, self._tokenizer, self._streamer = speculation, tokenizer, streamer
 
-    # transformers takes the names of this signature that it does not know out of what the user passed to `generate`, and
-    # passes them on. A parameter that it does prepare, such as attention_mask, must not be among them.
+    # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
+    # prepares itself, such as attention_mask, must not be named here.
     def __call__(
         self,
         model: PreTrainedModel,
@@ -100,10 +100,10 @@ class CustomGenerate:
         num_speculations: int | None = None,
         **prepared: Any,
     ) -> Tensor | SelfSpecOutput:
-        """Called by transformers, which has prepared everything but streamers and stop strings.
+        """Called by transformers, which has prepared everything except streamers and stop strings.
 
-        Returns int64 [rows, length] on the device of `input_ids`, rows that ended early filled with the padding token; or
-        a `SelfSpecOutput`. Raises ValueError for what the engine does not do, by name.
+        Returns int64 [rows, length] on the device of `input_ids`, in which rows that ended early are padded, or a
+        `SelfSpecOutput`. Raises ValueError that names what the engine does not support.
         """
         return self.run(
             arguments_of_generate(sys._getframe(1)),
@@ -126,27 +126,23 @@ class CustomGenerate:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         stop_strings: str | list[str] | None = None,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_speculations: int | None = None,
-        **model_kwargs: Any,
+        **others: Any,
     ) -> Tensor | SelfSpecOutput:
-        """A prepared call. given: arguments of `generate` that transformers has not handed on."""
+        """Decode a prepared call. given: arguments of `generate` that transformers did not pass on."""
         if given.get("assistant_model") is not None:
             raise ValueError(_refusal("assistant_model"))
         streamer = given.get("streamer")
         if streamer is None and self._streamer is not None:
             streamer = self._streamer
             streamer.put(input_ids.cpu())
-        speculation = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
-        if all(value is None for value in speculation.values()):
-            speculation = self._speculation
+        own: Any = {name: others.pop(name, None) for name in described(SpeculationOptions)}
+        speculation = self._speculation if all(value is None for value in own.values()) else own
         criteria = StoppingCriteriaList(stopping_criteria)
         try:
             if stop_strings is not None:
                 criteria.append(_stop_string_criterion(stop_strings, self._tokenizer))
             return _decode(
-                model, input_ids, logits_processor, criteria, generation_config, streamer, speculation, model_kwargs
+                model, input_ids, logits_processor, criteria, generation_config, streamer, speculation, others
             )
         finally:
             if streamer is not None:
@@ -164,7 +160,7 @@ def _decode(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     streamer: BaseStreamer | None,
-    speculation: dict[str, Any],
+    speculation: SpeculationOptions,
     model_kwargs: dict[str, Any],
 ) -> Tensor | SelfSpecOutput:
     _refuse(config, processors, model_kwargs)
@@ -183,7 +179,6 @@ def _decode(
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError, by name, for what would otherwise be ignored."""
     refuse_fields(config, allowed=_OF_A_BATCH)
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
@@ -211,11 +206,11 @@ def _requests(
     criteria: StoppingCriteriaList,
     do_sample: bool,
 ) -> tuple[list[Request], StopTogether | None]:
-    """What each row asks of the engine, and how the rows end together where they do.
+    """The request of each row, and what makes the rows end together, if they must.
 
     length: of the padded prompts, from which transformers counts.
     """
-    # Ours are decided on the host. The user's own criterion of these types has replaced the one that was prepared.
+    # We decide these on the host. A criterion of these types from the user has replaced the prepared one.
     lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     max_new_tokens = max(1, min(lengths) - length)
     eos = [int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()]
@@ -223,7 +218,7 @@ def _requests(
     together = None
     if others and len(rows) > 1 and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         together = StopTogether(len(rows), max_new_tokens)
-    # From PyTorch's own generator, as transformers draws: `torch.manual_seed` makes a call repeatable.
+    # Draw from PyTorch's own generator as transformers does, so that `torch.manual_seed` makes a call repeatable.
     seeds = torch.randint(2**63 - 1, (len(rows),), device="cpu").tolist() if do_sample else None
     requests = []
     for row in rows:
@@ -246,23 +241,19 @@ def _run(
     checked: Sequence[BoundRequest], streamer: BaseStreamer | None
 ) -> tuple[list[list[int]], list[GenerationStats]]:
     """Decode all rows together. Returns the new tokens of each, and its statistics."""
-    results: dict[int, tuple[list[int], GenerationStats]] = {}
-    with Engine() as engine:
-        tickets = [engine.join(call, len(checked) - count) for count, call in enumerate(checked, 1)]
-        while len(engine):
-            for progress in engine.step():
-                if progress.error is not None:
-                    raise progress.error
-                if streamer is not None:
-                    for token in progress.tokens:  # one at a time, as transformers gives them
-                        streamer.put(torch.tensor([token], device="cpu"))
-                if progress.result is not None:
-                    results[progress.ticket] = progress.result.new_tokens, progress.result.stats
-    return [results[ticket][0] for ticket in tickets], [results[ticket][1] for ticket in tickets]
+    results: dict[int, GenerationResult] = {}
+    for step in run_calls(checked):
+        if streamer is not None:
+            for token in step.tokens:  # one at a time, as transformers gives them
+                streamer.put(torch.tensor([token], device="cpu"))
+        if step.result is not None:
+            results[step.ticket] = step.result
+    ended = [results[index] for index in range(len(checked))]
+    return [result.new_tokens for result in ended], [result.stats for result in ended]
 
 
 def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
-    """The prompts as they came with the new tokens behind them, short rows filled with the padding token."""
+    """The prompts as they came, followed by the new tokens; short rows are padded on the right."""
     longest = max(map(len, texts))
     fill = getattr(config, "_pad_token_tensor", None)
     if fill is None and any(len(text) < longest for text in texts):
@@ -285,10 +276,10 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """The arguments of `model.generate` that transformers keeps to itself, if it is the caller.
+    """The arguments of `model.generate` that transformers does not pass on, if it is the caller.
 
-    `generate` hands neither its streamer nor its assistant model to a callable. One would stay silent for ever, the other be
-    ignored; so they are looked up where they are.
+    It passes neither its streamer nor its assistant model to a callable. They are looked up in the caller's frame, because
+    otherwise the streamer would stay silent and the assistant model be ignored.
     """
     if caller is None or caller.f_code is not _GENERATE:
         return {}

@@ -1,7 +1,7 @@
-"""`selfspec export-hub`: a checkpoint folder whose `generate` is selfspec's, for whoever loads it with transformers.
+"""`selfspec export-hub`: a checkpoint folder whose `generate` is selfspec's when it is loaded with transformers.
 
-`from_pretrained(FOLDER, trust_remote_code=True)` puts the function of `custom_generate/generate.py` in the place of
-`model.generate`. Without `trust_remote_code` the folder is the ordinary checkpoint.
+`from_pretrained(FOLDER, trust_remote_code=True)` replaces `model.generate` by the function in `custom_generate/generate.py`.
+Without `trust_remote_code` the folder is an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "chat_template*", "LICENSE*", "NOTICE*", SETTINGS_FILE,
 )  # fmt: skip
-"""What may lie in a checkpoint's folder itself besides its weights. Its README is read for the card."""
+"""Files of a checkpoint's folder besides its weights. Its README is read for the model card."""
 IN_FOLDERS = (
     f"{exits.FOLDER}/{exits.CONFIG_FILE}", f"{exits.FOLDER}/{exits.WEIGHTS_FILE}", f"{exits.FOLDER}/README.md",
     f"{pacer.FOLDER}/{pacer.CONFIG_FILE}", f"{pacer.FOLDER}/{pacer.WEIGHTS_FILE}", f"{pacer.FOLDER}/README.md",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
-"""What belongs to it in folders of its own: exit adapters, a pre-verifier, further templates."""
+"""Files in folders of their own: exit adapters, a pre-verifier, further templates."""
 
 GENERATE = '''\
 """transformers runs this instead of `model.generate`: self-speculative decoding with selfspec."""
@@ -75,10 +75,10 @@ def export_hub(
 ) -> Path:
     """Write a folder that transformers decodes from with selfspec.
 
-    Exit adapters and a pre-verifier that lie beside the checkpoint come along. Nothing else of its folder does that is not
-    part of a checkpoint.
-    name_or_path: a hub name or a checkpoint's folder. folder: made here; it must be empty if it exists.
-    policy: the name of the policy for calls that name none. link: make links to the weights instead of copies.
+    Exit adapters and a pre-verifier in the checkpoint's folder are included. Other files that are not part of a checkpoint
+    are not.
+    name_or_path: a hub name or a checkpoint's folder. folder: created; it must be empty if it exists.
+    policy: the name of the policy for calls that name none. link: link to the weights instead of copying them.
     Returns the folder. Raises ValueError for a model or a policy that cannot be used, FileNotFoundError or OSError for a
     checkpoint that cannot be read, FileExistsError for a folder with something in it.
     """
@@ -113,7 +113,7 @@ def export_hub(
 
 
 def _downloaded(name: str) -> Path:
-    """The folder in the local cache with what belongs to a checkpoint of the hub, and nothing else of its repository."""
+    """Download the files of a checkpoint from the hub, and nothing else of its repository; returns the folder."""
     snapshot_download(name, allow_patterns=[*FILES, INDEX, "README.md"], ignore_patterns=["*/*"])
     folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
     weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *listed_files(folder / INDEX).values()]
@@ -121,21 +121,21 @@ def _downloaded(name: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Names of the files that hold the weights, the index among them. Raises as `weight_files.files_of`."""
+    """Names of the weight files, including the index. Raises as `weight_files.files_of`."""
     files, listed = files_of(str(folder), {})
     return [*([INDEX] if listed else []), *(file.name for file in files)]
 
 
 def _check_policy(policy: str, num_layers: int) -> None:
-    """ValueError for a name that is wrong, or does not fit a model of so many layers."""
+    """Raise ValueError for an unknown policy, or one that does not fit the number of layers."""
     names = {part.strip().partition(":")[0] for part in policy.split("+")}
-    if "pacer" not in names:  # that one can be judged only with its pre-verifier's files
+    if "pacer" not in names:  # Pacer can be checked only with its pre-verifier's files
         cost = MeasuredCost(num_layers=num_layers, layer_seconds=(1.0, 1.0), head_seconds=(1.0, 1.0))
         parse_policy(policy, num_layers=num_layers, measure=lambda: cost)
 
 
 def _card(name: str, source: Path, policy: str) -> str:
-    """The README: how to use the folder, then the checkpoint's own card, whose metadata (its licence, say) is kept."""
+    """The README: how to use the folder, then the checkpoint's own card with its metadata, such as the licence."""
     original = source / "README.md"
     found = ModelCard.load(original, ignore_metadata_errors=True) if original.is_file() else None
     data = ModelCardData() if found is None else found.data

@@ -1,4 +1,4 @@
-"""What the `custom_generate/generate.py` of an exported folder calls: `generate` with selfspec, from its raw arguments."""
+"""`generate` with selfspec from its raw arguments, for the `custom_generate/generate.py` of an exported folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def hub_generate(
 ) -> Tensor | SelfSpecOutput:
     """`model.generate(*arguments, **options)`, decoded with selfspec.
 
-    Besides the arguments of transformers' `generate`, `policy`, `exit_layer` and `num_speculations` may be among the options.
-    policy: where none of these is given. An explicit `custom_generate` goes before all that.
-    Returns and raises what `custom_generate`'s callable does. Unlike there, stop strings of a configuration work as well.
+    The options may also contain `policy`, `exit_layer` and `num_speculations`. policy: used if none of these is given. An
+    explicit `custom_generate` takes precedence over all of them.
+    Returns and raises what `custom_generate`'s callable does. Stop strings in a configuration work here too.
     """
     bound = _SIGNATURE.bind(model, *arguments, **options).arguments
     others = bound.pop("kwargs", {})
@@ -33,7 +33,7 @@ def hub_generate(
         bound["custom_generate"] = decode
         stops = _stop_strings(model, bound, others)
         if stops is not None:
-            # Without `stop_strings` in its signature, so that the None among the options reaches the configuration.
+            # `stop_strings` is not in its signature, so that the None among the options reaches the configuration.
             def decode_to_a_stop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor | SelfSpecOutput:
                 given = arguments_of_generate(sys._getframe(1))
                 return decode.run(given, model, input_ids, stop_strings=stops, **prepared)
@@ -43,7 +43,7 @@ def hub_generate(
 
 
 def _stop_strings(model: PreTrainedModel, bound: dict[str, Any], others: dict[str, Any]) -> Any:
-    """The call's stop strings, taken out of its arguments: transformers raises where it finds some, tokenizer or not."""
+    """Take the stop strings out of a call's arguments. transformers raises if it finds any, even with a tokenizer."""
     config = bound.get("generation_config")
     given = others.pop("stop_strings", None)
     configured = None if config is None else config.stop_strings

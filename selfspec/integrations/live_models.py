@@ -1,4 +1,4 @@
-"""One generator for each transformers model that somebody decodes with, for as long as the model lives."""
+"""One generator for each transformers model in use, for as long as the model lives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _lock = threading.Lock()
 
 
 def generator_of(model: PreTrainedModel) -> SelfSpecGenerator:
-    """The generator over a transformers model, made at the first call.
+    """The generator of a transformers model, made at the first call.
 
-    On a CPU it copies the weights, and copies them again when they have changed; on CUDA it shares them
-    (`SelfSpecGenerator` says more). It refers to the model weakly: when the model is freed, so is what the generator holds.
-    Call its `refresh` after writing a few numbers of a weight through `.data`.
-    Raises ValueError for a model that this engine cannot run.
+    On a CPU it copies the weights, again when they have changed; on CUDA it shares them (see `SelfSpecGenerator`). Its
+    reference to the model is weak, so that it is freed with the model. Call its `refresh` after writing a few numbers of a
+    weight through `.data`. Raises ValueError for a model that this engine cannot run.
     """
     with _lock:
         found = _generators.get(model)

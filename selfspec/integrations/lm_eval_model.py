@@ -2,8 +2,8 @@
 
     lm_eval.simple_evaluate(model="selfspec", model_args={"pretrained": "MODEL", "policy": "auto"}, tasks=["gsm8k"])
 
-Versions of the harness that look for plug-ins find this model by the package's entry point. Before them, importing this
-module registers it. Scores are the model's own, whatever the policy; `speed` says how fast the texts came.
+Newer versions of the harness find this model by the package's entry point; for older ones, import this module. Scores do not
+depend on the policy; `speed` reports how fast texts were generated.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from selfspec.stop_text import before_stop
 
 _GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"}
 _Tokens = tuple[Any, list[int], list[int]]
-"""What is asked, for the harness's cache; context and continuation as token ids."""
+"""The question, for the harness's cache; context and continuation as token ids."""
 
 
 @register_model("selfspec")
 class SelfSpecLM(TemplateLM):
     """A model of the harness that generates with one policy, and scores texts with one prefill pass.
 
-    pretrained: hub name, folder, or a SelfSpecGenerator with a tokenizer. max_gen_toks: new tokens where a task says nothing.
-    batch_size: texts that are decoded together. Options as strings, as the harness's command line gives them, work too.
+    pretrained: hub name, folder, or a SelfSpecGenerator with a tokenizer. max_gen_toks: new tokens if the task says nothing.
+    batch_size: number of texts decoded together. Values may be strings, as on the harness's command line.
     """
 
     def __init__(
@@ -70,31 +70,28 @@ class SelfSpecLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that texts end with. Raises ValueError for a tokenizer that has none, nor one that texts begin with."""
+        """The token that ends a text, or else the one that begins it. Raises ValueError for a tokenizer with neither."""
         end, begin = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if end is None and begin is None:
             raise ValueError(
-                "a text without a context is scored behind the tokenizer's BOS or EOS token, and it has neither"
+                "a text without a context is scored after the tokenizer's BOS or EOS token, and it has neither"
             )
         return begin if end is None else end
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context is scored behind."""
+        """The token that stands before a text without context."""
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     @property
     def max_length(self) -> int:
-        """Tokens of the model's context."""
         return self._generator.model.max_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, by the tokenizer's chat template."""
         text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -105,7 +102,7 @@ class SelfSpecLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids of a text; one that begins with the BOS token (a chat template's, say) gets no second one."""
+        """Token ids of a text. A text that begins with the BOS token (from a chat template) gets no second one."""
         begin = self.tokenizer.bos_token
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -114,9 +111,9 @@ class SelfSpecLM(TemplateLM):
         return ids
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of every request's text, up to the first of its stop strings, which is cut off.
+        """The continuation of every request's text, up to its first stop string.
 
-        Raises ValueError for an option of generation that the engine does not take.
+        Raises ValueError for a generation option that the engine does not have.
         """
         asked: dict[str, Any] = {}  # arguments of `generate_batch`, one value for each request
         for request in requests:
@@ -140,7 +137,6 @@ class SelfSpecLM(TemplateLM):
         return texts
 
     def _arguments(self, context: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Of one request, for `generate`."""
         unknown = sorted(set(options) - _GENERATION)
         if unknown:
             raise ValueError(f"selfspec takes {', '.join(sorted(_GENERATION))} of generation options, not {unknown}")
@@ -148,7 +144,7 @@ class SelfSpecLM(TemplateLM):
         do_sample = bool(options.get("do_sample", False)) and options.get("temperature", 1.0) != 0
         sampling = {name: options.get(name) if do_sample else None for name in ("temperature", "top_p", "top_k")}
         return {
-            # Of a text that would not leave room its last tokens, as the harness's own models do.
+            # If the text leaves no room, use its last tokens, as the harness's own models do.
             "prompt": self.tok_encode(context)[-max(self.max_length - length, 1) :],
             "max_new_tokens": length,
             "do_sample": do_sample,
@@ -161,7 +157,7 @@ class SelfSpecLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one.
 
-        Choices that share a context are scored on one reading of it. Too long a context loses its first tokens.
+        A context is read once for all continuations that share it. A context that is too long loses its first tokens.
         """
         scores: list[tuple[float, bool]] = []
         with tqdm(total=len(requests), desc="selfspec, log-likelihoods", disable=disable_tqdm) as bar:
@@ -181,7 +177,7 @@ class SelfSpecLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, each token once, with as much context before it as the model has room for."""
+        """Log-likelihood of whole texts. Each token counts once, with as much context as the model has room for."""
         totals = []
         for request in tqdm(requests, desc="selfspec, rolling", disable=disable_tqdm):
             (text,) = request.args
@@ -204,6 +200,5 @@ class SelfSpecLM(TemplateLM):
 
 
 def _stops(options: Mapping[str, Any]) -> list[str]:
-    """The stop strings of a request."""
     until = options.get("until") or []
     return [until] if isinstance(until, str) else [stop for stop in until if stop]

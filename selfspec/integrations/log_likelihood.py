@@ -1,4 +1,4 @@
-"""How likely a model finds given texts: one prefill pass over the tokens, and no decoding."""
+"""Log-likelihoods of given texts, from one prefill pass without decoding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROWS = 64  # whose logits are computed at a time
 def continuation_scores(
     model: LayerSkipModel, context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[tuple[float, bool]]:
-    """For each continuation of a context: its log-likelihood (natural log), and whether greedy decoding would write it.
+    """For each continuation of a context: its log-likelihood (natural log), and whether it is the greedy one.
 
     context: at least one token; it is read once for all continuations. Each continuation has at least one token.
-    Raises ValueError for an empty one, or where context and continuation but for its last token exceed the model's context.
+    Raises ValueError for an empty one, or if context and continuation without its last token exceed the model's context.
     """
     if not context or not all(continuations):
         raise ValueError("a context and its continuations must have at least one token each")
@@ -42,7 +42,7 @@ def continuation_scores(
 
 
 def _score(model: LayerSkipModel, cache: KVCache, text: Tensor, num_context: int) -> tuple[float, bool]:
-    """Of the text's tokens behind the context, whose rows but the last the cache may hold already."""
+    """The score of the tokens after the context. The cache may already hold all rows of the context but the last."""
     kept: list[Tensor] = []
     prefill(model, text[:-1], cache, capture=_last_layer(kept, model.num_layers, num_context - 1))
     total, greedy = 0.0, True
@@ -55,7 +55,6 @@ def _score(model: LayerSkipModel, cache: KVCache, text: Tensor, num_context: int
 
 
 def _last_layer(kept: list[Tensor], num_layers: int, start: int) -> Callable[[int, int, Tensor], None]:
-    """Keeps the last layer's output from position `start` on."""
 
     def capture(first: int, layers_done: int, hidden: Tensor) -> None:
         if layers_done == num_layers and first + hidden.shape[0] > start:

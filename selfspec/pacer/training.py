@@ -31,6 +31,7 @@ from layerskip_models.training.saving import write_folder
 from policies.base import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator
+from selfspec.cli.option_groups import LoadOptions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.examples import make_data, read_traces, sample_prompts
 from selfspec.pacer.labels import DraftTrace
@@ -68,7 +69,9 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     with accelerator.main_process_first():
         output_dir = claim_output_dir(config)
         device = str(accelerator.device) if config.device == "auto" else config.device
-        generator = load_generator(config.model, config.dtype, device, console, tensor_parallel=None)
+        generator = load_generator(
+            config.model, LoadOptions(dtype=config.dtype, device=device), console, tensor_parallel=None
+        )
         model = generator.model
         layers = tuple(sorted({*config.exit_layers})) or (max(model.num_layers // 4, 1),)
         for layer in layers:

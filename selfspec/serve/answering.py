@@ -1,35 +1,34 @@
-"""The texts of one request on their way through the scheduler, as the event loop sees them."""
+"""The choices of one request on their way through the scheduler, as the event loop sees them."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.engine.engine import GenerationResult
+from selfspec.engine.engine import GenerationResult, Progress
 from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.scheduler import ClosedError, Job, QueueFullError, Scheduler, TooManyError, Update
+from selfspec.serve.scheduler import Choice, ClosedError, QueueFullError, Scheduler, TooManyError
 from selfspec.serve.structured_output import GrammarError
 from selfspec.serve.token_logprobs import TokenLogprob
-from selfspec.serve.translation import Choice
 from selfspec.serve.trimmed_text import TrimmedText
 
 _PAUSE_SECONDS = 0.05
-"""Between two events of a stream, at least. On a CPU the threads that send and those that decode share the cores, so that
-every event takes time from the engine. Rounds of larger models take longer than this, and are sent at once."""
+"""Shortest time between two events of a stream. On a CPU, sending and decoding share the cores, so every event slows the
+engine down. Rounds of larger models take longer than this and are sent at once."""
 
 
 class Texts:
     """The choices of one request. Made and used in an event loop.
 
-    streamed: whether `pieces` will be read; else `whole`, for which the loop is woken only at each text's end.
+    streamed: `pieces` will be read; otherwise `whole`, for which the loop is woken only when a text ends.
     """
 
     def __init__(
@@ -43,24 +42,25 @@ class Texts:
     ) -> None:
         self._scheduler, self._choices, self._tokenizer = scheduler, choices, tokenizer
         self._loop = asyncio.get_running_loop()
-        self._came: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
+        self._came: asyncio.Queue[Piece] = asyncio.Queue()
         self._results: dict[int, GenerationResult] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, c in enumerate(choices) if c.recorder is not None}
         self._show_drafts, self._streamed = show_drafts, streamed
-        self._sent = [threading.Event() for _ in choices]  # whether all that came is sent
+        self._sent = [threading.Event() for _ in choices]  # set while nothing waits to be sent
         for event in self._sent:
             event.set()
-        self._jobs = [self._job(index, choice) for index, choice in enumerate(choices)]
+        for index, choice in enumerate(choices):
+            choice.deliver = self._delivery(index, choice)
 
     @property
     def results(self) -> list[GenerationResult]:
-        """Of complete texts, in the order of the choices."""
+        """Those of complete texts, in the order of the choices."""
         return [self._results[index] for index in sorted(self._results)]
 
     def submit(self) -> None:
-        """Let them wait for a place. Raises ApiError (status 429 or 503)."""
+        """Queue them. Raises ApiError (status 429 or 503)."""
         try:
-            self._scheduler.submit(self._jobs)
+            self._scheduler.submit(self._choices)
         except TooManyError as error:
             raise ApiError(str(error), param="n") from None
         except QueueFullError as error:
@@ -70,15 +70,14 @@ class Texts:
             raise ApiError(str(error), status=503, code=error.code) from None
 
     def cancel(self) -> None:
-        """Free their places, unless they are complete."""
-        if len(self._results) < len(self._jobs):
-            self._scheduler.cancel(self._jobs)
+        """Drop those that are not complete."""
+        if len(self._results) < len(self._choices):
+            self._scheduler.cancel(self._choices)
 
     async def whole(self) -> list[Piece]:
-        """All texts, when they are complete. Raises ApiError (status 500 or 503) if one could not be completed."""
-        while len(self._results) < len(self._jobs):
-            index, updates = await self._came.get()
-            self._take(index, updates)
+        """Wait until all texts are complete, and return them. Raises ApiError (status 500 or 503) if one fails."""
+        while len(self._results) < len(self._choices):
+            self._take(await self._came.get())
         parts = []
         for index, choice in enumerate(self._choices):
             result = self._results[index]
@@ -93,7 +92,7 @@ class Texts:
         return parts
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The texts piece by piece, of all choices as they come. Errors as of `whole`."""
+        """The texts of all choices, piece by piece as they come. Errors as for `whole`."""
         texts = [self._trimmed(choice) for choice in self._choices]
         logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
         scored = {
@@ -102,14 +101,15 @@ class Texts:
         for index, choice in enumerate(self._choices):
             if choice.echo and choice.scored is None:
                 yield Piece(index=index, text=choice.echo)
-        while len(self._results) < len(self._jobs):
-            index, updates = await self._came.get()
-            self._take(index, updates)
-            if index in scored:  # the first token is there, so the prompt is read
+        while len(self._results) < len(self._choices):
+            piece = await self._came.get()
+            index = piece.index
+            self._take(piece)
+            if index in scored:  # the first token is there, so the prompt has been read
                 yield Piece(index=index, text=self._choices[index].echo, logprobs=scored.pop(index))
-            piece = _joined(index, updates, texts[index], silent=self._choices[index].silent)
+            self._write(piece, texts[index])
             if logs is not None:
-                logs[index].add(updates)
+                logs[index].add(piece)
                 piece.drafts = logs[index].take(len(piece.text))
             if piece.text or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
@@ -118,33 +118,37 @@ class Texts:
     def _trimmed(self, choice: Choice) -> TrimmedText:
         return TrimmedText(self._tokenizer, choice.stops, choice.min_tokens)
 
-    def _job(self, index: int, choice: Choice) -> Job:
-        """Its `deliver` runs in the scheduler's thread."""
-        held: list[Update] = []
+    def _delivery(self, index: int, choice: Choice) -> Callable[[Progress], threading.Event | None]:
+        """What the scheduler calls, in its own thread, with every step of this choice."""
+        piece = Piece(index=index)
         sent = 0.0
 
-        def deliver(update: Update) -> threading.Event | None:
-            nonlocal sent
-            held.append(update)
-            ended = update.result is not None or update.progress.error is not None
+        def deliver(step: Progress) -> threading.Event | None:
+            nonlocal piece, sent
             now = perf_counter()
-            if not ended and (not self._streamed or now - sent < _PAUSE_SECONDS):
+            piece.steps.append(step)
+            piece.seconds = now - choice.submitted
+            if choice.recorder is not None and step.tokens:
+                piece.logprobs = [] if piece.logprobs is None else piece.logprobs
+                piece.logprobs += choice.recorder.committed(step.tokens)
+            if not step.ended and (not self._streamed or now - sent < _PAUSE_SECONDS):
                 return None
             sent, event = now, self._sent[index]
-            reads = event.is_set()  # else the client has not taken what came before, and is not waited for
+            reads = event.is_set()  # else the client has not read what came before, and is not waited for
             event.clear()
             try:
-                self._loop.call_soon_threadsafe(self._came.put_nowait, (index, [*held]))
+                self._loop.call_soon_threadsafe(self._came.put_nowait, piece)
             except RuntimeError:  # the loop is closed: nobody waits
-                self._scheduler.cancel(self._jobs)
-            held.clear()
-            return event if reads and not ended else None
+                self._scheduler.cancel(self._choices)
+            piece = Piece(index=index)
+            return event if reads and not step.ended else None
 
-        return Job(checked=choice.checked, deliver=deliver, recorder=choice.recorder)
+        return deliver
 
-    def _take(self, index: int, updates: list[Update]) -> None:
-        last = updates[-1]
-        error = last.progress.error
+    def _take(self, piece: Piece) -> None:
+        """Note a result, and the log-probabilities of an answer that is not streamed. Raises the text's error as ApiError."""
+        index, last = piece.index, piece.steps[-1]
+        error, silent = last.error, self._choices[index].silent
         if isinstance(error, ClosedError):
             raise ApiError(str(error), status=503, code=error.code)
         if isinstance(error, GrammarError):
@@ -152,27 +156,19 @@ class Texts:
         if error is not None:
             known = isinstance(error, (NonFiniteLogitsError, MemoryError))
             raise ApiError(str(error) if known else "the text could not be completed", status=500)
-        silent = self._choices[index].silent
         if index in self._logprobs and not self._streamed and not silent:
-            self._logprobs[index] += _logprobs(updates) or []
+            self._logprobs[index] += piece.logprobs or []
         if last.result is not None:
-            stats = replace(last.result.stats, num_new_tokens=0) if silent else last.result.stats
-            self._results[index] = replace(
-                last.result, stats=stats, stop_reason="length" if silent else last.result.stop_reason
-            )
+            result = last.result
+            if silent:
+                result = replace(result, stats=replace(result.stats, num_new_tokens=0), stop_reason="length")
+            self._results[index] = result
 
-
-def _joined(index: int, updates: Sequence[Update], text: TrimmedText, *, silent: bool = False) -> Piece:
-    """What several rounds brought, as one piece. silent: the end alone is told."""
-    tokens = [] if silent else [token for update in updates for token in update.progress.tokens]
-    piece = Piece(index=index, text=text.push(tokens), logprobs=None if silent else _logprobs(updates))
-    result = updates[-1].result
-    if result is not None:
-        piece.text += text.finish()
-        piece.finish = "length" if silent else finish_reason(result.stop_reason)
-    return piece
-
-
-def _logprobs(updates: Sequence[Update]) -> list[TokenLogprob] | None:
-    found = [one for update in updates for one in update.logprobs or ()]
-    return found if any(update.logprobs is not None for update in updates) else None
+    def _write(self, piece: Piece, text: TrimmedText) -> None:
+        silent = self._choices[piece.index].silent
+        piece.text = text.push([] if silent else [token for step in piece.steps for token in step.tokens])
+        if silent:
+            piece.logprobs = None
+        if piece.index in self._results:
+            piece.text += text.finish()
+            piece.finish = finish_reason(self._results[piece.index].stop_reason)

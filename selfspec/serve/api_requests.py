@@ -1,6 +1,6 @@
-"""The bodies of requests: OpenAI's names and meanings, some of vLLM's, and policy and show_drafts, which are ours.
+"""The bodies of requests: OpenAI's names and meanings, some of vLLM's, and our own `policy` and `show_drafts`.
 
-`selfspec.serve.api_fields` says what becomes of fields that are not here.
+`selfspec.serve.bodies.Strict` says what happens to fields that are not here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
-from selfspec.serve.api_fields import Strict, wrong_field
+from selfspec.options import OPTIONS
+from selfspec.serve.bodies import Strict, wrong_field
 from selfspec.serve.server_settings import MOST_CHOICES
 
 _MOST_STOPS = 16
@@ -21,7 +22,7 @@ _CONTINUED = "the last message is continued if it is the assistant's, else answe
 
 
 def _one_or_several_stops(value: Any) -> Any:
-    """What is wrong with it in plain words, where pydantic would speak of two types."""
+    """A list of stop strings. The error is in plain words; pydantic's would be about two types."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -33,7 +34,7 @@ def _one_or_several_stops(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """One text, several, one list of token ids, or several. In one look, where pydantic would try four types."""
+    """One text, several texts, one list of token ids, or several lists. Checked at once; pydantic would try four types."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -53,12 +54,19 @@ def _prompts(value: Any) -> Any:
     return value
 
 
+def _ranged(name: str, **own: float) -> Any:
+    """The range of an option of a generation, narrowed by what is given here."""
+    option = OPTIONS[name][1]
+    bounds: dict[str, Any] = {"gt" if option.above else "ge": option.low, "le": option.high, **own}
+    return Field(**bounds)
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Prompt = Annotated[Any, BeforeValidator(_prompts)]
 
 
 class StreamOptions(Strict):
-    """include_usage: one more chunk at the end of a stream, with the usage of the whole request."""
+    """include_usage: send a last chunk with the usage of the whole request."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
@@ -66,7 +74,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema that the text must follow. strict: accepted, and always so."""
+    """A schema that the text must follow. strict: has no effect, since the schema is always enforced."""
 
     name: str
     schema_: dict[str, Any] | bool = Field(alias="schema")
@@ -75,20 +83,14 @@ class JsonSchema(Strict):
 
 
 class TextFormat(Strict):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class JsonObjectFormat(Strict):
-    """Any JSON object."""
-
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(Strict):
-    """JSON that follows a schema."""
-
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -97,13 +99,13 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class GenerationRequest(Strict):
-    """What both kinds of request have.
+    """The fields that both kinds of request have.
 
-    temperature: 1 by default, as in OpenAI's API, unless the checkpoint's generation_config says how to sample. 0 is greedy.
-    ignore_eos: the text goes on behind the model's end tokens. min_tokens: no end before so many new tokens.
+    temperature: by default 1, as in OpenAI's API, unless the checkpoint's generation_config sets sampling. 0 is greedy.
+    ignore_eos: the text continues after the model's end tokens. min_tokens: no end before this many new tokens.
     policy: how to speculate, by name. show_drafts: with `stream`, every chunk says which tokens were drafted, and their fate.
-    cache_salt: a secret of those who may learn that their prompts begin alike, as in vLLM: without one nothing is shared.
-    user: whose request it is; texts of two users share nothing.
+    cache_salt: requests with the same salt may reuse each other's prompts, as in vLLM; without one nothing is shared.
+    user: the texts of two users are never shared.
     """
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
@@ -151,10 +153,10 @@ class GenerationRequest(Strict):
     model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, _ranged("temperature", le=2)] | None = None
+    top_p: Annotated[float, _ranged("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, _ranged("min_p")] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], FailFast(), BeforeValidator(_one_or_several_stops)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_STOP_IDS), FailFast()] = Field(
@@ -193,14 +195,19 @@ class GenerationRequest(Strict):
         return self
 
     @property
+    def schema_(self) -> dict[str, Any] | bool | None:
+        """The JSON schema that the text must follow; None if any text will do."""
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return self.response_format.json_schema.schema_
+        return {"type": "object"} if isinstance(self.response_format, JsonObjectFormat) else None
+
+    @property
     def limit(self) -> tuple[str, int | None]:
-        """What the most new tokens are called in this request, and how many."""
+        """This request's name for the maximum number of new tokens, and that number."""
         return "max_tokens", self.max_tokens
 
 
 class TextPart(Strict):
-    """A piece of a message."""
-
     _harmless: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["text"]
@@ -221,7 +228,7 @@ def _content(value: Any) -> Any:
 
 
 class Message(Strict):
-    """One message of a conversation. The template gets name and reasoning_content, too, and may use them."""
+    """One message of a conversation. The template also gets name and reasoning_content."""
 
     _harmless: ClassVar[frozenset[str]] = frozenset({
         "annotations", "cache_control", "id", "provider_specific_fields", "reasoning", "reasoning_details",
@@ -243,7 +250,7 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _may_be_silent(cls, fields: Any) -> Any:
-        """An assistant's message may have no content, as clients send it back."""
+        """Allow an assistant's message without content; clients send those back."""
         if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
             return {**fields, "content": ""}
         return fields
@@ -300,12 +307,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the log-probabilities of the prompts' tokens are asked for."""
         return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return [*self.prompt]

@@ -1,8 +1,7 @@
 """Answers as OpenAI's own types.
 
-Beyond them: `drafted`, `accepted`, `copied`, `copied_accepted` and `rounds` in the usage (the copied ones are among the
-others), and in a chunk of a stream with show_drafts what
-`selfspec.serve.draft_log` describes, in a field `selfspec`.
+In addition, the usage has `drafted`, `accepted`, `rounds`, and of the drafts those that were copied: `copied` and
+`copied_accepted`. With show_drafts, a chunk of a stream has a field `selfspec` (see `selfspec.serve.draft_log`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import time
 from typing import Any, Literal, cast
 from uuid import uuid4
@@ -24,7 +23,7 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 
 from selfspec import __version__
-from selfspec.engine.engine import GenerationResult
+from selfspec.engine.engine import GenerationResult, Progress
 from selfspec.engine.stopping import StopReason
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.token_logprobs import TokenLogprob
@@ -34,12 +33,11 @@ FINGERPRINT = f"selfspec-{__version__}"
 
 
 def finish_reason(reason: StopReason) -> FinishReason:
-    """OpenAI's name of why a text ended."""
     return "length" if reason in ("length", "max_time") else "stop"
 
 
 def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> CompletionUsage:
-    """Of all texts of a request; a prompt counts once, however many texts it has."""
+    """The usage of all texts of a request. A prompt counts once, however many texts it has."""
     stats = [result.stats for result in results]
     prompt = sum(s.num_prompt_tokens for s in stats[::choices_per_prompt])
     new = sum(s.num_new_tokens for s in stats)
@@ -60,19 +58,27 @@ def usage(results: Sequence[GenerationResult], choices_per_prompt: int) -> Compl
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Piece:
-    """What a stream sends of one choice, or a whole answer."""
+    """What several steps brought one choice, or its whole answer.
+
+    seconds: from the request's arrival in the queue to the last step. drafts: the field of a chunk with show_drafts.
+    """
 
     index: int
-    text: str
+    steps: list[Progress] = field(default_factory=list)
+    seconds: float = 0.0
     logprobs: list[TokenLogprob] | None = None
+    text: str = ""
     finish: FinishReason | None = None
     drafts: dict[str, Any] | None = None
 
 
 class Answer(ABC):
-    """One request's answer: its id, and how its parts are written."""
+    """One request's answer. An instance keeps what later chunks depend on."""
 
     prefix: str
+    whole_type: tuple[Any, str]
+    """OpenAI's type of the answer, and the name of that type in it."""
+    chunk_type: tuple[Any, str]
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         self.head: dict[str, Any] = {
@@ -83,93 +89,84 @@ class Answer(ABC):
         }
         self._vocabulary = vocabulary
 
-    @abstractmethod
     def whole(self, parts: Sequence[Piece], used: CompletionUsage) -> str:
-        """The body of an answer that is not streamed, JSON."""
+        """The body of an answer that is not streamed, as JSON."""
+        kind, name = self.whole_type
+        made = kind(object=name, choices=[self._choice(part) for part in parts], usage=used, **self.head)
+        return made.model_dump_json(exclude_unset=True)
+
+    def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
+        """One chunk of a stream, as JSON; without a piece it is the last one, with the usage."""
+        kind, name = self.chunk_type
+        extra = {} if piece is None or piece.drafts is None else {"selfspec": piece.drafts}
+        choices = [] if piece is None else [self._delta(piece)]
+        made = kind(object=name, choices=choices, usage=used, **self.head, **extra)
+        return made.model_dump_json(exclude_unset=True)
 
     @abstractmethod
-    def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
-        """One chunk of a stream, JSON; without a piece, the last one, with the usage."""
+    def _choice(self, part: Piece) -> Any:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _delta(self, part: Piece) -> Any:
+        """A choice of a chunk."""
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
-
     prefix = "chatcmpl"
+    whole_type = ChatCompletion, "chat.completion"
+    chunk_type = ChatCompletionChunk, "chat.completion.chunk"
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         super().__init__(model, vocabulary)
         self._begun: set[int] = set()
 
-    def whole(self, parts: Sequence[Piece], used: CompletionUsage) -> str:
-        choices = []
-        for part in parts:
-            assert part.finish is not None
-            logprobs = None if part.logprobs is None else whole.ChoiceLogprobs(content=self._logprobs(part.logprobs))
-            message = ChatCompletionMessage(role="assistant", content=part.text)
-            choices.append(
-                whole.Choice(index=part.index, message=message, finish_reason=part.finish, logprobs=logprobs)
-            )
-        answer = ChatCompletion(object="chat.completion", choices=choices, usage=used, **self.head)
-        return answer.model_dump_json(exclude_unset=True)
+    def _choice(self, part: Piece) -> whole.Choice:
+        assert part.finish is not None
+        logprobs = None if part.logprobs is None else whole.ChoiceLogprobs(content=self._logprobs(part.logprobs))
+        message = ChatCompletionMessage(role="assistant", content=part.text)
+        return whole.Choice(index=part.index, message=message, finish_reason=part.finish, logprobs=logprobs)
 
-    def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
-        choices: list[pieces.Choice] = []
-        extra: dict[str, Any] = {}
-        if piece is not None:
-            delta = pieces.ChoiceDelta(content=piece.text)
-            if piece.index not in self._begun:
-                self._begun.add(piece.index)
-                delta.role = "assistant"
-            logprobs = None if piece.logprobs is None else pieces.ChoiceLogprobs(content=self._logprobs(piece.logprobs))
-            choices.append(pieces.Choice(index=piece.index, delta=delta, finish_reason=piece.finish, logprobs=logprobs))
-            extra = {} if piece.drafts is None else {"selfspec": piece.drafts}
-        chunk = ChatCompletionChunk(object="chat.completion.chunk", choices=choices, usage=used, **self.head, **extra)
-        return chunk.model_dump_json(exclude_unset=True)
+    def _delta(self, part: Piece) -> pieces.Choice:
+        delta = pieces.ChoiceDelta(content=part.text)
+        if part.index not in self._begun:
+            self._begun.add(part.index)
+            delta.role = "assistant"
+        logprobs = None if part.logprobs is None else pieces.ChoiceLogprobs(content=self._logprobs(part.logprobs))
+        return pieces.Choice(index=part.index, delta=delta, finish_reason=part.finish, logprobs=logprobs)
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> list[ChatCompletionTokenLogprob]:
-        bytes_of = self._vocabulary.bytes_of
+        def named(token: int) -> dict[str, Any]:
+            raw = self._vocabulary.bytes_of(token)
+            return {"token": raw.decode("utf-8", errors="replace"), "bytes": [*raw]}
+
         return [
             ChatCompletionTokenLogprob(
-                token=_shown(bytes_of(one.token)),
-                bytes=[*bytes_of(one.token)],
-                logprob=cast(float, one.logprob),  # chat answers have no prompt's
-                top_logprobs=[
-                    TopLogprob(token=_shown(bytes_of(token)), bytes=[*bytes_of(token)], logprob=value)
-                    for token, value in one.top
-                ],
+                **named(one.token),
+                logprob=cast(float, one.logprob),  # only a completion's prompt has a token without
+                top_logprobs=[TopLogprob(**named(token), logprob=value) for token, value in one.top],
             )
             for one in found
         ]
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
-
     prefix = "cmpl"
+    whole_type = chunk_type = Completion, "text_completion"
 
     def __init__(self, model: str, vocabulary: Vocabulary) -> None:
         super().__init__(model, vocabulary)
         self._offsets: dict[int, int] = {}
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
 
-    def whole(self, parts: Sequence[Piece], used: CompletionUsage) -> str:
-        choices = [self._choice(part) for part in parts]
-        answer = Completion(object="text_completion", choices=choices, usage=used, **self.head)
-        return answer.model_dump_json(exclude_unset=True)
-
-    def chunk(self, piece: Piece | None, used: CompletionUsage | None = None) -> str:
-        choices = [] if piece is None else [self._choice(piece)]
-        extra: dict[str, Any] = {} if piece is None or piece.drafts is None else {"selfspec": piece.drafts}
-        chunk = Completion(object="text_completion", choices=choices, usage=used, **self.head, **extra)
-        return chunk.model_dump_json(exclude_unset=True)
-
-    def _choice(self, piece: Piece) -> CompletionChoice:
-        logprobs = None if piece.logprobs is None else self._logprobs(piece.index, piece.logprobs)
-        finish: Any = piece.finish  # null until the end, as OpenAI sends it; the type knows whole answers only
+    def _choice(self, part: Piece) -> CompletionChoice:
+        logprobs = None if part.logprobs is None else self._logprobs(part.index, part.logprobs)
+        finish: Any = part.finish  # OpenAI sends null until the end, which the type does not allow
         return CompletionChoice.model_construct(
-            index=piece.index, text=piece.text, finish_reason=finish, logprobs=logprobs
+            index=part.index, text=part.text, finish_reason=finish, logprobs=logprobs
         )
+
+    _delta = _choice
 
     def _logprobs(self, index: int, found: Sequence[TokenLogprob]) -> Logprobs:
         decoder = self._decoders.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace"))
@@ -184,7 +181,7 @@ class CompletionAnswer(Answer):
             likely = {_shown_in_completions(self._vocabulary.bytes_of(token)): value for token, value in one.top}
             top.append(None if one.logprob is None else likely | {names[-1]: one.logprob})
         self._offsets[index] = offset
-        # The first token of a prompt has null, which the type does not know.
+        # The first token of a prompt has null, which the type does not allow.
         return Logprobs.model_construct(
             tokens=names,
             token_logprobs=cast(Any, [one.logprob for one in found]),
@@ -193,12 +190,8 @@ class CompletionAnswer(Answer):
         )
 
 
-def _shown(raw: bytes) -> str:
-    return raw.decode("utf-8", errors="replace")
-
-
 def _shown_in_completions(raw: bytes) -> str:
-    """A part of a character as "bytes:\\xe2": these names are keys, and must differ."""
+    """The text of a token; part of a character as "bytes:\\xe2", since these names are keys and must differ."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:

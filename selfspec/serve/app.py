@@ -20,37 +20,37 @@ from layerskip_models.parallel.rank_watch import RankWatch, show_life
 from layerskip_models.parallel.ranks import RankError
 from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec import SelfSpecGenerator
-from selfspec.distributed.rank0_engine import end_followers, follow, leading_engine
+from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.head_requests import HeadAsGet
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.memory_return import MemoryReturn
-from selfspec.serve.scheduler import Scheduler
+from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_routes import add_token_routes
-from selfspec.serve.translation import Choice, Translator, check_model
+from selfspec.serve.translation import Translator
 from selfspec.serve.web_page import add_page
 
 PING_SECONDS = 10.0
-"""Between two events of a stream, at most."""
+"""Longest time between two events of a stream."""
 
 
 def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: RankWatch | None = None) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: with a tokenizer. watch: over the other processes that hold the model, if there are any. Raises ValueError for
-    a policy that does not fit the model.
+    generator: with a tokenizer. watch: over the workers of a model that is divided over processes. Raises ValueError for a
+    policy that does not fit the model.
     """
     metrics = ServerMetrics()
     translator = Translator(generator, settings)
-    make_engine = leading_engine(generator, settings.policy, [translator.vocabulary])
+    make_engine = rank0_engines(generator, settings.policy, [translator.vocabulary])
     created = int(time())
     served = Model(
         id=settings.model_name,
@@ -86,20 +86,17 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
             await asyncio.to_thread(translator.close)
             if app.state.scheduler.failure is None:
                 with suppress(RankError):  # they have ended already
-                    end_followers(generator)  # here, since a signal that ended the server ends the process right after
+                    end_workers(generator)  # here, because the signal that ended the server then ends the process
 
     app = FastAPI(title="selfspec", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.metrics, app.state.translator = metrics, translator
     api_errors.install(app)
 
-    async def answer(request: Request, body: GenerationRequest, choices: list[Choice], answer: Answer) -> Response:
-        texts = Texts(
-            request.app.state.scheduler,
-            choices,
-            translator.tokenizer,
-            streamed=body.stream,
-            show_drafts=body.show_drafts,
-        )
+    async def answer(request: Request, kind: type[ChatRequest] | type[CompletionRequest], answer: Answer) -> Response:
+        lanes, scheduler = request.app.state.lanes, request.app.state.scheduler
+        body, size = await read_body(request, kind, lanes)
+        choices = await _translated(lanes, translator, body, size)
+        texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
         texts.submit()
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -111,15 +108,11 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body, size = await read_body(request, ChatRequest, request.app.state.lanes)
-        choices = await _translated(request.app.state.lanes, translator, body, size)
-        return await answer(request, body, choices, ChatAnswer(settings.model_name, translator.vocabulary))
+        return await answer(request, ChatRequest, ChatAnswer(settings.model_name, translator.vocabulary))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body, size = await read_body(request, CompletionRequest, request.app.state.lanes)
-        choices = await _translated(request.app.state.lanes, translator, body, size)
-        return await answer(request, body, choices, CompletionAnswer(settings.model_name, translator.vocabulary))
+        return await answer(request, CompletionRequest, CompletionAnswer(settings.model_name, translator.vocabulary))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -127,7 +120,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        check_model(name, settings.model_name)
+        translator.check_name(name)
         return JSONResponse(served.model_dump(exclude_unset=True))
 
     @app.get("/health")
@@ -151,20 +144,20 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     return app
 
 
-def follow_server(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
-    """What the other ranks do while rank 0 serves a model that is divided over them. Returns when the server has ended."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 says when it is over
+def run_server_worker(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
+    """Run a worker while rank 0 serves the model. Returns when the server has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 decides when to end
     assert isinstance(generator.model, ShardedModel)
     end_signs = show_life(generator.model.ranks)
     translator = Translator(generator, settings)
-    follow(generator, settings.policy, translator.copies, [translator.vocabulary])
+    run_worker(generator, settings.policy, translator.copies, [translator.vocabulary])
     end_signs()
 
 
 async def _translated(
     lanes: Lanes, translator: Translator, body: ChatRequest | CompletionRequest, size: int
 ) -> list[Choice]:
-    """In a thread if that may take long: a long prompt, a schema, or a policy."""
+    """Translate in a thread if that may take long: for a long prompt, a schema, or a policy."""
     work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
     if translator.has_slow_schema(body):
         return await lanes.schemas.run(work)
@@ -180,7 +173,6 @@ async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Respo
 async def _events(
     texts: Texts, answer: Answer, choices_per_prompt: int, include_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events: a chunk each, then [DONE]."""
     async for piece in texts.pieces():
         yield f"data: {answer.chunk(piece)}\n\n"
     if include_usage:
@@ -189,8 +181,8 @@ async def _events(
 
 
 async def _stream(request: Request, texts: Texts, events: AsyncGenerator[str, None]) -> Response:
-    """A stream, or an error with its status if nothing was sent before it. Long waits are told of: a proxy may close a silent
-    connection."""
+    """A stream, or an error with its status if nothing was sent before. During a long wait the client gets comments, since a
+    proxy may close a silent connection."""
     first = asyncio.ensure_future(events.__anext__())
     watching = asyncio.ensure_future(_disconnected(request))
     begun = False
@@ -210,7 +202,7 @@ async def _stream(request: Request, texts: Texts, events: AsyncGenerator[str, No
 
 
 async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """All events from the first one on, and comments while none comes."""
+    """All events, and comments while none comes. following: the first event."""
     try:
         while True:
             done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
@@ -228,9 +220,9 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
 
 
 class _EventStream(StreamingResponse):
-    """A stream that frees its texts' places when it ends, however it ends.
+    """A stream that cancels its texts when it ends, however it ends.
 
-    Its head goes out with its first piece: a request that fails before that may be sent again, by whoever is in between.
+    Its headers go out with its first piece. A proxy may send a request that fails before that once more.
     """
 
     def __init__(self, texts: Texts, events: AsyncIterator[str]) -> None:
@@ -254,7 +246,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _unless_disconnected(request: Request, texts: Texts, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, or nothing if the client leaves before it is there: its texts' places are then free at once."""
+    """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(request))
     try:

@@ -20,7 +20,7 @@ class PenaltyProcessor(LogitsProcessor):
         self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: int64 [1, n]. scores: [1, vocab]. Returns the penalised ones."""
+        """input_ids: int64 [1, n]. scores: [1, vocab]. Returns the penalised scores."""
         tokens, counts = input_ids[0, self._prompt_length :].unique(return_counts=True)
         if tokens.numel() == 0:
             return scores
@@ -29,7 +29,7 @@ class PenaltyProcessor(LogitsProcessor):
 
 
 class BiasProcessor(LogitsProcessor):
-    """logit_bias: adds to the logits of given tokens. -100 and 100 practically forbid and force a token.
+    """logit_bias: adds to the logits of given tokens. -100 practically forbids a token, 100 forces it.
 
     Raises ValueError for an id outside the vocabulary.
     """
@@ -42,5 +42,5 @@ class BiasProcessor(LogitsProcessor):
             self._bias[0, int(key)] = value
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores: [1, vocab]. Returns the biased ones."""
+        """scores: [1, vocab]. Returns the biased scores."""
         return scores + self._bias

@@ -1,8 +1,8 @@
-"""Runs as a process of its own and says of JSON schemas whether llguidance can use them. It imports nothing of selfspec.
+"""A process of its own that checks whether llguidance can use a JSON schema. It imports nothing of selfspec.
 
 The compiler is foreign code whose time, memory and stack depend on what a client sent. Here it may end the process without
-harm. One line of JSON comes in for each schema, one goes out: {"refused": why}, or {"seconds": of processor time}.
-argv: the folder where llguidance is, seconds of processor time for each schema, bytes of memory.
+harm. Each line of input is a schema as JSON; each answer is a line: {"refused": why} or {"seconds": of processor time}.
+argv: the folder of llguidance, seconds of processor time for each schema, bytes of memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 STACK_BYTES = 2 << 20
-"""The stack of the thread that compiles: less than a server's thread has, so that what fits here fits there."""
+"""Stack of the compiling thread, less than that of the server's thread, so that what fits here fits there."""
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 30_000,
@@ -22,14 +22,14 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-"""What a grammar may cost: in llguidance's units, of which a core does some 20 a microsecond."""
+"""Limits on a grammar, in llguidance's units. A core does about 20 of them in a microsecond."""
 COMPACT: Any = {"whitespace_flexible": False}
-"""No white space between tokens of JSON: else a weak model may go on writing spaces for ever."""
+"""No white space between JSON tokens: a weak model might write spaces forever."""
 _STEPS = 48
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the bytes, and an end."""
+    """A tokenizer whose tokens are all bytes and an end token."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -41,7 +41,7 @@ class _Bytes:
 
 
 def refusal(schema: str, tokenizer: Any, llguidance: Any) -> str | None:
-    """Why llguidance cannot use the schema, None if it can: it is compiled, and the beginning of a text is written."""
+    """Why llguidance cannot use the schema; None if it can. Compiles it and writes the beginning of a text."""
     matcher_type = llguidance.LLMatcher
     try:
         grammar = matcher_type.grammar_from_json_schema(schema, defaults=COMPACT)
@@ -68,7 +68,6 @@ def _line(text: str) -> str:
 
 
 def main() -> None:
-    """Answer until nothing more comes in."""
     sys.path.append(sys.argv[1])
     seconds, most_bytes = float(sys.argv[2]), int(sys.argv[3])
     import os

@@ -1,4 +1,4 @@
-"""What every request passes before the app sees it: the server's name, the API key, the limits of a body's size and time."""
+"""Checks before a request reaches the app: the host name, the API key, and limits on a body's size and time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from selfspec.serve.server_settings import ServerSettings
 
 log = logging.getLogger("selfspec.serve")
 OPEN_PATHS = ("/health", "/")
-"""Served without a key: whether the server is up, and a page that asks for the key."""
+"""Served without a key: the health check, and a page that asks for the key."""
 BODY_SECONDS = 60.0
-"""Within which a body must be there."""
+"""Time within which a body must be complete."""
 MOST_UNFINISHED = 16
-"""Bodies of the largest size whose bytes are held together while they are not complete."""
+"""Limit on the bytes of all incomplete bodies together, in bodies of the largest size."""
 
 
 class Guard:
@@ -55,7 +55,7 @@ class Guard:
         body = _Body(receive, self)
         try:
             await self._app(scope, body.receive, counted)
-        except asyncio.CancelledError:  # the time to finish is over
+        except asyncio.CancelledError:  # the grace time is over
             if begun:
                 raise
             failed = ApiError(str(ClosedError()), status=503, code="shutting_down")
@@ -92,7 +92,7 @@ class Guard:
         return None
 
     def hold(self, received: int, more: int) -> None:
-        """Room for more bytes of a body of which so many are here. Raises HTTPException (status 413 or 429)."""
+        """Reserve room for more bytes of a body. Raises HTTPException (status 413 or 429)."""
         if received + more > self._most:
             raise HTTPException(413, self._too_large)
         if self._unfinished + more > MOST_UNFINISHED * self._most:
@@ -101,7 +101,7 @@ class Guard:
         self._unfinished += more
 
     def let_go(self, received: int) -> None:
-        """Of a body that is complete, or given up."""
+        """Free the room of a body that is complete or was given up."""
         self._unfinished -= received
 
     @property
@@ -110,7 +110,7 @@ class Guard:
 
 
 class _Body:
-    """Counts what comes of a body, as it need not say how long it is, and the seconds until all of it is there."""
+    """Counts the bytes of a body, whose length need not be declared, and the seconds until it is complete."""
 
     def __init__(self, receive: Receive, guard: Guard) -> None:
         self._receive, self._guard = receive, guard
@@ -118,7 +118,7 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def receive(self) -> Message:
-        """The next part. Raises HTTPException for a body that is too large, too slow, or one too many."""
+        """The next part. Raises HTTPException for a body that is too large or too slow, and if there are too many."""
         if self._complete:
             return await self._receive()
         left = self._deadline - asyncio.get_running_loop().time()
@@ -136,14 +136,13 @@ class _Body:
         return message
 
     def end(self) -> None:
-        """All of it is there, or no more is wanted."""
         self._complete = True
         self._guard.let_go(self._held)
         self._held = 0
 
 
 def _name(host: str) -> str:
-    """A Host header without its port: "[::1]:8000" is "::1"."""
+    """A Host header without its port: "[::1]:8000" gives "::1"."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""HEAD, by which health checks and proxies ask for a status alone."""
+"""HEAD requests, with which health checks and proxies ask only for a status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """ASGI middleware: HEAD is answered as GET would be, without the body. FastAPI's routes know no HEAD of their own."""
+    """ASGI middleware that answers HEAD like GET, without the body. FastAPI's routes do not answer HEAD."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Threads for work whose length a client chooses: never on the event loop, and only a part of the time."""
+"""Threads for work whose length a client chooses. It never runs on the event loop, and only part of the time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from selfspec.serve.api_errors import ApiError
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 14
-"""Bytes of a request that are parsed, or made into tokens, within a few milliseconds."""
+"""Bytes of a request that can be parsed or tokenised within a few milliseconds."""
 LARGE_BODY = 1 << 17
-"""Bytes from which on that is done for one request after the other."""
+"""Above this many bytes, requests are parsed and tokenised one at a time."""
 _STACK_BYTES = 16 << 20
 
 
 class Lane:
-    """One thread, first come first served. More than `most_waiting` get status 429.
+    """One thread, first come first served. If `most_waiting` requests wait already, further ones get status 429.
 
-    rests: how many times as long as it worked it rests before the next work. Parsing holds Python's lock, which the thread
-    that decodes needs, so large bodies in a row would otherwise take most of everybody's time.
+    rests: pause before the next work, as a multiple of the time of the last. Parsing holds Python's lock, which the decoding
+    thread needs, so without pauses a series of large bodies would slow down everybody.
     """
 
     def __init__(self, name: str, *, most_waiting: int, rests: float = 0.0) -> None:
@@ -33,7 +33,7 @@ class Lane:
         self._rested = 0.0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Raises ApiError (status 429) if too much waits already."""
+        """Run `work` in the thread and return its result. Raises ApiError (status 429) if too many wait already."""
         if self._waiting >= self._most_waiting:
             raise ApiError(
                 f"{self._waiting} {self._name} are waiting already: try again in a second",
@@ -48,20 +48,19 @@ class Lane:
             self._waiting -= 1
 
     async def run_by_size(self, size: int, work: Callable[[], T], *, is_quick: bool = True) -> T:
-        """What `work` on a body of so many bytes returns: at once, in any thread, or in this one. Raises as `run`.
+        """Run `work` on a body of `size` bytes, depending on it at once, in any thread, or in this one. Raises as `run`.
 
-        is_quick: whether a small body is little work. A thread would delay it.
+        is_quick: a small body is little work, which a thread would only delay.
         """
         if is_quick and size <= SMALL_BODY:
             return work()
         return await (asyncio.to_thread(work) if size <= LARGE_BODY else self.run(work))
 
     def start(self) -> None:
-        """Its thread, now and not with the first work."""
+        """Start the thread now and not with the first work."""
         self._pool.submit(int)
 
     def close(self) -> None:
-        """What waits is not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, work: Callable[[], T]) -> T:
@@ -74,7 +73,7 @@ class Lane:
 
 
 class Lanes:
-    """bodies: the JSON of large ones. prompts: what these ask for. schemas: requests with a schema that is new."""
+    """bodies: parsing large bodies. prompts: tokenising large prompts. schemas: requests with a new schema."""
 
     def __init__(self) -> None:
         before = threading.stack_size(_STACK_BYTES)  # a grammar's compiler is recursive

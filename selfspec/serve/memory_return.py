@@ -1,9 +1,8 @@
-"""Freed memory goes back to the system while the server works.
+"""Give freed memory back to the system while the server works.
 
-The C library keeps freed memory for later. glibc has several arenas, shared out among the threads, and by itself gives back
-only the free end of one: a live block near the end keeps everything before it. Requests of many sizes leave such blocks
-behind, so resident memory creeps up to the worst moment of every arena. `malloc_trim` gives back free pages wherever they
-are.
+The C library keeps freed memory for later. glibc has several arenas, shared among the threads, and by itself gives back only
+the free end of an arena: a live block near the end keeps everything before it. Requests of many sizes leave such blocks
+behind, so resident memory creeps up to the worst moment of every arena. `malloc_trim` gives back free pages anywhere.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import threading
 from collections.abc import Callable
 
 PAUSE_SECONDS = 10.0
-"""A trim takes 10 to 30 ms of one core after a burst, and holds up only threads that allocate from the same arena."""
+"""A trim takes 10 to 30 ms of one core after a burst, and blocks only threads that allocate from the same arena."""
 
 
 def find_trim() -> Callable[[], object] | None:
-    """glibc's malloc_trim, None where there is none (musl, macOS, Windows). It runs without Python's lock."""
+    """glibc's malloc_trim; None if there is none (musl, macOS, Windows). It runs without Python's lock."""
     if sys.platform != "linux":
         return None
     try:
@@ -30,7 +29,7 @@ def find_trim() -> Callable[[], object] | None:
 
 
 class MemoryReturn:
-    """Gives freed memory back every few seconds, in a thread of its own. Where that cannot be done it does nothing."""
+    """Gives freed memory back every few seconds, in its own thread. Does nothing without `malloc_trim`."""
 
     def __init__(self, trim: Callable[[], object] | None = None, *, seconds: float | None = None) -> None:
         self._trim = trim or find_trim()
@@ -41,7 +40,6 @@ class MemoryReturn:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()

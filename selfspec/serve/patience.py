@@ -1,4 +1,4 @@
-"""How long a connection may keep the server waiting: for a request's head, and for what is sent to be taken."""
+"""Limits on how long a connection may keep the server waiting: for a request's head, and for the client to read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as Protocol
 
 HEAD_SECONDS = 20.0
-"""From a connection, or the end of its last answer, to the end of a request's head."""
+"""Longest time from a connection, or the end of its last answer, to the end of a request's head."""
 TAKEN_SECONDS = 60.0
-"""Within which a client must take something of an answer that waits for it."""
+"""Time within which a client must read some of an answer that waits for it."""
 MOST_HEAD_BYTES = 1 << 16
-"""Of a request's line and headers."""
+"""Limit on a request's line and headers."""
 MOST_REST_BYTES = 64 << 20
-"""Of a body that was refused before all of it was there."""
+"""Limit on the rest of a body that was refused before it was complete."""
 MOST_WAITED_FOR = 512
-"""Connections from which a request, or the rest of one, may yet come. Beyond that the one that is waited for longest ends."""
+"""Limit on connections that still have to send (the rest of) a request. Beyond it, the one waited for longest is closed."""
 _LOOK_SECONDS = 2.0
 
 
 class PatientProtocol(Protocol):
-    """uvicorn's protocol, which ends connections that keep it waiting. uvicorn itself waits for ever for half a request."""
+    """uvicorn's protocol, closing connections that keep it waiting. uvicorn itself waits forever for half a request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,13 +44,12 @@ class PatientProtocol(Protocol):
         super().data_received(data)
         self._unread = 0 if self._is_answering else self._unread + len(data)
         cycle: Any = self.cycle
-        # A client hears of a refusal once it has sent its body, so the rest of that is let in, and forgotten.
+        # A client reads a refusal only after it has sent its body, so the rest of that is received and dropped.
         if self._unread > (MOST_REST_BYTES if cycle is not None and cycle.more_body else MOST_HEAD_BYTES):
             self.transport.abort()
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request's head is there and its answer is not complete."""
         cycle: Any = self.cycle
         return cycle is not None and not cycle.response_complete
 

@@ -2,10 +2,10 @@
 
     serve run selfspec.serve.replicas:build model=MODEL num_replicas=2
 
-Ray starts the replicas, on one machine or many, spreads requests over them, and starts a new one for one that died.
+Ray starts the replicas on one or several machines, distributes requests over them, and replaces a replica that died.
 """
 
-# Annotations are not postponed here: Ray reads the type of `build`'s argument as it stands.
+# No postponed annotations here: Ray needs the class of `build`'s argument, not its name.
 
 from fastapi import FastAPI
 from ray import serve
@@ -16,18 +16,18 @@ from selfspec.serve.replica_options import ReplicaOptions
 
 
 class Replica:
-    """One replica: an app with its own copy of the model. `app` is Ray's, made by what `build` gives it."""
+    """One replica: an app with its own copy of the model. Ray makes `app` with the function that `build` gives it."""
 
     app: FastAPI
 
     def check_health(self) -> None:
-        """Asked by Ray every few seconds. Raises RuntimeError if the engine has ended: Ray then starts another replica."""
+        """Called by Ray every few seconds. Raises RuntimeError if the engine has ended: Ray then starts another."""
         if not self.app.state.scheduler.alive:
             raise RuntimeError("the engine has ended")
 
 
 def build(options: ReplicaOptions) -> Application:
-    """What `serve run` and a Serve configuration take. Nothing is loaded here, but in each replica."""
+    """The application for `serve run` or a Serve configuration. Each replica loads the model; nothing is loaded here."""
 
     def load() -> FastAPI:
         return make_app(options.generator(), options.settings())

@@ -18,7 +18,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listening: socket.socket, *, grace_seconds: int, on_start: Callable[[], object]) -> None:
-    """Serve until SIGTERM or Ctrl-C. Then nobody new is let in, and running requests have the grace time to finish.
+    """Serve until SIGTERM or Ctrl-C. Then no new requests are accepted, and running ones have the grace time to finish.
 
     Raises RankError if another process of the model was lost, after the running requests have got their error.
     """
@@ -29,7 +29,7 @@ def run(app: FastAPI, listening: socket.socket, *, grace_seconds: int, on_start:
 
 
 def make_server(app: FastAPI, *, grace_seconds: int, on_start: Callable[[], object] = lambda: None) -> uvicorn.Server:
-    """on_start: called once when requests are taken."""
+    """on_start: called once when the server accepts requests."""
     config = uvicorn.Config(
         app,
         http=PatientProtocol,

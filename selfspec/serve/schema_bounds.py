@@ -1,4 +1,4 @@
-"""Bounds for a client's JSON schema, checked before anything is made of it: a compiler's stack and memory are finite."""
+"""Bounds on a client's JSON schema, checked before it is compiled: a compiler's stack and memory are finite."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_NODES = 20_000
-"""Values in a schema, keys not counted."""
+"""Most values in a schema, not counting keys."""
 MOST_DEPTH = 256
-"""Levels of nesting on a way through the schema, with its references followed."""
+"""Most levels of nesting on a path through the schema, following references."""
 MOST_REFERENCES = 64
-"""References on such a way."""
+"""Most references on such a path."""
 MOST_CHOICES = 5_000
-"""Values of one `enum`, and properties of one object."""
+"""Most values of one `enum`, and properties of one object."""
 MOST_CHARACTERS = 4_096
-"""Characters of one string: a name, a constant, a pattern."""
+"""Most characters of one string: a name, a constant, a pattern."""
 MOST_MULTIPLE = 10_000
-"""Largest `multipleOf`: it becomes an automaton with so many states."""
+"""Largest `multipleOf`, which becomes an automaton with as many states."""
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 def check_schema(schema: dict[str, Any] | bool) -> None:
-    """Raises ValueError that names the bound which the schema exceeds, or what it holds that no client may use."""
+    """Raise ValueError that names the bound which the schema exceeds, or what it holds that clients may not use."""
     if not isinstance(schema, bool):
         _Ways(_Definitions(schema).found).check()
 
 
 @dataclass(slots=True)
 class _Definition:
-    """What a reference leads to. depth: levels of its own. to: pointers of the references in it."""
+    """The target of a reference. depth: its own levels of nesting. to: pointers of the references in it."""
 
     depth: int = 0
     to: set[str] = field(default_factory=set)
 
 
 class _Definitions:
-    """All definitions that can be reached, by JSON pointer; the schema itself is "#"."""
+    """All reachable definitions by JSON pointer; the schema itself is "#"."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.found: dict[str, _Definition] = {}
         self._schema, self._nodes = schema, 0
-        self._walk_data(schema)  # everything counts, also what no reference leads to
+        self._walk_data(schema)  # all values count, even those that no reference leads to
         open_pointers = ["#"]
         while open_pointers:
             pointer = open_pointers.pop()
@@ -98,7 +98,6 @@ class _Definitions:
                 raise ValueError(f"multipleOf is above {MOST_MULTIPLE} in the schema")
 
     def _at(self, pointer: str) -> object:
-        """What a reference points to."""
         if pointer != "#" and not pointer.startswith("#/"):
             raise ValueError(f"the schema refers to {pointer!r}: references must be within it, such as '#/$defs/name'")
         value: object = self._schema
@@ -114,7 +113,7 @@ class _Definitions:
 
 
 class _Ways:
-    """The longest way through the definitions, at most.
+    """An upper bound on the longest path through the definitions.
 
     Definitions that refer to each other in a circle may follow each other in any order, so all of them count.
     """
@@ -124,19 +123,19 @@ class _Ways:
 
     def check(self) -> None:
         group_of: dict[str, int] = {}
-        longest: list[tuple[int, int]] = []  # references and levels of the longest way from each group on
+        longest: list[tuple[int, int]] = []  # references and levels of the longest path from each group
         for group in _circles({pointer: one.to for pointer, one in self._definitions.items()}):
             for pointer in group:
                 group_of[pointer] = len(longest)
-            behind = [
+            beyond = [
                 longest[group_of[to]]
                 for pointer in group
                 for to in self._definitions[pointer].to
                 if group_of[to] != len(longest)
             ]
-            references = len(group) + max((hops for hops, _ in behind), default=0)
+            references = len(group) + max((hops for hops, _ in beyond), default=0)
             levels = sum(self._definitions[pointer].depth for pointer in group)
-            levels += max((deep for _, deep in behind), default=0)
+            levels += max((deep for _, deep in beyond), default=0)
             longest.append((references, levels))
             if references > MOST_REFERENCES + 1:
                 raise ValueError(f"the schema has more than {MOST_REFERENCES} references that follow each other")
@@ -145,7 +144,7 @@ class _Ways:
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Strongly connected components, each after all that it leads to. Tarjan's algorithm (1972), without recursion."""
+    """Strongly connected components, each after those it leads to. Tarjan's algorithm (1972), without recursion."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -181,7 +180,6 @@ def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def _values(root: object) -> Iterator[tuple[object, int]]:
-    """All values below one, and itself, with their depths."""
     todo = [(root, 1)]
     while todo:
         value, depth = todo.pop()

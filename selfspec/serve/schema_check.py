@@ -1,4 +1,4 @@
-"""Whether a client's schema can be used: its bounds, then a trial in another process, which it may end without harm."""
+"""Whether a client's schema can be used: first its bounds, then a trial in another process, which may crash safely."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from selfspec.serve.schema_bounds import MOST_CHARACTERS, check_schema
 
 MOST_BYTES = 256 << 10
-"""Of a schema as JSON."""
+"""Limit on a schema as JSON."""
 TRIAL_SECONDS = 1.0
-"""Processor time of a trial."""
+"""Limit on the processor time of a trial."""
 _WALL_SECONDS = 15.0  # for the same, on a busy machine
 _TRIAL_BYTES = 1 << 30
 _REMEMBERED = 256
@@ -28,14 +28,14 @@ _QUICK_SECONDS = 0.05
 
 
 class _Known(NamedTuple):
-    """why: it cannot be used. seconds: that it takes to compile it."""
+    """why: the reason that the schema cannot be used. seconds: time to compile it."""
 
     why: str | None
     seconds: float = 0.0
 
 
 class SchemaCheck:
-    """Threads may share one; they take turns. The process starts with the first schema, and anew after one that ended it."""
+    """Threads may share one; they take turns. The process starts with the first schema, and again after one that ended it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class SchemaCheck:
         return written
 
     def is_quick(self, schema: dict[str, Any] | bool) -> bool:
-        """Whether it is known that the schema takes no time. A large one's answer would take long to look for."""
+        """Whether the schema is known to compile quickly. False for a large one, which would take long to look up."""
         if not _is_small(schema):
             return False
         try:
@@ -72,7 +72,6 @@ class SchemaCheck:
         return known is not None and known.seconds < _QUICK_SECONDS
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 
@@ -122,7 +121,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """What it answers; empty if it ended, or has not answered in time."""
+    """The process's answer; empty if it ended or did not answer in time."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""The server's metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of their own."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
@@ -51,7 +49,7 @@ class ServerMetrics:
         self.between = histogram("time_between_tokens_seconds", "Mean time per token of a round.", _SECONDS)
 
     def progressed(self, progress: Progress, seconds: float, *, first: bool) -> None:
-        """Count what a round, or a prompt's end, brought a text.
+        """Count what a step brought a text.
 
         seconds: since the text's last tokens, or since it was submitted if these are its first.
         """
@@ -79,5 +77,4 @@ class ServerMetrics:
             self.reused_tokens.inc(progress.result.stats.num_reused_tokens)
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What a server is told when it starts."""
+"""Settings of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ANY_POLICY = "any"
 SAFE_POLICIES = ("ar", "auto", "auto:cost=layers", "copy", "del", "pacer")
-"""Those whose costs nobody chooses: each decides for itself how much it drafts."""
+"""Policies whose cost a client cannot choose: each decides for itself how much it drafts."""
 MOST_CHOICES = 32
 """Largest `n`, and the most prompts of one completion request."""
 
@@ -18,16 +18,16 @@ MOST_CHOICES = 32
 class ServerSettings:
     """Settings of one server.
 
-    model_name: what clients call the model. policy: for requests that name none; None for the generator's own.
-    batch_size: texts that are decoded together. max_waiting: texts that may wait for a place; more get status 429.
-    max_body_bytes: of a request. default_chat_tokens: new tokens of a chat answer whose request gives no limit.
+    model_name: the model's name for clients. policy: for requests that name none; None for the generator's own.
+    batch_size: number of texts decoded together. max_waiting: texts that may wait; further ones get status 429.
+    max_body_bytes: limit on a request. default_chat_tokens: new tokens of a chat answer whose request sets no limit.
     api_key: what clients must send as a bearer token; None for no check.
-    copy_from: texts that drafts of all requests may be copied from, for policies that copy.
+    copy_from: texts to copy drafts from, for all requests whose policies copy.
     chat_template: Jinja source instead of the tokenizer's own template. chat_stops: stop strings that belong to it.
-    allowed_policies: names that requests may choose beside the server's own; `ANY_POLICY` among them allows every name.
-    allowed_hosts: names and addresses by which clients may call the server, without ports; None for all.
-    share_prefixes: whether a prompt may go on from any other request's text; else only within one cache_salt.
-    most_new_tokens: of a text. most_context: of a prompt and its new tokens; None for what the model can.
+    allowed_policies: names that requests may choose besides the server's own; `ANY_POLICY` allows every name.
+    allowed_hosts: names and addresses, without ports, by which clients may call the server; None for all.
+    share_prefixes: a prompt may reuse any other request's text; otherwise only texts with the same cache_salt.
+    most_new_tokens: limit on a text. most_context: limit on a prompt with its new tokens; None for the model's context.
     """
 
     model_name: str
@@ -47,26 +47,32 @@ class ServerSettings:
     most_context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            *("batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens"),
-            *("most_new_tokens", "most_context"),
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        counts = (
+            "batch_size",
+            "max_waiting",
+            "max_body_bytes",
+            "default_chat_tokens",
+            "most_new_tokens",
+            "most_context",
+        )
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.api_key is not None and not self.api_key:
             raise ValueError("the API key is empty: give one, or none")
 
 
 def default_name(model: str) -> str:
-    """What clients call a model: the folder's own name, or a hub name without its owner."""
+    """The name of a model for clients: its folder's name, or its hub name without the owner."""
     return Path(re.sub(r"[/\\]+$", "", model)).resolve().name if Path(model).is_dir() else model.rpartition("/")[2]
 
 
 def allowed_hosts(address: str, api_key: str | None, named: Sequence[str] = ()) -> tuple[str, ...] | None:
-    """Names by which clients may call a server that listens on this address, None for any.
+    """Host names by which clients may call a server that listens on this address; None for any.
 
-    A page from anywhere can give its own name this machine's address, and then calls the server as its own (DNS rebinding).
-    So a server without a key that listens on this machine alone answers to this machine's names, and those of the operator.
+    Any web page can give its own host name this machine's address and then call the server (DNS rebinding). So a server
+    without a key that listens only on this machine accepts only this machine's names, and those that the operator adds.
     """
     if "*" in named:
         return None

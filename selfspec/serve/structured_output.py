@@ -1,8 +1,8 @@
 """Text that follows a JSON schema, with speculation: llguidance says which tokens may come next.
 
 The mask is a pure function of the generated tokens, so drafts and verified rows are masked alike, and the output follows the
-model's distribution under the schema. The matcher stays where the last call left it. The next call rolls it back to
-where the two texts part, so that a rejected draft costs nothing more.
+model's distribution under the schema. The matcher keeps its state between calls, and rolls it back to where two texts part,
+so that a rejected draft costs nothing extra.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from selfspec.serve.grammar_worker import COMPACT, LIMITS
 
-JSON_OBJECT: dict[str, Any] = {"type": "object"}
-"""What `json_object` asks for."""
-
 
 class GrammarError(ValueError):
-    """A grammar became too complex while a text was written, or the text is outside it."""
+    """A grammar became too complex during a text, or the text does not follow it."""
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes. Made when first needed: for a large vocabulary that takes about a second.
+    """A tokenizer's tokens as bytes, computed when first needed: a large vocabulary takes about a second.
 
-    eos: ids that end a text. size: the model's vocabulary, which may be larger than the tokenizer's.
+    eos: ids that end a text. size: of the model's vocabulary, which may be larger than the tokenizer's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, eos: Sequence[int]) -> None:
@@ -45,20 +42,19 @@ class Vocabulary:
         return self._get().decode_bytes([token])
 
     def is_special(self, token: int) -> bool:
-        """Whether it is left out where tokens become text."""
         return token in self._special
 
     def matcher(self, schema: dict[str, Any] | bool) -> LLMatcher:
         """A fresh matcher for JSON that follows a schema.
 
-        Raises ValueError for a schema that is none, or that holds what llguidance does not know. A schema of somebody who is
-        not trusted must pass `selfspec.serve.schema_check` first: the compiler can end the process.
+        Raises ValueError for an invalid schema, or one that llguidance does not support. A schema from an untrusted client
+        must pass `selfspec.serve.schema_check` first, because the compiler can end the process.
         """
         if not self._eos:
             raise ValueError("response_format needs a model with an end-of-sequence token")
         tokenizer = self._get()
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-        # Not a copy of one that is kept: copies share their lexer, and what one text wrote would count for another.
+        # Do not copy a matcher: copies share their lexer, so that the texts would affect each other.
         matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if matcher.is_error():
             raise ValueError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")
@@ -73,10 +69,10 @@ class Vocabulary:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Allows only tokens with which the text can still become JSON that follows the schema. For one text.
+    """Allows only tokens after which the text can still become JSON that follows the schema. For one text.
 
-    Raises ValueError as `Vocabulary.matcher`, and GrammarError when called with a text that the grammar does not allow, or
-    for which it takes more time or memory than `grammar_worker.LIMITS`.
+    Raises ValueError as `Vocabulary.matcher`, and GrammarError for a text that does not follow the grammar or exceeds
+    `grammar_worker.LIMITS`.
     """
 
     def __init__(self, vocabulary: Vocabulary, schema: dict[str, Any] | bool, prompt_length: int) -> None:
@@ -88,11 +84,11 @@ class GrammarProcessor(LogitsProcessor):
         self._bits = torch.arange(32, dtype=torch.int32, device="cpu")
 
     def __reduce__(self) -> tuple[type[GrammarProcessor], tuple[Vocabulary, dict[str, Any] | bool, int]]:
-        """In another process it starts anew, with that process' vocabulary (see `mirrored_engine`)."""
+        """In another process it starts anew with that process' vocabulary (see `distributed.rank0_engine`)."""
         return GrammarProcessor, self._made_of
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: int64 [1, n]. scores: [1, vocab]. Returns them with -inf where a token may not come."""
+        """input_ids: int64 [1, n]. scores: [1, vocab]. Returns the scores with -inf for forbidden tokens."""
         self._go_to(input_ids[0, self._prompt_length :].tolist())
         self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.numel() * self._mask.element_size())
         self._check()
@@ -116,7 +112,7 @@ class GrammarProcessor(LogitsProcessor):
             raise GrammarError("the text has left the grammar")
 
     def _check(self) -> None:
-        """A matcher with an error answers nothing more. The next call begins with a new one."""
+        """After an error a matcher is useless. The next call starts with a new one."""
         if self._matcher.is_error():
             why = (self._matcher.get_error().splitlines() or ["no reason was given"])[0]
             vocabulary, schema, _ = self._made_of

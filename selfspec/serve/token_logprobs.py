@@ -1,4 +1,4 @@
-"""Log-probabilities of the generated tokens, read from the passes that verified them: nothing is computed twice."""
+"""Log-probabilities of tokens, from the passes that verified or read them: nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import LogitsProcessor
 
 from layerskip_models import LayerSkipModel
 
-_ROWS = 64  # of a prompt whose logits are in memory at a time
+_ROWS = 64  # of a prompt whose logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its natural log-probability, and the likeliest tokens at its place with theirs, best first.
+    """A token, its natural log-probability, and the most likely tokens at its position with theirs, best first.
 
-    logprob: None for the first token of a prompt, which nothing precedes.
+    logprob: None for the first token of a prompt.
     """
 
     token: int
@@ -26,10 +26,10 @@ class TokenLogprob:
 
 
 class LogprobRecorder(LogitsProcessor):
-    """Changes nothing, and remembers the model's logits for each place of the text. Must be the first processor.
+    """Keeps the model's logits for each position of the text, and changes nothing. Must be the first processor.
 
-    Drafts write the draft's logits first. Verification writes the full model's over them before a token is committed, so
-    what stands at a committed place is the full model's, before temperature, penalties and biases.
+    Drafting writes the exit's logits first; verification replaces them by the full model's before a token is committed. So
+    the logits of a committed position are the full model's, before temperature, penalties and biases.
     """
 
     def __init__(self, prompt_length: int, num_top: int) -> None:
@@ -42,11 +42,11 @@ class LogprobRecorder(LogitsProcessor):
         return scores
 
     def __reduce__(self) -> tuple[Callable[[], LogitsProcessor], tuple[()]]:
-        """In another process that decodes the same text, nobody reads what would be remembered."""
+        """Workers that decode the same text keep nothing, because nobody reads it there."""
         return _Unchanged, ()
 
     def committed(self, tokens: Sequence[int]) -> list[TokenLogprob]:
-        """The log-probabilities of tokens that were committed now. Called once for each block, in order."""
+        """The log-probabilities of newly committed tokens. Call it once for each block, in order."""
         found = []
         for token in tokens:
             logprobs = self._rows.pop(self._next).float().log_softmax(dim=-1)
@@ -59,9 +59,9 @@ class LogprobRecorder(LogitsProcessor):
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, worked out as the prompt is read: `Request.watch_prompt` calls it.
+    """Log-probabilities of a prompt's tokens, computed while the prompt is read (as `Request.watch_prompt`).
 
-    tokens: one for each token of the prompt, once it is read.
+    tokens: one for each token of the prompt.
     """
 
     def __init__(self, model: LayerSkipModel, prompt: Tensor, num_top: int) -> None:
@@ -69,7 +69,7 @@ class PromptLogprobs:
         self.tokens = [TokenLogprob(int(prompt[0]), None, ())]
 
     def __call__(self, first: int, hidden: Tensor) -> None:
-        """hidden: [rows, hidden], what the last layer put out for the prompt's rows from position `first` on."""
+        """hidden: [rows, hidden], the last layer's output for the prompt's rows from position `first` on."""
         targets = self._prompt[first + 1 : first + 1 + hidden.shape[0]].to(hidden.device)
         for rows, following in zip(hidden[: targets.numel()].split(_ROWS), targets.split(_ROWS)):
             logprobs = self._model.logits(rows).float().log_softmax(dim=-1)
@@ -80,7 +80,7 @@ class PromptLogprobs:
 
 
 class _Unchanged(LogitsProcessor):
-    """Stands where a recorder does on rank 0."""
+    """A worker's counterpart of a recorder on rank 0."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores

@@ -1,4 +1,4 @@
-"""Texts and messages to tokens and back, without generating: /tokenize, /detokenize and /tokenizer_info, as in vLLM."""
+"""Text and messages to tokens and back, as in vLLM: /tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, Field, model_validator
 
-from selfspec.serve.api_fields import Strict, wrong_field
 from selfspec.serve.api_requests import OWN_TEMPLATE, Message
-from selfspec.serve.bodies import read_body
+from selfspec.serve.bodies import Strict, read_body, wrong_field
 from selfspec.serve.translation import Translator
 
 
 class TokenizeRequest(Strict):
     """Body of /tokenize: a prompt, or messages.
 
-    add_special_tokens: of a prompt; messages have those of the chat template. add_generation_prompt, continue_final_message:
-    of messages; without them they become what /v1/chat/completions reads. return_token_strs: each token as the tokenizer
-    calls it, too.
+    add_special_tokens: for a prompt; messages get those of the chat template. add_generation_prompt, continue_final_message:
+    for messages; without them the result is what /v1/chat/completions reads. return_token_strs: also return the tokenizer's
+    name of each token.
     """
 
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
@@ -53,14 +52,11 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """Body of /detokenize."""
-
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
 
 
 def add_token_routes(app: FastAPI, translator: Translator) -> None:
-    """Serve them. The app's state has `lanes`."""
     tokenizer = translator.tokenizer
 
     @app.post("/tokenize")

@@ -1,4 +1,4 @@
-"""A request's body to checked calls of the engine. Whatever cannot be is an ApiError here, before anything runs."""
+"""A request's body to checked calls of the engine. Whatever is wrong with it is an ApiError here, before anything runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -17,51 +17,31 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
-from selfspec.engine.engine import BoundRequest
-from selfspec.engine.request import COLDEST, ContextLengthError, encode_prompt
+from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
 from selfspec.messages import ChatTemplate, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    JsonObjectFormat,
     JsonSchemaFormat,
     Message,
 )
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
-from selfspec.serve.chat_template import chat_prompt
-from selfspec.serve.prompt_bounds import PromptBounds
+from selfspec.serve.prompts import chat_prompt, check_length
+from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
-from selfspec.serve.structured_output import JSON_OBJECT, GrammarProcessor, Vocabulary
+from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
 from selfspec.serve.trimmed_text import StopTexts
 
 _COMPLETION_TOKENS = 16
-"""Where a completion request gives no max_tokens, as in OpenAI's API."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choice:
-    """One text to generate. stops: where its text is cut. echo: what stands before it. recorder: for log-probabilities.
-
-    min_tokens: in the text of so many first tokens stops are not looked for. scored: the log-probabilities of the prompt's
-    tokens, if they are asked for. silent: only the prompt is asked for, and the one token that is generated is not shown.
-    """
-
-    checked: BoundRequest
-    stops: tuple[str, ...]
-    echo: str = ""
-    recorder: LogprobRecorder | None = None
-    min_tokens: int = 0
-    scored: PromptLogprobs | None = None
-    silent: bool = False
+"""Used when a completion request gives no max_tokens, as in OpenAI's API."""
 
 
 class Translator:
@@ -74,7 +54,7 @@ class Translator:
         self._policies = ServedPolicies(generator, settings.policy, settings.allowed_policies)
         self._schemas = SchemaCheck()
         context = generator.model.max_positions
-        self._bounds = PromptBounds(self.tokenizer, min(context, settings.most_context or context))
+        self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
         self._template = ChatTemplate(settings.chat_template, settings.chat_stops)
         config = generator.model.generation_config
@@ -85,20 +65,17 @@ class Translator:
         self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
 
     def has_slow_schema(self, body: GenerationRequest) -> bool:
-        """Whether it has a schema that takes long to compile, or one that is not known yet."""
+        """Whether it has a schema that takes long to compile, or that was not compiled yet."""
         asked = body.response_format
         return isinstance(asked, JsonSchemaFormat) and not self._schemas.is_quick(asked.json_schema.schema_)
 
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
         if isinstance(body.response_format, JsonSchemaFormat):
-            try:
+            with _bad_request("response_format"):
                 self._schemas(body.response_format.json_schema.schema_)
-            except ValueError as error:
-                raise ApiError(str(error), param="response_format") from None
 
     def close(self) -> None:
-        """End the process that tries schemas."""
         self._schemas.close()
 
     @property
@@ -110,47 +87,40 @@ class Translator:
         }
 
     def chat(self, body: ChatRequest) -> list[Choice]:
-        """The n answers to a conversation."""
-        self._check_model(body)
+        self.check_name(body.model)
         self._check_schema(body)
         ids = self.chat_ids(body.messages)
-        room = self._bounds.most_tokens - len(ids)
+        room = self.most_tokens - len(ids)
         limit = body.limit[1]
         most = min(self._settings.default_chat_tokens, self._settings.most_new_tokens or room)
         wanted = max(1, min(most, room)) if limit is None else limit
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         # The template's own stops are its end token.
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
+        owner = self._owner(body)
         with _bad_request("messages", body.limit):
             self._check_limit(len(ids), *body.limit, wanted)
-            choices = [self._choice(body, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
-        return self._owned(body, choices)
+            return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
-        """The prompt that asks for the next answer. ask: as of `chat_prompt`."""
+        """The prompt that asks for the next answer. ask: as for `chat_prompt`."""
         with _bad_request("messages"):
-            self._bounds.check([message.text for message in messages])
+            check_length(self.tokenizer, [message.text for message in messages], self.most_tokens)
             return chat_prompt(self.tokenizer, self._template, messages, ask)
 
     @property
-    def most_tokens(self) -> int:
-        """Of a prompt and its new tokens."""
-        return self._bounds.most_tokens
-
-    @property
     def chat_template(self) -> str | None:
-        """Its Jinja source; None without one."""
         own = getattr(self.tokenizer, "chat_template", None)
         return self._template.source or (own if isinstance(own, str) else None)
 
     def tokens_of(self, text: str, *, special: bool) -> list[int]:
-        """The ids of a text. special: with the special tokens that the tokenizer adds. Raises ApiError for too long a one."""
+        """The ids of a text. special: with the tokenizer's special tokens. Raises ApiError for a text that is too long."""
         with _bad_request("prompt"):
-            self._bounds.check([text])
+            check_length(self.tokenizer, [text], self.most_tokens)
             return [*self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included. Raises ApiError for too many, and for what is no token."""
+        """The text of tokens, special ones included. Raises ApiError for too many tokens or unknown ids."""
         with _bad_request("tokens"):
             if len(ids) > 2 * self.most_tokens:
                 raise ContextLengthError(len(ids), 1, self.most_tokens)
@@ -162,12 +132,14 @@ class Translator:
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
-        if model is not None:
-            check_model(model, self._settings.model_name)
+        served = self._settings.model_name
+        if model not in (None, served):
+            message = f"there is no model {model!r} here, this server has {served!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def completions(self, body: CompletionRequest) -> list[Choice]:
         """The n continuations of every prompt, those of the first prompt first."""
-        self._check_model(body)
+        self.check_name(body.model)
         if len(body.prompts) * body.n > MOST_CHOICES:
             raise ApiError(f"{len(body.prompts)} prompts with n={body.n}: at most {MOST_CHOICES} texts", param="n")
         if body.scores_prompts and self._generator.model.num_ranks > 1:
@@ -180,43 +152,43 @@ class Translator:
         wanted = body.max_tokens
         if wanted is None:
             wanted = min(_COMPLETION_TOKENS, self._settings.most_new_tokens or _COMPLETION_TOKENS)
+        owner = self._owner(body)
         choices: list[Choice] = []
         for prompt in body.prompts:
             with _bad_request("prompt", ("max_tokens", wanted)):
                 if isinstance(prompt, str):
-                    self._bounds.check([prompt])
-                else:  # before all of them are looked at
+                    check_length(self.tokenizer, [prompt], self.most_tokens)
+                else:  # before every id is checked
                     self._check_limit(len(prompt), *body.limit, wanted)
                 ids = encode_prompt(prompt, self.tokenizer, self._vocab_size).tolist()
                 self._check_limit(len(ids), *body.limit, wanted)
                 echo = ""
                 if body.echo:
                     echo = prompt if isinstance(prompt, str) else self._text(ids)
+                stops = tuple(body.stop)
                 for _ in range(body.n):
-                    choices.append(self._choice(body, ids, echo, wanted, tuple(body.stop), body.logprobs, len(choices)))
-        return self._owned(body, choices)
+                    choices.append(self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices)))
+        return choices
 
     def _check_limit(self, num_prompt: int, name: str, asked: int | None, wanted: int) -> None:
-        """What the model has room for, and the operator allows."""
+        """Raise an error for more tokens than the model has room for or the operator allows."""
         most = self._settings.most_new_tokens
         if most is not None and wanted > most:
             raise ApiError(f"{name} is {asked}, at most {most} are possible here", param=name)
-        self._bounds.check_room(num_prompt, wanted)
+        check_context(num_prompt, wanted, self.most_tokens)
 
-    def _owned(self, body: GenerationRequest, choices: Sequence[Choice]) -> list[Choice]:
-        """Its texts, which go on from each other's rows, and from those of earlier requests with the same salt."""
-        owner = ANYONE
-        if not self._settings.share_prefixes:
-            named = json.dumps([body.cache_salt, body.user])
-            owner = Owner(uuid4().hex, lasts=False) if body.cache_salt is None else Owner(named)
-        return [
-            replace(one, checked=replace(one.checked, request=replace(one.checked.request, owner=owner)))
-            for one in choices
-        ]
+    def _owner(self, body: GenerationRequest) -> Owner:
+        """Whose texts a request's prompts may reuse: its own, and those of earlier requests with the same salt and user."""
+        if self._settings.share_prefixes:
+            return ANYONE
+        if body.cache_salt is None:
+            return Owner(uuid4().hex, lasts=False)
+        return Owner(json.dumps([body.cache_salt, body.user]))
 
     def _choice(
         self,
         body: GenerationRequest,
+        owner: Owner,
         ids: list[int],
         echo: str,
         max_new_tokens: int,
@@ -228,7 +200,8 @@ class Translator:
             raise ApiError(f"min_tokens={body.min_tokens} is above the limit of {max_new_tokens}", param="min_tokens")
         sampling = self._sampling_options(body, index)
         criteria = [StopTexts(self.tokenizer, stops, len(ids), body.min_tokens)] if stops else []
-        policy = self._policy(body, sampling)
+        with _bad_request("policy"):
+            policy = self._policies.choose(body.policy, repeats="seed" in sampling)
         checked = self._generator.check(
             ids,
             max_new_tokens=max(1, max_new_tokens),
@@ -240,7 +213,7 @@ class Translator:
             stopping_criteria=StoppingCriteriaList(criteria),
             **sampling,
         )
-        request, recorder, scored = checked.request, None, None
+        request, recorder, scored = replace(checked.request, owner=owner), None, None
         if num_top is not None:
             recorder = LogprobRecorder(len(ids), num_top)
             request = replace(request, processors=LogitsProcessorList([recorder, *request.processors]))
@@ -248,7 +221,7 @@ class Translator:
                 scored = PromptLogprobs(checked.bound.model, request.prompt, num_top)
                 request = replace(request, watch_prompt=scored)
         return Choice(
-            # Its text is made here piece by piece, and not once more by the engine.
+            # The server decodes the text piece by piece, so the engine need not do it again.
             checked=replace(checked, request=request, tokenizer=None),
             stops=stops,
             echo=echo,
@@ -259,7 +232,6 @@ class Translator:
         )
 
     def _end_tokens(self, body: GenerationRequest) -> list[int]:
-        """Tokens that end a text, the request's own among them."""
         for token in body.stop_token_ids:
             if token >= self._vocab_size:
                 raise ApiError(
@@ -269,7 +241,7 @@ class Translator:
         return [*([] if body.ignore_eos else self._eos), *body.stop_token_ids]
 
     def _sampling_options(self, body: GenerationRequest, index: int) -> dict[str, Any]:
-        """Arguments of `generate`. The choices of a request are seeded one after the other: seed, seed + 1, ..."""
+        """Arguments of `generate`. The choices of a request have the seeds seed, seed + 1, ..."""
         own = self._sampling
         temperature = body.temperature
         if temperature is None:
@@ -284,39 +256,21 @@ class Translator:
             options["seed"] = body.seed + index
         return options
 
-    def _policy(self, body: GenerationRequest, sampling: dict[str, Any]) -> Policy:
-        try:
-            return self._policies.choose(body.policy, repeats="seed" in sampling)
-        except (ValueError, FileNotFoundError) as error:
-            raise ApiError(str(error), param="policy") from None
-
     def _processors(self, body: GenerationRequest, prompt_length: int) -> LogitsProcessorList:
         processors = LogitsProcessorList()
         if body.presence_penalty or body.frequency_penalty:
             processors.append(PenaltyProcessor(body.presence_penalty, body.frequency_penalty, prompt_length))
         if body.logit_bias:
-            try:
+            with _bad_request("logit_bias"):
                 processors.append(BiasProcessor(body.logit_bias, self._vocab_size, self._generator.model.device))
-            except ValueError as error:
-                raise ApiError(str(error), param="logit_bias") from None
         ends = self._end_tokens(body)
         if body.min_tokens and ends:
             device = str(self._generator.model.device)
             processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device))
-        schema: dict[str, Any] | bool | None = None
-        if isinstance(body.response_format, JsonObjectFormat):
-            schema = JSON_OBJECT
-        elif isinstance(body.response_format, JsonSchemaFormat):
-            schema = body.response_format.json_schema.schema_
-        if schema is not None:
-            try:
-                processors.append(GrammarProcessor(self.vocabulary, schema, prompt_length))
-            except ValueError as error:
-                raise ApiError(str(error), param="response_format") from None
+        if body.schema_ is not None:
+            with _bad_request("response_format"):
+                processors.append(GrammarProcessor(self.vocabulary, body.schema_, prompt_length))
         return processors
-
-    def _check_model(self, body: GenerationRequest) -> None:
-        check_model(body.model, self._settings.model_name)
 
     def _text(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -324,35 +278,25 @@ class Translator:
         return text
 
 
-def check_model(asked: str, served: str) -> None:
-    """Raise an ApiError (status 404) for another model than the one that is served."""
-    if asked != served:
-        raise ApiError(
-            f"there is no model {asked!r} here, this server has {served!r}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-
-
 @contextmanager
 def _bad_request(param: str, limit: tuple[str, int | None] = ("max_tokens", None)) -> Iterator[None]:
-    """What the engine refuses, as status 400. param: what is likely meant where the message names nothing.
+    """Turn the engine's errors into ApiErrors with status 400.
 
-    limit: what the request calls its limit of new tokens, and the limit if there is one.
+    param: the field to name if the message names none. limit: the request's name for its limit of new tokens, and the limit
+    if there is one.
     """
     try:
         yield
     except ContextLengthError as error:
         name, most = limit
-        twice = 2 * error.context  # from there on nobody counted
+        twice = 2 * error.context  # counting stopped there
         count = f"more than {twice}" if error.num_prompt > twice else str(error.num_prompt)
         asked = f", and the prompt has {count}: shorten it"
         if most is not None:
             asked = f", the prompt has {count}, and {name} is {most}: shorten the prompt or lower {name}"
         message = f"this model's maximum context length is {error.context} tokens{asked}"
         raise ApiError(message, param=param, code="context_length_exceeded") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, FileNotFoundError) as error:
         message = str(error)
         named = re.match(r"(temperature|top_p|top_k|min_p|seed|repetition_penalty)\b", message)
         raise ApiError(message, param=named[1] if named else param) from None

@@ -1,4 +1,4 @@
-"""The page at `/`: one file without a build step, and the headers that keep it to itself."""
+"""The page at `/`: one file without a build step, with headers that isolate it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at `/`. It talks to the API of the same server, and to nobody else."""
+    """Serve the page at `/`. It calls only the API of the same server."""
     page = files("selfspec.serve").joinpath("page.html").read_text(encoding="utf-8")
     headers = {
         "Cache-Control": "no-cache",
@@ -27,9 +27,9 @@ def add_page(app: FastAPI) -> None:
 
 
 def content_policy(page: str) -> str:
-    """What a browser lets the page do: run its own script and style, and call its own server.
+    """The Content-Security-Policy: the page may run its own script and style, and call its own server.
 
-    Text of a model that got into the page as HTML by mistake could run nothing and load nothing.
+    Text of a model that became HTML by mistake could neither run nor load anything.
     """
     allowed = {tag: _hashes(page, tag) for tag in ("script", "style")}
     return "; ".join(

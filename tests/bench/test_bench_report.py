@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.record import RecordWriter, read_record, record_name
-from bench.report.figures import write_plots
-from bench.report.glance import glance
+from bench.report.glance import by_precision, glance
 from bench.report.markdown import fill_markers, markdown, sections
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples, Spread
@@ -266,55 +265,45 @@ def test_a_glance_at_many_engines_keeps_those_that_matter():
     assert rows["auto8"][3] == "2.00×"  # over plain decoding on its own weights
 
 
+RECORDS = {
+    record_name(path): path for folder in ("docs", "bench") for path in sorted((ROOT / folder).rglob("*.jsonl.gz"))
+}
+_MARKED = re.compile(r"<!-- report:([^ ]+) -->\n.*?<!-- /report:\1 -->\n", re.S)
 PAGES = [
-    "README.md",
-    "docs/benchmarks.md",
-    "docs/chat.md",
-    "docs/training.md",
-    "docs/exit-adapters.md",
-    *(f"docs/results/{p.name}" for p in (ROOT / "docs/results").glob("*.md")),
+    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if _MARKED.search(path.read_text())
 ]
 
-_OFTEN = (
-    "README.md",
-    "docs/training.md",
-    "docs/exit-adapters.md",
-    "docs/results/exit-adapters.md",
-    "docs/results/run.md",
-)
-"""Pages that are compared in every run of the tests: drawing the plots of all of them takes half a minute."""
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_published_tables_are_those_of_the_records(page):
+    """A number typed by hand, or a record changed without `make results`, fails here."""
+    text = page.read_text(encoding="utf-8")
+    names = {name.partition(":")[0] for name in _MARKED.findall(text)}
+    assert fill_markers(text, {name: read_record(RECORDS[name]) for name in names}) == text
 
 
-@pytest.mark.parametrize(
-    "page", [*_OFTEN, *(pytest.param(page, marks=pytest.mark.slow) for page in sorted({*PAGES} - {*_OFTEN}))]
-)
-def test_published_tables_and_plots_are_those_of_the_records(page, tmp_path):
-    """A number typed by hand, or a record changed without `make results`, fails here. Of plots, the texts are compared:
-    how lines are drawn may change with matplotlib's version."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    names = {name.partition(":")[0] for name in re.findall(r"<!-- report:([^ ]+) -->\n", text)}
-    assert names
-    records = {name: read_record(ROOT / "docs" / "data" / f"{name}.jsonl.gz") for name in names}
-    whole = {name: lines for name, lines in records.items() if f"<!-- report:{name} -->" in text}
-    plots = {name: write_plots(lines, name, tmp_path) for name, lines in whole.items()}
-    assert fill_markers(text, records, plots) == text
-    for plot in tmp_path.glob("plots/*.svg"):
-        published = (ROOT / page).parent / "plots" / plot.name
-        assert published.stat().st_size < 60_000
-        assert texts_of(published) == texts_of(plot)
+def test_every_table_of_the_results_is_made():
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        typed = _MARKED.sub("", page.read_text(encoding="utf-8"))
+        assert not re.search(r"^\|", typed, re.M), f"{page.name} has a table that no record made"
 
 
-def texts_of(svg: Path) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
+def test_every_record_is_shown_and_says_where_it_comes_from():
+    shown = {
+        marker for page in (ROOT / "docs" / "results").glob("*.md") for marker in _MARKED.findall(page.read_text())
+    }
+    for path in (ROOT / "docs" / "data").iterdir():
+        parts = {part for name, _, part in (marker.partition(":") for marker in shown) if name == record_name(path)}
+        assert "machine" in parts and len(parts) > 1, f"{path.name} is not on a page of results"
 
 
-def test_every_record_has_a_page_and_every_plot_is_shown():
-    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")}
-    assert set(pages) == {record_name(path) for path in (ROOT / "docs" / "data").iterdir()}
-    for name, text in pages.items():
-        assert f"<!-- report:{name} -->" in text
-    shown = {link for text in pages.values() for link in re.findall(r"\]\(plots/([^)]+)\)", text)}
-    assert shown == {plot.name for plot in (ROOT / "docs" / "results" / "plots").iterdir()}
+def test_speeds_by_precision_keep_the_fastest_peer():
+    lines = read_record(RECORDS["peers-medium"])
+    (table,) = by_precision(lines)
+    peers = [name for name in lines[0]["engines"] if name.startswith(("llama.cpp", "transformers"))]
+    fastest = max(Samples(lines).speed(name).value for name in peers)
+    assert any(f"{fastest:.1f}" in row for row in table.rows)
+    assert by_precision(record()) == []
 
 
 def test_a_packed_record_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:

@@ -23,13 +23,12 @@ from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import notes_console, one_line_errors
 from selfspec.cli.chat_command import COMMANDS, Chat
-from selfspec.cli.chat_text import StopTrimmer
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
 from selfspec.cli.notes import NotesConsole
 from selfspec.messages import ChatTemplate
-from selfspec.stop_text import before_stop
+from selfspec.stop_text import StopTrimmer, before_stop
 from selfspec.streaming import Fate
 from tiny_llama import WORDS, tiny_llama, tiny_tokenizer
 

@@ -62,7 +62,7 @@ def test_a_path_that_cannot_be_written_is_one_line(
     for place in (
         "bench.commands.run_command.open_tokenizer",
         "bench.commands.run_command.choose_prompts",
-        "selfspec.cli.main.load_generator",
+        "selfspec.cli.generate_command.load_generator",
     ):
         monkeypatch.setattr(place, no_work)
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -117,13 +117,13 @@ def test_a_missing_or_damaged_record_is_one_line(text: str | None, message: str,
 
 
 def test_documents_to_fill_must_exist(tmp_path: Path) -> None:
-    record = Path(__file__).parents[2] / "docs" / "data" / "peers.jsonl.gz"
+    record = Path(__file__).parents[2] / "docs" / "data" / "peers-medium.jsonl.gz"
     result = CliRunner().invoke(
         bench.commands.bench_app.app, ["report", str(record), "--into", str(tmp_path / "none.md")]
     )
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "there is no document at" in result.stderr
-    copy = tmp_path / "peers.jsonl.gz"
+    copy = tmp_path / "peers-medium.jsonl.gz"
     copy.write_bytes(record.read_bytes())
     result = CliRunner().invoke(bench.commands.bench_app.app, ["report", str(record), str(copy)])
     assert result.exit_code == 2

@@ -16,7 +16,7 @@ from preverifiers import random_module
 from rank_processes import results_of
 from scripted_policies import made_up_cost
 from selfspec import SelfSpecGenerator
-from selfspec.distributed.rank0_engine import end_followers, follow, leading_engine
+from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.engine.calibrate import use_cost
 from selfspec.engine.engine import Engine
 from selfspec.pacer.network import FOLDER, save_preverifier
@@ -100,19 +100,19 @@ def _on_a_rank(path: Path) -> dict[str, Any] | None:
     words = vocabulary()
     use_cost(model, made_up_cost(4))  # to measure would take longer than all the rest
     if model.ranks.rank:
-        ServedPolicies(generator, OWN)  # as a follower's translator makes them
-        follow(generator, OWN, shared=[words])
+        ServedPolicies(generator, OWN)  # as a worker's translator makes them
+        run_worker(generator, OWN, shared=[words])
         return {"pass_seconds": generator.load_preverifier.pass_seconds}
-    make = leading_engine(generator, OWN, [words])
+    make = rank0_engines(generator, OWN, [words])
     policies = ServedPolicies(generator, OWN)
     found = [_serve(generator, make(), words, policies) for _ in range(2)]  # what policies learned stays
-    engine = leading_engine(generator, OWN)()
+    engine = rank0_engines(generator, OWN)()
     try:
         engine.join(generator.check([5], max_new_tokens=2, logits_processor=LogitsProcessorList([Unsendable()])))
     except ValueError as error:
         refusal = str(error)
     engine.close()
-    end_followers(generator)
+    end_workers(generator)
     return {"found": found, "refusal": refusal, "pass_seconds": generator.load_preverifier.pass_seconds}
 
 
@@ -123,11 +123,11 @@ def test_clients_get_the_texts_of_one_process(folder: Path) -> None:
     expected = [_serve(generator, Engine(), words, policies) for _ in range(2)]
     assert all(len(text) == 10 for text in expected[0]["texts"].values())
     assert len(expected[0]["logprobs"]) == 10
-    leader, *followers = _ranks(folder)
-    assert followers == [{"pass_seconds": leader["pass_seconds"]}] != [{"pass_seconds": {}}]
+    rank0, *workers = _ranks(folder)
+    assert workers == [{"pass_seconds": rank0["pass_seconds"]}] != [{"pass_seconds": {}}]
     assert words.bytes_of(expected[0]["texts"][7][0]) == b"["
-    assert leader["found"] == expected
-    assert "cannot be sent to the other processes" in leader["refusal"]
+    assert rank0["found"] == expected
+    assert "cannot be sent to the other processes" in rank0["refusal"]
 
 
 def _ranks(folder: Path) -> list[Any]:

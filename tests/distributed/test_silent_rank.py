@@ -115,7 +115,7 @@ def test_clients_get_an_error_and_the_server_ends(
     engine64.tokenizer = tiny_tokenizer()
     monkeypatch.setattr(HeldUp, "release", threading.Event())
     monkeypatch.setattr(HeldUp, "raises", RankError("rank 0 cannot go on: rank 1") if way == "step" else None)
-    monkeypatch.setattr("selfspec.serve.app.leading_engine", lambda *options: HeldUp)
+    monkeypatch.setattr("selfspec.serve.app.rank0_engines", lambda *options: HeldUp)
     with running_server(engine64) as server:
         found: list[tuple[int, str, str]] = []
 

@@ -119,12 +119,7 @@ def request_for(model: LayerSkipModel, prompt: list[int], *, seed: int | None = 
         host=GenerationHost(model.config, model.generation_config, model.device),
         prompt=prompt,
         tokenizer=None,
-        generation_config=None,
-        options=options,
-        seed=seed,
-        generator=None,
-        logits_processor=None,
-        stopping_criteria=None,
+        options={**options, "seed": seed},
     )
 
 

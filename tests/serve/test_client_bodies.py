@@ -17,8 +17,8 @@ import pytest
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, ask, refusal, running_server
 from selfspec import SelfSpecGenerator
-from selfspec.serve.api_fields import Strict
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest, Message, StreamOptions, TextPart
+from selfspec.serve.bodies import Strict
 
 BODIES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("client_bodies.json").read_text(encoding="utf-8"))
 

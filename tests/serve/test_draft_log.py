@@ -7,11 +7,10 @@ from random import Random
 import pytest
 
 from layerskip_models import DEMO_PATH
-from selfspec import SelfSpecGenerator
-from selfspec.engine.call import Call
-from selfspec.engine.engine import Progress
+from selfspec import GenerationResult, SelfSpecGenerator
+from selfspec.engine.call import run_calls
+from selfspec.serve.api_responses import Piece
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.scheduler import Update
 
 PROMPT = "Question: Tom has 3 apples and buys 4 more. How many \N{DEER}\N{DEER}"
 
@@ -21,13 +20,14 @@ def demo() -> SelfSpecGenerator:
     return SelfSpecGenerator.from_pretrained(DEMO_PATH)
 
 
-def logged(demo: SelfSpecGenerator, **options: object) -> tuple[DraftLog, Call]:
+def logged(demo: SelfSpecGenerator, **options: object) -> tuple[DraftLog, GenerationResult]:
     assert demo.tokenizer is not None
-    call, log = Call(demo.check(PROMPT, trace=True, **options)), DraftLog(demo.tokenizer)
-    for seconds, (tokens, record) in enumerate(call.rounds()):
-        progress = Progress(ticket=1, tokens=tokens, record=record, result=call.result)
-        log.add([Update(progress=progress, seconds=float(seconds))])
-    return log, call
+    log, result = DraftLog(demo.tokenizer), None
+    for seconds, progress in enumerate(run_calls([demo.check(PROMPT, trace=True, **options)])):
+        log.add(Piece(index=0, steps=[progress], seconds=float(seconds)))
+        result = progress.result
+    assert result is not None
+    return log, result
 
 
 def text_of(field: dict) -> str:
@@ -38,9 +38,9 @@ def text_of(field: dict) -> str:
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_are_the_text_wherever_it_is_cut(demo, policy, seed):
     """A server sends text later than it comes, and in other portions, when a stop string may have begun."""
-    log, call = logged(demo, policy=policy, max_new_tokens=40, do_sample=True, seed=seed, eos_token_id=[])
-    result, random = call.result, Random(seed)
-    assert result is not None and result.text is not None
+    log, result = logged(demo, policy=policy, max_new_tokens=40, do_sample=True, seed=seed, eos_token_id=[])
+    random = Random(seed)
+    assert result.text is not None
     text, fields = result.text, []
     while text:
         length = random.randint(0, 12)
@@ -58,9 +58,8 @@ def test_pieces_are_the_text_wherever_it_is_cut(demo, policy, seed):
 
 def test_copied_pieces_say_so_and_stay_accepted_for_those_who_do_not_look(demo):
     store = [(demo.generate(PROMPT, max_new_tokens=40, policy="ar").text or "") * 2]
-    log, call = logged(demo, policy="copy:6+ls:3-3", max_new_tokens=40, do_sample=False, copy_from=store)
-    result = call.result
-    assert result is not None and result.text is not None
+    log, result = logged(demo, policy="copy:6+ls:3-3", max_new_tokens=40, do_sample=False, copy_from=store)
+    assert result.text is not None
     field = log.take(len(result.text))
     assert text_of(field) == result.text
     copied = [piece for piece in field["pieces"] if "copied" in piece]
@@ -74,18 +73,18 @@ def test_copied_pieces_say_so_and_stay_accepted_for_those_who_do_not_look(demo):
 
 
 def test_numbers_come_once_and_text_behind_a_stop_not_at_all(demo):
-    log, call = logged(demo, policy="ls:3-4", max_new_tokens=20, do_sample=False)
-    assert call.result is not None and call.result.text is not None
+    log, result = logged(demo, policy="ls:3-4", max_new_tokens=20, do_sample=False)
+    assert result.text is not None
     first, second = log.take(3), log.take(2)
-    assert text_of(first) + text_of(second) == call.result.text[:5]
+    assert text_of(first) + text_of(second) == result.text[:5]
     assert first["tokens"] == 20 and second["tokens"] == 0
     assert first["rounds"] and not second["rounds"]
 
 
 def test_rejected_drafts_stand_before_the_token_in_their_place(demo):
-    log, call = logged(demo, policy="ls:3-4", max_new_tokens=30, do_sample=False)
-    assert call.result is not None and call.result.trace is not None and call.result.text is not None
-    fates = [piece["fate"] for piece in log.take(len(call.result.text))["pieces"]]
+    log, result = logged(demo, policy="ls:3-4", max_new_tokens=30, do_sample=False)
+    assert result.trace is not None and result.text is not None
+    fates = [piece["fate"] for piece in log.take(len(result.text))["pieces"]]
     places = [place for place, fate in enumerate(fates) if fate == "rejected"]
-    assert len(places) == sum(record.num_accepted < record.num_drafted for record in call.result.trace) > 0
+    assert len(places) == sum(record.num_accepted < record.num_drafted for record in result.trace) > 0
     assert all(fates[place + 1] == "corrected" for place in places)

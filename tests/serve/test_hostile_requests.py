@@ -21,11 +21,12 @@ from running_server import RunningServer, running_server
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.serve import app as app_module
-from selfspec.serve import guard, patience, scheduler
+from selfspec.serve import guard, patience, scheduler, translation
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import ChatRequest, CompletionRequest
 from selfspec.serve.bodies import parse
 from selfspec.serve.lanes import Lane
+from selfspec.serve.prompts import check_length
 from selfspec.serve.server_settings import SAFE_POLICIES, allowed_hosts
 from test_serve import CODE, post, wait_until
 
@@ -83,7 +84,7 @@ def test_large_bodies_are_read_in_another_thread(server: RunningServer, monkeypa
     """Neither JSON nor a prompt of some size is looked at on the event loop, nor is a policy's name."""
     loops: list[str] = []
     translator = server.app.state.translator
-    plain_loads, plain_choose, plain_check = json.loads, translator._policies.choose, translator._bounds.check
+    plain_loads, plain_choose, plain_check = json.loads, translator._policies.choose, check_length
 
     def here(what: str) -> None:
         if threading.current_thread() is not threading.main_thread():  # which is the client
@@ -91,7 +92,7 @@ def test_large_bodies_are_read_in_another_thread(server: RunningServer, monkeypa
 
     monkeypatch.setattr("selfspec.serve.bodies.json.loads", lambda *a, **k: (here("json"), plain_loads(*a, **k))[1])
     monkeypatch.setattr(translator._policies, "choose", lambda *a, **k: (here("policy"), plain_choose(*a, **k))[1])
-    monkeypatch.setattr(translator._bounds, "check", lambda texts: (here("prompt"), plain_check(texts))[1])
+    monkeypatch.setattr(translation, "check_length", lambda *a: (here("prompt"), plain_check(*a))[1])
     assert ask(server)[0] == 200
     assert set(loops) == {"json in the loop", "prompt in the loop", "policy in the loop"}  # no name that is parsed
     for size in (40_000, 3_000_000):

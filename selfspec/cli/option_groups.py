@@ -1,0 +1,126 @@
+"""Options that several commands share, as groups: a command's function takes a group as one parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints, is_typeddict
+
+import typer
+
+from selfspec import SelfSpecGenerator
+from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
+
+_PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
+MODEL_HELP = "Hub name or folder (default: the demo model)."
+ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_panel="Model")]
+ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
+
+
+def option(default: Any, help: str, panel: str | None = None, *flags: str, **others: Any) -> Any:
+    """A field of a group, with its help text. flags: if not just the field's name. others: arguments of `typer.Option`."""
+    described = {"flags": flags, "help": help, "rich_help_panel": panel, **others}
+    return field(default=default, metadata={"option": described})
+
+
+PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
+_COPY_HELP = "UTF-8 text file to copy drafts from, in addition to the prompt and the generated text; repeatable."
+CopyFromOption = Annotated[list[Path] | None, typer.Option(help=_COPY_HELP, rich_help_panel="Speculation")]
+_TEMPLATE_HELP = (
+    'Jinja file, or "plain" (questions and answers, for base models). '
+    "Default: the tokenizer's own; plain for the demo model."
+)
+ChatTemplateOption = Annotated[str | None, typer.Option(help=_TEMPLATE_HELP)]
+
+
+_DEVICE_HELP = "auto, cpu, cuda, cuda:1, ..."
+_EXITS_HELP = (
+    "Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder from train-exit."
+)
+DeviceOption = Annotated[str, typer.Option(help=_DEVICE_HELP, rich_help_panel="Model")]
+ExitsOption = Annotated[str, typer.Option(help=_EXITS_HELP, rich_help_panel="Model")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    dtype: str = option(
+        "auto",
+        "auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
+        "Model",
+    )
+    device: str = option("auto", _DEVICE_HELP, "Model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(DeviceOptions):
+    exits: str = option("auto", _EXITS_HELP, "Model")
+    kv_dtype: str = option(
+        "auto",
+        "Data type of the KV cache: auto (that of the arithmetic) or bfloat16 (half the memory of float32, slightly "
+        "different results).",
+        "Model",
+    )
+
+    def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
+        """Load a checkpoint. others: further arguments of `SelfSpecGenerator.from_pretrained`."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["exits"] = None if self.exits == "none" else self.exits
+        return SelfSpecGenerator.from_pretrained(name, **values, **others)
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with one option for every field of the groups among its parameters.
+
+    A group is a dataclass of `option`s, or a TypedDict of `selfspec.options`. The function gets an instance of it. In a
+    TypedDict an option that was not given is None.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind) or is_typeddict(kind):
+            groups[parameter.name] = kind
+            parameters += _parameters(kind)
+        else:
+            parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
+
+    def run(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{parameter.name: values.pop(parameter.name) for parameter in _parameters(kind)})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    if is_dataclass(group):
+        hints = get_type_hints(group, include_extras=True)
+        found = [(item.name, hints[item.name], item.default, item.metadata.get("option")) for item in fields(group)]
+    else:
+        panels = {name: panel for part, panel in _PANELS.items() for name in described(part)}
+        found = []
+        for name, (kind, one) in described(group).items():
+            about = {"flags": one.flags, "help": one.help, "rich_help_panel": panels.get(name, "Text")}
+            if one.help:
+                found.append((name, (one.kind | None) if one.kind else kind, None, about))
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_annotated(name, kind, about))
+        for name, kind, value, about in found
+    ]
+
+
+def _annotated(name: str, kind: Any, about: Mapping[str, Any] | None) -> Any:
+    """The annotation that typer reads. about: what `option` was given; None if the type has it already."""
+    if about is None:
+        return kind
+    others = dict(about)
+    flags = others.pop("flags")
+    if kind is bool and not flags:  # typer would add --no-NAME
+        flags = (f"--{name.replace('_', '-')}",)
+    return Annotated[kind, typer.Option(*flags, **others)]

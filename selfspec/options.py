@@ -1,0 +1,146 @@
+"""The options of a generation: names, types, ranges and help texts, each said once.
+
+Python calls, the command line, prompts files, the server, `custom_generate` and lm-eval all read them here. They are
+TypedDicts: a type checker then checks the keyword arguments of every call. pydantic comes with the `serve` extra only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
+
+from torch import Generator
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from policies import Policy
+from selfspec.cache.copy_sources import CopyFrom
+
+POLICY_HELP = (
+    'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
+    "docs/policies.md has all (default: auto)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the type of an option does not say.
+
+    help: for the command line, which has only the options with a help text. low, high: the range; with `above`, `low` itself
+    is outside it. flags: on the command line, where they are not just the name. kind: the type there, if it differs.
+    """
+
+    help: str = ""
+    low: int | None = None
+    high: int | None = None
+    above: bool = False
+    flags: tuple[str, ...] = ()
+    kind: Any = None
+
+
+class TextOptions(TypedDict, total=False):
+    max_new_tokens: Annotated[int | None, Option("Maximum number of new tokens (default 128).", low=1)]
+    repetition_penalty: Annotated[float | None, Option("Above 1 discourages repetition.", low=0, above=True)]
+    eos_token_id: Annotated[
+        int | list[int] | None, Option("Token id that ends the text; may be given several times.", kind=list[int])
+    ]
+    stop_strings: Annotated[
+        str | list[str] | None, Option("String that ends the text; may be given several times.", kind=list[str])
+    ]
+
+
+class SpeculationOptions(TypedDict, total=False):
+    policy: Annotated[str | Policy | None, Option(POLICY_HELP, kind=str)]
+    exit_layer: Annotated[int | None, Option("Number of layers that draft; instead of --policy.")]
+    num_speculations: Annotated[int | None, Option("Tokens drafted per round; 0 is plain decoding.")]
+
+
+class SamplingOptions(TypedDict, total=False):
+    do_sample: Annotated[
+        bool | None,
+        Option(
+            "Draw tokens at random, or always take the likeliest. Default: what the checkpoint says.",
+            flags=("--do-sample/--no-do-sample", " /--greedy"),
+        ),
+    ]
+    temperature: Annotated[float | None, Option("Sampling temperature; 0 is greedy.", low=0)]
+    top_k: Annotated[int | None, Option("Draw from the k likeliest tokens only.", low=0)]
+    top_p: Annotated[
+        float | None,
+        Option(
+            "Draw from the likeliest tokens that together have this probability.",
+            low=0,
+            high=1,
+            above=True,
+        ),
+    ]
+    min_p: Annotated[
+        float | None,
+        Option("Draw only tokens at least this fraction as likely as the likeliest one.", low=0, high=1),
+    ]
+    seed: Annotated[int | None, Option("Random seed.")]
+
+
+class WrittenOptions(TextOptions, SamplingOptions, SpeculationOptions, total=False):
+    """What can be written down: on the command line, and for one prompt of a prompts file."""
+
+    copy_from: Annotated[CopyFrom | None, Option()]
+
+
+class GenerationOptions(WrittenOptions, total=False):
+    """The keyword arguments of `SelfSpecGenerator.generate` that every way to call it shares."""
+
+    generator: Generator | None
+    logits_processor: LogitsProcessorList | None
+    stopping_criteria: StoppingCriteriaList | None
+    generation_config: GenerationConfig | None
+    trace: bool
+
+
+def described(group: Any) -> dict[str, tuple[Any, Option]]:
+    """The type and the description of every option of one of these classes that has a description."""
+    hints = get_type_hints(group, include_extras=True)
+    return {
+        name: (get_args(hint)[0], get_args(hint)[1]) for name, hint in hints.items() if hasattr(hint, "__metadata__")
+    }
+
+
+OPTIONS = described(GenerationOptions)
+NAMES = tuple(get_type_hints(GenerationOptions))
+NOT_IN_CONFIG = frozenset(name for name in NAMES if not hasattr(GenerationConfig(), name))
+"""Options that are not fields of transformers' GenerationConfig."""
+
+
+def check_ranges(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number outside its range, naming the option."""
+    for name, (kind, option) in OPTIONS.items():
+        value = options.get(name)
+        if value is None or option.low is None:
+            continue
+        low, high, is_integer = option.low, inf if option.high is None else option.high, float not in get_args(kind)
+        is_number = isinstance(value, int if is_integer else (int, float)) and not isinstance(value, bool)
+        if not is_number or not (low < value if option.above else low <= value) or value > high:
+            if high == inf:
+                allowed = f"above {low}" if option.above else f"of at least {low}"
+            else:
+                allowed = f"in {'(' if option.above else '['}{low}, {high}]"
+            raise ValueError(f"{name} must be {'an integer' if is_integer else 'a number'} {allowed}, got {value!r}")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def spelled_out(function: _Function) -> _Function:
+    """Show every option in the function's signature instead of `**options`, for `help` and editors."""
+    signature = inspect.signature(function)
+    *parameters, last = signature.parameters.values()
+    assert last.kind is last.VAR_KEYWORD
+    hints = get_type_hints(GenerationOptions)
+    options = [
+        inspect.Parameter(name, last.KEYWORD_ONLY, default=False if hint is bool else None, annotation=hint)
+        for name, hint in hints.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
+    return function
