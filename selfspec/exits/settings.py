@@ -55,7 +55,7 @@ class FitSettings(ExitLossSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitTraining(FrozenModelSettings, ExitLossSettings):
+class ExitTraining(ExitLossSettings, FrozenModelSettings):
     """One run, data and training. Checked on construction: ValueError says which field, its range, what to do."""
 
     model: str | None = option(
