@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from layerskip_models.checkpoints.loading import DEMO_PATH
 from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
-from layerskip_models.training.documents import ALL, DEFAULT_EXCLUDES, DataSource, parse_data_source
+from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -136,17 +136,7 @@ class FrozenModelSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.evaluation_sources()
-
-    def evaluation_sources(self) -> list[DataSource]:
-        """Where the held-out texts come from."""
-        return data_sources(self.evaluate_on or self.data)
-
-    def holdout_share(self, held_out: bool) -> float:
-        """The share of the documents of `evaluation_sources` (held_out) or of `sources` that is for evaluation."""
-        if not self.evaluate_on:
-            return self.holdout_fraction
-        return ALL if held_out else 0.0
+        data_sources(self.evaluate_on)
 
     def model_name(self) -> str:
         """The model's hub name or the last part of its path, since the path means nothing on another machine."""
