@@ -36,7 +36,7 @@ import policies
 import selfspec
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tests.fuzz.fuzz_cases import Case, make_case, make_policy, quiet
 from tests.fuzz.fuzz_models import CONTEXT, FuzzModel, make_model
 
@@ -136,7 +136,7 @@ def decode(
 ) -> list[_Course | None]:
     """Every text to its end. after: called when a step was broken off. None for a text that the engine refuses."""
     courses: list[_Course | None] = [None] * len(batch_size.cases)
-    texts: dict[int, tuple[_Course, Text]] = {}
+    texts: dict[int, tuple[_Course, Sequence]] = {}
     with model.engine.engine() as engine:
         for step in range(_MOST_STEPS):
             for index, joins in enumerate(batch_size.joins):

@@ -71,9 +71,9 @@ def replica_pids() -> list[int]:
 async def client(number: int, requests: int, address: str, expected: dict[str, str], seen: Outcome) -> None:
     """Send one request after the other, every second one streamed."""
     async with openai.AsyncOpenAI(base_url=address, api_key="none") as api:
-        for turn in range(requests):
-            prompt = PROMPTS[(number + turn) % len(PROMPTS)]
-            got, streamed = "", (number + turn) % 2 == 0
+        for seq_round in range(requests):
+            prompt = PROMPTS[(number + seq_round) % len(PROMPTS)]
+            got, streamed = "", (number + seq_round) % 2 == 0
             try:
                 raw = await api.completions.with_raw_response.create(
                     model="demo", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=streamed
