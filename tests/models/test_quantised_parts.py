@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from test_tensor_parallel import _divisible
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -23,6 +22,7 @@ from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from test_families import reference
 from test_native_halves import needs_native
+from test_tensor_parallel import _divisible
 from tests.fuzz.quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
