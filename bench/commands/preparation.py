@@ -84,7 +84,7 @@ def encoded(
 
 
 def is_synthetic(checkpoint: str) -> bool:
-    """Whether a name stands for a shape with random weights."""
+    """True for a name that stands for a shape with random weights."""
     return checkpoint.startswith(PREFIX)
 
 

@@ -56,7 +56,7 @@ def _command_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
 
 
 def _engine_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
-    """Of a record of engines over prompts; a sweep's has no table for what it timed."""
+    """Figures for a record of engines over prompts; a sweep has no table of what it timed."""
     made: dict[str, dict[str, Figure]] = {}
     agreement = _agreement(lines)
     if agreement:

@@ -21,7 +21,7 @@ from bench.report.table import Table, counted
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
 Plots = Mapping[str, Mapping[str, str]]
-"""Of one record: name of a part -> title of a plot -> what shows it (its path, or the picture itself)."""
+"""A record's plots: name of a part -> title -> path of the picture, or the picture itself."""
 
 
 def headings(lines: Sequence[Line]) -> dict[str, str]:

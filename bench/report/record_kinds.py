@@ -1,6 +1,7 @@
 """What a report shows for each command that writes records.
 
-A study adds its own kinds to `KINDS` (see `bench/experiments/record_kinds.py`): nothing here knows them.
+A study adds its own kinds to `KINDS` (see `bench/experiments/record_kinds.py`): nothing here knows them. The tables group by
+hand, and not with pandas: most of a table's code is what its cells say, and a grouping is one line either way.
 """
 
 from __future__ import annotations
