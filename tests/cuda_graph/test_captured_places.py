@@ -86,8 +86,8 @@ def test_a_text_that_is_alone_again_runs_from_captures_again(
                 other = texts.add([9, 2], max_new_tokens=5, policy="ls:1-2")
             if spoilt and len(rounds) > 4 and rounds[-1] == rounds[-2]:
                 slot = texts._slots[first]
-                for memory in (slot.text.cache.values, slot.text.cache.keys.mT):
-                    memory[:, :, slot.text.cache.length :] = torch.nan
+                for memory in (slot.sequence.cache.values, slot.sequence.cache.keys.mT):
+                    memory[:, :, slot.sequence.cache.length :] = torch.nan
                 spoilt = False
             for progress in texts.step():
                 found += progress.tokens if progress.ticket == first else []

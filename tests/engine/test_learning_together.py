@@ -38,7 +38,7 @@ class Together(ScriptedExit):
 
 
 def parts_of(engine: Engine) -> list[Policy]:
-    return [slot.text.policy for slot in engine._slots.values()]
+    return [slot.sequence.policy for slot in engine._slots.values()]
 
 
 def is_free(policy: Policy) -> bool:

@@ -163,7 +163,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monk
     ]
 
     def watch(engine: Engine, found: list[StepOutput]) -> None:
-        decoding = {ticket for ticket, slot in engine._slots.items() if not slot.text.reading}
+        decoding = {ticket for ticket, slot in engine._slots.items() if not slot.sequence.reading}
         got = {progress.ticket: progress.tokens for progress in found}
         assert all(got.get(ticket) for ticket in decoding)
         read.append(0)

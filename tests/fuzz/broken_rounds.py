@@ -146,7 +146,7 @@ def decode(
                     except Exception:  # settings that the engine refuses
                         continue
                     courses[index] = joined = _Course()
-                    texts[ticket] = joined, engine._slots[ticket].text
+                    texts[ticket] = joined, engine._slots[ticket].sequence
             if not len(engine) and step > max(batch_size.joins):
                 return courses
             try:
@@ -227,7 +227,7 @@ def run_case(random: Random, model: FuzzModel, number: int) -> RoundsReport:
         for ticket in going:
             slot = engine._slots.get(ticket)
             if slot is not None:
-                broken.append(slot.text.tokens[0, : slot.text.length].tolist())
+                broken.append(slot.sequence.tokens[0, : slot.sequence.length].tolist())
         if going and random.random() < 0.4:
             ticket = random.choice(going)
             courses[ticket].cancelled = True

@@ -37,7 +37,7 @@ def run(
     with generator.engine() as engine:
         for wish in wishes:
             ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
-            courses[ticket] = Course(), engine._slots[ticket].text
+            courses[ticket] = Course(), engine._slots[ticket].sequence
         for step in range(100):
             try:
                 with fault.watched():
@@ -93,7 +93,7 @@ def test_no_memory_in_a_verification(policy: str, layout: Layout, monkeypatch: p
     with generator.engine() as engine:
         ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
         other = engine.add([3, 3], max_new_tokens=20, policy="ls:2-3")
-        course, text = Course(), engine._slots[ticket].text
+        course, text = Course(), engine._slots[ticket].sequence
         for progress in engine.step():
             if progress.ticket == ticket:
                 course.take(0, progress, text)
@@ -153,10 +153,10 @@ def test_a_caller_s_own_generator_is_not_set_back() -> None:
     with generator.engine() as engine:
         engine.add([5, 1], max_new_tokens=9, policy="ls:2-3", do_sample=True, generator=source)
         engine.step()
-        engine._slots[1].text.plan(engine._eager(engine._slots[1].checked.bound), 1)  # a round that goes no further
+        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].checked.bound), 1)  # a round that goes no further
         torch.rand(3, generator=source)
         state = source.get_state()
-        engine._slots[1].text.plan(engine._eager(engine._slots[1].checked.bound), 1)
+        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].checked.bound), 1)
         assert torch.equal(source.get_state(), state)
 
 
@@ -169,7 +169,7 @@ def test_a_text_goes_on_from_rows_of_one_that_broke_off(layout: Layout) -> None:
     begun: list[list[int]] = []
 
     def cancel(engine: Engine) -> None:
-        text = engine._slots[1].text
+        text = engine._slots[1].sequence
         begun.append(text.tokens[0, : text.length].tolist())
         engine.cancel(1)
 
@@ -213,7 +213,7 @@ def test_faults_in_copied_drafts_and_in_judging_are_one_text_s_alone(fault: str,
     with generator.engine() as engine:
         wrong = engine.add(loop, max_new_tokens=14, **bad)
         tickets = {engine.add(one.prompt, **one.arguments(generator.model)): index for index, one in enumerate(others)}
-        texts = {ticket: engine._slots[ticket].text for ticket in tickets}
+        texts = {ticket: engine._slots[ticket].sequence for ticket in tickets}
         error: Exception | None = None
         for step in range(60):
             for progress in engine.step():

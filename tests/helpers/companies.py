@@ -135,7 +135,7 @@ def run_together(
                 if wish.joins <= step:
                     del to_come[index]
                     ticket = engine.add(wish.prompt, **wish.arguments(generator.model))
-                    texts[ticket] = index, engine._slots[ticket].text
+                    texts[ticket] = index, engine._slots[ticket].sequence
             for ticket, (index, _) in texts.items():
                 if wishes[index].leaves is not None and wishes[index].leaves <= step:
                     engine.cancel(ticket)
