@@ -23,9 +23,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from layerskip_models.attention import Attention, OperatorAttention
 from layerskip_models.choices import Choices, Detail, choices_in_pieces
 from layerskip_models.families import family_of
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
-from layerskip_models.kernels.native_steps import NativeForward
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear

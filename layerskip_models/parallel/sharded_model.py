@@ -23,9 +23,9 @@ from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Linear
 from layerskip_models.model import DecoderLayer, LayerSkipModel
 from layerskip_models.norm import RMSNorm
-from layerskip_models.parallel.native_halves import TensorParallelLayers
 from layerskip_models.parallel.ranks import Ranks
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
+from layerskip_models.parallel.tensor_parallel_layers import TensorParallelLayers
 from layerskip_models.parallel.vocabulary import merge, whole_logits
 
 

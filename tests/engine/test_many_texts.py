@@ -32,7 +32,7 @@ from companies import (
     shared_model,
 )
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
 from layerskip_models.prefill import Piece

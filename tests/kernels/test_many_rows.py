@@ -18,8 +18,8 @@ from torch import Tensor
 from companies import SCRIPTED, Wish, model_of, run_together
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.library import Step
+from layerskip_models.kernels.native_forward import STEP_ROWS
 from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear
-from layerskip_models.kernels.native_steps import STEP_ROWS
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator

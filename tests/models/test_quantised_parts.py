@@ -22,7 +22,7 @@ from layerskip_models.parallel.sharded_model import SummedLinear
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from test_families import reference
-from test_native_halves import needs_native
+from test_tensor_parallel_layers import needs_native
 from tests.fuzz.quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
