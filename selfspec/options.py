@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import Generator
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range
 from policies import Policy
 from selfspec.cache.copy_sources import CopyFrom
 
@@ -28,21 +28,19 @@ POLICY_HELP = (
 class Option:
     """What the type of an option does not say.
 
-    help: for the command line, which has only the options with a help text. low, high: the range; with `above`, `low` itself
-    is outside it. flags: on the command line, where they are not just the name. kind: the type there, if it differs.
+    help: for the command line, which has only the options with a help text. flags: its names there, if not just its own.
+    kind: its type there, if it differs. allowed: a range of numbers.
     """
 
     help: str = ""
-    low: int | None = None
-    high: int | None = None
-    above: bool = False
+    allowed: Range | None = None
     flags: tuple[str, ...] = ()
     kind: Any = None
 
 
 class TextOptions(TypedDict, total=False):
-    max_new_tokens: Annotated[int | None, Option("Maximum number of new tokens (default 128).", low=1)]
-    repetition_penalty: Annotated[float | None, Option("Above 1 discourages repetition.", low=0, above=True)]
+    max_new_tokens: Annotated[int | None, Option("Maximum number of new tokens (default 128).", AT_LEAST_1)]
+    repetition_penalty: Annotated[float | None, Option("Above 1 discourages repetition.", ABOVE_0)]
     eos_token_id: Annotated[
         int | list[int] | None, Option("Token id that ends the text; may be given several times.", kind=list[int])
     ]
@@ -65,20 +63,15 @@ class SamplingOptions(TypedDict, total=False):
             flags=("--do-sample/--no-do-sample", " /--greedy"),
         ),
     ]
-    temperature: Annotated[float | None, Option("Sampling temperature; 0 is greedy.", low=0)]
-    top_k: Annotated[int | None, Option("Draw from the k likeliest tokens only.", low=0)]
+    temperature: Annotated[float | None, Option("Sampling temperature; 0 is greedy.", AT_LEAST_0)]
+    top_k: Annotated[int | None, Option("Draw from the k likeliest tokens only.", AT_LEAST_0)]
     top_p: Annotated[
         float | None,
-        Option(
-            "Draw from the likeliest tokens that together have this probability.",
-            low=0,
-            high=1,
-            above=True,
-        ),
+        Option("Draw from the likeliest tokens that together have this probability.", Range(0, 1, "(]")),
     ]
     min_p: Annotated[
         float | None,
-        Option("Draw only tokens at least this fraction as likely as the likeliest one.", low=0, high=1),
+        Option("Draw only tokens at least this fraction as likely as the likeliest one.", Range(0, 1)),
     ]
     seed: Annotated[int | None, Option("Random seed.")]
 
@@ -116,17 +109,13 @@ NOT_IN_CONFIG = frozenset(name for name in NAMES if not hasattr(GenerationConfig
 def check_ranges(options: Mapping[str, Any]) -> None:
     """Raise ValueError for a number outside its range, naming the option."""
     for name, (kind, option) in OPTIONS.items():
-        value = options.get(name)
-        if value is None or option.low is None:
+        value, allowed = options.get(name), option.allowed
+        if value is None or allowed is None:
             continue
-        low, high, is_integer = option.low, inf if option.high is None else option.high, float not in get_args(kind)
-        is_number = isinstance(value, int if is_integer else (int, float)) and not isinstance(value, bool)
-        if not is_number or not (low < value if option.above else low <= value) or value > high:
-            if high == inf:
-                allowed = f"above {low}" if option.above else f"of at least {low}"
-            else:
-                allowed = f"in {'(' if option.above else '['}{low}, {high}]"
-            raise ValueError(f"{name} must be {'an integer' if is_integer else 'a number'} {allowed}, got {value!r}")
+        numbers, wanted = ((int, float), "a number") if float in get_args(kind) else (int, "an integer")
+        if not isinstance(value, numbers) or isinstance(value, bool) or value not in allowed:
+            wanted += f" {'of ' if str(allowed).startswith('at least') else ''}{allowed}"
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

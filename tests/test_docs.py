@@ -65,6 +65,13 @@ def test_files_and_commands_exist(page):
             assert command in known, f"{page.name} runs {program} {command}"
 
 
+def test_pages_that_the_code_names_exist():
+    for package in ("bench", "layerskip_models", "policies", "selfspec"):
+        for source in (ROOT / package).rglob("*.py"):
+            for page in re.findall(r"\bdocs/[\w/-]+\.md", source.read_text(encoding="utf-8")):
+                assert (ROOT / page).exists(), f"{source.relative_to(ROOT)} names {page}"
+
+
 def test_every_page_is_on_the_site():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in DOCS}

@@ -62,6 +62,11 @@ def built_on_meta(config: Any, family: Family, name: str) -> PreTrainedModel:
         ) from error
 
 
+def shapes_of(config: Any, family: Family, name: str) -> dict[str, torch.Size]:
+    """The shape of every tensor of the model that transformers would build. Errors as in `built_on_meta`."""
+    return {tensor: value.shape for tensor, value in built_on_meta(config, family, name).state_dict().items()}
+
+
 def _check_windows(config: Any, family: Family, name: str) -> None:
     types = getattr(config, "layer_types", None)
     if types is not None:

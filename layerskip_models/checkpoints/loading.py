@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
 from layerskip_models.checkpoints.conversion import Packed, from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
 from layerskip_models.checkpoints.quantised import check_loaded, has_few_bits, load_quantised, quantisation_of
@@ -174,6 +174,9 @@ def _load_floats(
     """ValueError for weights that are missing or of another shape: transformers would make random ones."""
     with tensors_of(name, origin) as tensors:
         tensors.check_floats()
+        tensors.check_shapes(
+            shapes_of(config, family_of(config), name)
+        )  # before memory is taken for what the config says
     found: dict[str, Any]
     model, found = family_of(config).model.from_pretrained(
         name,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from layerskip_models.checkpoints.config_checks import shapes_of
 from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, load_gguf, named_gguf, packed_gguf
 from layerskip_models.checkpoints.packed_weights import dequantise, in_four_bits, modules_of
 from layerskip_models.checkpoints.schemes import (
@@ -30,7 +31,8 @@ from layerskip_models.checkpoints.schemes import (
     schemes_of,
     strategy_of,
 )
-from layerskip_models.checkpoints.weight_files import Tensors, tensors_of
+from layerskip_models.checkpoints.weight_files import Tensors, check_shapes, tensors_of
+from layerskip_models.families import family_of
 from layerskip_models.four_bits import FourBitWeight
 
 READABLE = (
@@ -192,6 +194,12 @@ def _filled(
         f"{module}.weight": torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
         for module, weight in packed.items()
     }
+    # Before memory is taken for what the configuration says.
+    check_shapes(
+        name,
+        {key: value.shape for key, value in (weights | places).items()},
+        shapes_of(config, family_of(config), name),
+    )
     model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
         config=config,

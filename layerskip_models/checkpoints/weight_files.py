@@ -67,12 +67,9 @@ class Tensors:
 
     def check_shapes(self, shapes: Mapping[str, Collection[int]]) -> None:
         """ValueError for a tensor of another shape than that of the same name in `shapes`."""
-        for name in shapes.keys() & self.where.keys():
-            found = self.part(name).get_shape()
-            if [*found] != [*shapes[name]]:
-                raise ValueError(
-                    f"{self.name}: {name} has shape {[*found]}, which its config.json does not fit ({[*shapes[name]]})"
-                )
+        check_shapes(
+            self.name, {name: self.part(name).get_shape() for name in shapes.keys() & self.where.keys()}, shapes
+        )
 
     def _file(self, name: str) -> Any:
         path = self.where.get(name)
@@ -81,6 +78,16 @@ class Tensors:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path]
+
+
+def check_shapes(name: str, found: Mapping[str, Collection[int]], meant: Mapping[str, Collection[int]]) -> None:
+    """ValueError for a tensor of another shape than that of the same name in `meant`. name: of the checkpoint."""
+    for tensor in sorted(found.keys() & meant.keys()):
+        if [*found[tensor]] != [*meant[tensor]]:
+            raise ValueError(
+                f"{name} holds weights of another shape than its config.json says: {tensor} is {[*found[tensor]]}, not "
+                f"{[*meant[tensor]]}. Copy or download it again"
+            )
 
 
 def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:

@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from layerskip_models.training.documents import DataSource, is_held_out, open_text, read_documents
+from layerskip_models.training.documents import ALL, DataSource, is_held_out, open_text, read_documents
+from layerskip_models.training.settings import FrozenModelSettings, data_sources
 
 _FORMS = '"messages", "prompt" with "completion", "prompt" alone (for --own-answers) or "text"'
 
@@ -72,6 +73,18 @@ def _parse(line: str, where: str) -> Example:
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and len(value) > 0 and all(isinstance(item, dict) for item in value)
+
+
+def examples_of(config: FrozenModelSettings, *, held_out: bool) -> tuple[list[float], list[list[Example]]]:
+    """The shares of a run's sources, and their examples as of `sampled_examples`."""
+    sources = data_sources(config.evaluate_on) if held_out and config.evaluate_on else config.sources()
+    fraction = config.holdout_fraction
+    if config.evaluate_on:
+        fraction = ALL if held_out else 0.0
+    examples = sampled_examples(
+        sources, held_out=held_out, holdout_fraction=fraction, exclude=config.exclude, seed=config.seed
+    )
+    return [source.weight for source in sources], examples
 
 
 def sampled_examples(

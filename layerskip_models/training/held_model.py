@@ -71,7 +71,6 @@ class WholeCopies:
         pass
 
     def reduce(self, totals: Tensor) -> Tensor:
-        """In one message."""
         parameters = list(self.model.parameters())
         for parameter in parameters:  # none in a layer that all samples skipped; momentum still moves it
             if parameter.grad is None:

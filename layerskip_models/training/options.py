@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Any
 
 import typer
 
+from layerskip_models.option_fields import parameters_of
 from layerskip_models.training.training_config import TrainingConfig
 
 
@@ -22,26 +22,12 @@ def command_for_config(
 ) -> Callable[..., None]:
     """A typer-ready function that has an option for each field of the class and calls `run` with an instance.
 
-    run: returns the folder of what it made. config_class: a dataclass whose fields are made by `settings.option`.
+    run: returns the folder of what it made. config_class: a dataclass whose fields are made by `option_fields.option`.
     about: the command's own help. next_step: how the result is used; {} stands for its folder.
     A ValueError or OSError (a wrong value, a missing file) becomes one line on stderr and exit status 2; Ctrl-C, one
     line and exit status 130.
     """
-    hints = get_type_hints(config_class)
-    parameters: list[inspect.Parameter] = []
-    for item in sorted(fields(config_class), key=lambda item: item.default is not MISSING):  # required ones first
-        kind: Any = hints[item.name]
-        is_tuple = get_origin(kind) is tuple
-        if is_tuple:
-            kind = list[kind.__args__[0]]  # typer has no tuples of any length
-        default: Any = inspect.Parameter.empty
-        if item.default is not MISSING:
-            default = list(item.default) if is_tuple else item.default
-        parameter = typer.Argument if item.metadata["argument"] else typer.Option
-        annotation = Annotated[kind, parameter(help=item.metadata["help"])]
-        parameters.append(
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
+    parameters = parameters_of(config_class)
 
     def command(**values: Any) -> None:
         try:

@@ -31,7 +31,7 @@ class OwnText:
 
 
 def closes_loop(tokens: list[int]) -> list[bool]:
-    """For each token, whether the 4-gram that ends with it has occurred ALLOWED times before it."""
+    """For each token, True if the 4-gram that ends with it has occurred ALLOWED times before."""
     seen: Counter[tuple[int, ...]] = Counter()
     marks = []
     for end in range(1, len(tokens) + 1):

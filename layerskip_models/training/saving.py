@@ -44,10 +44,10 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file, whole or not at all."""
     temporary = path.with_suffix(".writing")
-    save_file(tensors, temporary, metadata)
+    save_file(tensors, temporary)
     temporary.replace(path)
 
 

@@ -11,39 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerskip_models.checkpoints.loading import DEMO_PATH
-from layerskip_models.training.documents import ALL, DEFAULT_EXCLUDES, DataSource, parse_data_source
+from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range, option
+from layerskip_models.training.documents import DEFAULT_EXCLUDES, DataSource, parse_data_source
 
 PRECISIONS = ("fp32", "bf16")
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """An interval of numbers. ends: which of its two ends belong to it, as in "[)"."""
-
-    low: float
-    high: float = math.inf
-    ends: str = "[]"
-
-    def __contains__(self, value: float) -> bool:
-        high_enough = value >= self.low if self.ends[0] == "[" else value > self.low
-        return high_enough and (value <= self.high if self.ends[1] == "]" else value < self.high)
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            return f"at least {self.low}" if self.ends[0] == "[" else f"above {self.low}"
-        return f"in {self.ends[0]}{self.low}, {self.high}{self.ends[1]}"
-
-
-AT_LEAST_1, AT_LEAST_0, ABOVE_0 = Range(1), Range(0), Range(0, ends="(]")
-
-
-def option(default: Any, help: str, allowed: Range | Sequence[str] | None = None, *, argument: bool = False) -> Any:
-    """A field of a settings class. default: MISSING for a field that must be given.
-
-    allowed: a range of numbers, or the words to choose from; `check_fields` compares the value with it.
-    argument: the command line takes it without a name.
-    """
-    return field(default=default, metadata={"help": help, "allowed": allowed, "argument": argument})
 
 
 def with_default(base: type[Any], name: str, default: Any) -> Any:
@@ -165,17 +136,7 @@ class FrozenModelSettings(RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.evaluation_sources()
-
-    def evaluation_sources(self) -> list[DataSource]:
-        """Where the held-out texts come from."""
-        return data_sources(self.evaluate_on or self.data)
-
-    def holdout_share(self, held_out: bool) -> float:
-        """The share of the documents of `evaluation_sources` (held_out) or of `sources` that is for evaluation."""
-        if not self.evaluate_on:
-            return self.holdout_fraction
-        return ALL if held_out else 0.0
+        data_sources(self.evaluate_on)
 
     def model_name(self) -> str:
         """The model's hub name or the last part of its path, since the path means nothing on another machine."""

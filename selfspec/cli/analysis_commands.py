@@ -65,6 +65,8 @@ class InspectOptions:
         False,
         "Also compare the low-precision weights (--dtype, or the checkpoint's) with the full ones, on the sample text "
         "(default: 1,000 words).",
+        None,
+        "--quality",
     )
 
 

@@ -68,14 +68,15 @@ class FileOptions:
         "With --prompts, under accelerate launch or torchrun: each process holds the whole model and takes a share of the "
         "prompts. Without it the model is divided over torchrun's processes.",
         _MANY,
+        "--data-parallel",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT)
+    compare: bool = option(False, "Also decode without speculation and show the speed-up.", _OUTPUT, "--compare")
     show_drafts: bool = option(
-        False, "Colour each token by how it was produced (accepted draft, correction, ...).", _OUTPUT
+        False, "Colour each token by how it was produced (accepted draft, correction, ...).", _OUTPUT, "--show-drafts"
     )
     svg: Path | None = option(
         None,
@@ -91,6 +92,7 @@ class OutputOptions:
         False,
         "Explain where the time went, what limits the speed-up, and what fixed settings would have given.",
         _OUTPUT,
+        "--explain",
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints, is_typeddict
 
 import typer
 
+from layerskip_models.option_fields import option as option_field
+from layerskip_models.option_fields import parameters_of
 from selfspec import SelfSpecGenerator
 from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
 
@@ -20,9 +22,8 @@ ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 
 
 def option(default: Any, help: str, panel: str | None = None, *flags: str, **others: Any) -> Any:
-    """A field of a group, with its help text. flags: if not just the field's name. others: arguments of `typer.Option`."""
-    described = {"flags": flags, "help": help, "rich_help_panel": panel, **others}
-    return field(default=default, metadata={"option": described})
+    """A field of a group, as `option_fields.option`. A flag that is off by default needs its name among the flags."""
+    return option_field(default, help, flags=flags, rich_help_panel=panel, **others)
 
 
 PolicyOption = Annotated[str | None, typer.Option(help=POLICY_HELP, rich_help_panel="Speculation")]
@@ -99,28 +100,16 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
-    if is_dataclass(group):
-        hints = get_type_hints(group, include_extras=True)
-        found = [(item.name, hints[item.name], item.default, item.metadata.get("option")) for item in fields(group)]
-    else:
-        panels = {name: panel for part, panel in _PANELS.items() for name in described(part)}
-        found = []
-        for name, (kind, one) in described(group).items():
-            about = {"flags": one.flags, "help": one.help, "rich_help_panel": panels.get(name, "Text")}
-            if one.help:
-                found.append((name, (one.kind | None) if one.kind else kind, None, about))
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_annotated(name, kind, about))
-        for name, kind, value, about in found
-    ]
-
-
-def _annotated(name: str, kind: Any, about: Mapping[str, Any] | None) -> Any:
-    """The annotation that typer reads. about: what `option` was given; None if the type has it already."""
-    if about is None:
-        return kind
-    others = dict(about)
-    flags = others.pop("flags")
-    if kind is bool and not flags:  # typer would add --no-NAME
-        flags = (f"--{name.replace('_', '-')}",)
-    return Annotated[kind, typer.Option(*flags, **others)]
+    if not is_typeddict(group):
+        return parameters_of(group)
+    panels = {name: panel for part, panel in _PANELS.items() for name in described(part)}
+    parameters = []
+    for name, (kind, about) in described(group).items():
+        if about.help:
+            made = typer.Option(*about.flags, help=about.help, rich_help_panel=panels.get(name, "Text"))
+            annotation: Any = (about.kind | None) if about.kind else kind
+            annotation = Annotated[annotation, made]
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+    return parameters

@@ -1,6 +1,6 @@
 """Hidden states of a frozen model over texts: computed once, kept on disk within a budget, read piece by piece.
 
-A shard holds some texts; it exists whole or not at all, so an interrupted run goes on with the first missing one.
+A shard holds some texts. It exists whole or not at all, so an interrupted run goes on with the first missing one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def states_dtype(model: LayerSkipModel) -> torch.dtype:
 
 @torch.no_grad()
 def capture(model: LayerSkipModel, texts: Sequence[TrainingText], plan: StatesPlan) -> list[ExitSequence]:
-    """Run texts through the model, several in a pass, each with the attention of its own; the rows that the plan keeps.
+    """Run texts through the model, several in a pass, each with attention of its own; the rows that the plan keeps.
 
     Raises ValueError for states that the plan's dtype does not hold.
     """
@@ -72,46 +72,35 @@ def capture(model: LayerSkipModel, texts: Sequence[TrainingText], plan: StatesPl
     group: list[TrainingText] = []
     for text in texts:
         if group and sum(len(one.tokens) for one in group) + len(text.tokens) > MOST_ROWS:
-            sequences += _capture(model, group, plan)
+            sequences += _capture_together(model, group, plan)
             group = []
         group.append(text)
-    return sequences + (_capture(model, group, plan) if group else [])
+    return sequences + (_capture_together(model, group, plan) if group else [])
 
 
-def _capture(model: LayerSkipModel, texts: Sequence[TrainingText], plan: StatesPlan) -> list[ExitSequence]:
-    kept = [plan.rows(text) for text in texts]
-    shape = len(plan.depths), model.hidden_size
-    found = [torch.empty(len(rows), *shape, dtype=plan.dtype) for rows in kept]
-    pieces = []
-    for text, rows, states in zip(texts, kept, found):
-        tokens = torch.tensor(text.tokens, device=model.device)
+def _capture_together(model: LayerSkipModel, texts: Sequence[TrainingText], plan: StatesPlan) -> list[ExitSequence]:
+    sequences, pieces = [], []
+    for text in texts:
+        rows = plan.rows(text)
+        states = torch.empty(len(rows), len(plan.depths), model.hidden_size, dtype=plan.dtype)
+        labels = torch.where(predicting(text), torch.tensor(text.tokens[1:]), UNSCORED)[rows]
+        own = torch.full((len(rows),), text.own)
+        sequences.append(ExitSequence(states, labels, rows, torch.zeros_like(rows), own))
 
         def watch(first: int, layers_done: int, hidden: Tensor, rows: Tensor = rows, states: Tensor = states) -> None:
             if layers_done in plan.depths:
-                end = first + hidden.shape[0]
-                begin, stop = torch.searchsorted(rows, torch.tensor([first, end])).tolist()
+                begin, stop = torch.searchsorted(rows, torch.tensor([first, first + hidden.shape[0]])).tolist()
                 chosen = hidden[(rows[begin:stop] - first).to(hidden.device)]
                 states[begin:stop, plan.depths.index(layers_done)] = chosen.to("cpu", plan.dtype)
 
+        tokens = torch.tensor(text.tokens, device=model.device)
         pieces.append(PromptPiece(tokens, KVCache(model, len(text.tokens)), len(text.tokens), watch))
     if len(pieces) == 1:
         prefill(model, pieces[0].tokens, pieces[0].cache, capture=pieces[0].capture)
     else:
         read_pieces(model, pieces, model.num_layers)
-    sequences = []
-    for text, rows, states in zip(texts, kept, found):
-        if not states.isfinite().all():
-            raise ValueError(f"hidden states do not fit in {plan.dtype}: choose states_dtype float32")
-        following = torch.tensor(text.tokens[1:])
-        sequences.append(
-            ExitSequence(
-                states=states,
-                labels=torch.where(predicting(text), following, UNSCORED)[rows],
-                positions=rows,
-                texts=torch.zeros_like(rows),
-                own=torch.full((len(rows),), text.own),
-            )
-        )
+    if not all(sequence.states.isfinite().all() for sequence in sequences):
+        raise ValueError(f"hidden states do not fit in {plan.dtype}: choose states_dtype float32")
     return sequences
 
 
@@ -135,38 +124,46 @@ def write_states(
     if finished.exists():
         found: dict[str, Any] = json.loads(finished.read_text(encoding="utf-8"))
         return found
-    tally = {"texts": 0, "rows": 0, "tokens": 0, "bytes": 0}
-    per_row = plan.bytes_per_row(model.hidden_size)
     shards = sorted(folder.glob("shard-*.safetensors"))
-    written = sum(_metadata(path)["texts"] for path in shards)
+    written = sum(len(_open(path).get_tensor("rows")) for path in shards)  # texts, by an earlier run
     waiting: list[TrainingText] = []
-    number, waiting_bytes, ended = len(shards), 0, "data"
+    waiting_bytes = 0
+
+    def write_shard() -> None:
+        shards.append(folder / f"shard-{len(shards):05d}.safetensors")
+        _write_shard(capture(model, waiting, plan), shards[-1])
+        waiting.clear()
+
+    tally, ended = {"texts": 0, "rows": 0, "tokens": 0, "bytes": 0}, "data"
     for text in texts:
         if text.num_scored == 0:
             continue
-        size = len(plan.rows(text)) * per_row
+        rows = len(plan.rows(text))
+        size = rows * plan.bytes_per_row(model.hidden_size)
         if tally["bytes"] + size > most_bytes:
             ended = "budget"
             break
-        tally["texts"] += 1
-        tally["rows"] += len(plan.rows(text))
-        tally["tokens"] += text.num_scored
-        tally["bytes"] += size
-        if tally["texts"] > written:  # else it is in a shard of an earlier run
+        for name, more in (("texts", 1), ("rows", rows), ("tokens", text.num_scored), ("bytes", size)):
+            tally[name] += more
+        if tally["texts"] > written:
             waiting.append(text)
             waiting_bytes += size
             if waiting_bytes >= _SHARD_BYTES:
-                _write_shard(capture(model, waiting, plan), folder / f"shard-{number:05d}.safetensors")
-                number, waiting, waiting_bytes = number + 1, [], 0
+                write_shard()
+                waiting_bytes = 0
         advance(tally["tokens"])
         if most_tokens and tally["tokens"] >= most_tokens:
             ended = "tokens"
             break
     if waiting:
-        _write_shard(capture(model, waiting, plan), folder / f"shard-{number:05d}.safetensors")
+        write_shard()
     result = {**tally, "ended": ended}
     write_text(finished, json.dumps(result) + "\n")
     return result
+
+
+def _open(path: Path) -> Any:
+    return safe_open(path, "pt")
 
 
 def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
@@ -177,56 +174,46 @@ def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
         "rows": torch.tensor([len(one) for one in sequences]),
         "own": torch.tensor([bool(one.own[0]) for one in sequences]),
     }
-    write_tensors(path, tensors, {"texts": str(len(sequences))})
-
-
-def _metadata(path: Path) -> dict[str, int]:
-    with safe_open(path, "pt") as shard:
-        return {name: int(value) for name, value in shard.metadata().items()}
+    write_tensors(path, tensors)
 
 
 class HiddenStateDataset(Sequence[ExitSequence]):
-    """What `write_states` left in a folder, as sequences of about `length` rows, of texts in an order that `seed` decides.
+    """The states in a folder that `write_states` filled, as sequences of about `length` rows. Read when asked for.
 
-    Only what is asked for is read. depths: those that are wanted, of the plan's.
+    depths: the wanted ones of the plan's. seed: decides the order of the texts.
     """
 
     def __init__(self, folder: Path, plan: StatesPlan, depths: Sequence[int], *, length: int, seed: int) -> None:
-        self._shards = [safe_open(path, "pt") for path in sorted(folder.glob("shard-*.safetensors"))]
+        self._shards = [_open(path) for path in sorted(folder.glob("shard-*.safetensors"))]
         self._columns = [plan.depths.index(depth) for depth in depths]
         self._all_columns = len(self._columns) == len(plan.depths)
-        self._rows = [shard.get_tensor("rows") for shard in self._shards]
-        self._own = [shard.get_tensor("own") for shard in self._shards]
         self._labels = [shard.get_tensor("labels").long() for shard in self._shards]
         self._positions = [shard.get_tensor("positions").long() for shard in self._shards]
-        firsts = [rows.cumsum(0) - rows for rows in self._rows]
-        places = [(shard, text) for shard, rows in enumerate(self._rows) for text in range(len(rows))]
-        self._places: list[list[tuple[int, int, int, bool]]] = []  # of each sequence: shard, first row, end, own
+        texts: list[tuple[int, int, int, bool]] = []  # of each: shard, first row, end, own
+        for number, shard in enumerate(self._shards):
+            rows, own = shard.get_tensor("rows"), shard.get_tensor("own")
+            ends = rows.cumsum(0)
+            texts += zip([number] * len(rows), (ends - rows).tolist(), ends.tolist(), own.tolist())
+        self._sequences: list[list[tuple[int, int, int, bool]]] = []
         held = length
-        for index in np.random.default_rng(seed).permutation(len(places)).tolist():
-            shard, text = places[index]
-            first, rows = int(firsts[shard][text]), int(self._rows[shard][text])
-            if held + rows > length:
-                self._places.append([])
+        for index in np.random.default_rng(seed).permutation(len(texts)).tolist():
+            _, first, end, _ = texts[index]
+            if held + end - first > length:
+                self._sequences.append([])
                 held = 0
-            self._places[-1].append((shard, first, first + rows, bool(self._own[shard][text])))
-            held += rows
+            self._sequences[-1].append(texts[index])
+            held += end - first
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._sequences)
 
     def __getitem__(self, index: Any) -> Any:
         parts = []
-        for shard, first, end, own in self._places[index]:
+        for shard, first, end, own in self._sequences[index]:
             states = self._shards[shard].get_slice("states")[first:end]
+            states = states if self._all_columns else states[:, self._columns]
             positions = self._positions[shard][first:end]
-            parts.append(
-                ExitSequence(
-                    states=states if self._all_columns else states[:, self._columns],
-                    labels=self._labels[shard][first:end],
-                    positions=positions,
-                    texts=torch.zeros_like(positions),
-                    own=torch.full_like(positions, own, dtype=torch.bool),
-                )
-            )
+            of_model = torch.full_like(positions, own, dtype=torch.bool)
+            labels = self._labels[shard][first:end]
+            parts.append(ExitSequence(states, labels, positions, torch.zeros_like(positions), of_model))
         return join(parts)

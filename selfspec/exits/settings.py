@@ -36,7 +36,7 @@ class ExitLossSettings(OptimizerSettings):
     kl_weight: float = option(1.0, "Weight of KL(model || exit).", AT_LEAST_0)
     ce_weight: float = option(0.1, "Weight of the cross-entropy on the model's own tokens.", AT_LEAST_0)
     arm: str = option(
-        "uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/train-exit.md).", ARMS
+        "uniform", "Weights of positions: uniform, or D-PACE's: cumulative, full (docs/exit-adapters.md).", ARMS
     )
     alpha: float = option(0.5, "Smoothing of D-PACE's weights, in [0, 1].", Range(0, 1))
     block: int = option(8, "Draft length that D-PACE's weights count with.", AT_LEAST_1)
@@ -55,7 +55,7 @@ class FitSettings(ExitLossSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitTraining(FrozenModelSettings, ExitLossSettings):
+class ExitTraining(ExitLossSettings, FrozenModelSettings):
     """One run, data and training. Checked on construction: ValueError says which field, its range, what to do."""
 
     model: str | None = option(

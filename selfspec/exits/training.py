@@ -1,7 +1,7 @@
 """`selfspec train-exit`: texts, hidden states and the fitting of exit adapters, in one resumable run.
 
 In several processes with `accelerate launch` or `torchrun` in front, the first computes the states and all fit, each on a
-part of every batch. docs/train-exit.md explains the options.
+part of every batch. docs/exit-adapters.md explains the options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -25,7 +24,6 @@ from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
 from layerskip_models.output_paths import output_folder
 from layerskip_models.parallel.ranks import launched_ranks
 from layerskip_models.text_files import write_text
-from layerskip_models.training.examples import in_shares, sampled_examples
 from layerskip_models.training.resumable_run import (
     ResumableRun,
     StepReport,
@@ -43,7 +41,7 @@ from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
 from selfspec.exits.own_answers import OwnAnswers
 from selfspec.exits.settings import DATA_FIELDS, ExitTraining
-from selfspec.exits.training_texts import TextReader, TrainingText
+from selfspec.exits.training_texts import TextReader, TrainingText, prompts_of, texts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
 
@@ -199,25 +197,9 @@ def training_texts(
         template=template_of(config.model, config.chat_template),
         length=min(config.sequence_length, generator.model.max_positions),
     )
-    sources = config.evaluation_sources() if held_out else config.sources()
-    examples = sampled_examples(
-        sources,
-        held_out=held_out,
-        holdout_fraction=config.holdout_share(held_out),
-        exclude=config.exclude,
-        seed=config.seed,
-    )
-    shares = [source.weight for source in sources]
     if not config.own_answers:
-        texts = [(text for example in found for text in reader.texts(example)) for found in examples]
-        return in_shares(texts, shares, lambda text: text.num_scored)
-    draw = np.random.default_rng([config.seed, held_out])
+        return texts_of(config, reader, held_out=held_out)
     most = min(config.prompt_tokens, max(reader.length - config.answer_tokens, 1))
-    prompts = in_shares(
-        [(prompt for example in found for prompt in reader.prompts(example, most, draw)) for found in examples],
-        shares,
-        lambda prompt: 1,
-    )
     answers = OwnAnswers(
         generator,
         config.states_folder / f"answers-{_PARTS[held_out]}.jsonl",
@@ -226,6 +208,7 @@ def training_texts(
         batch_size=config.answer_batch,
         seed=config.seed + (1 << 20) * held_out,
     )
+    prompts = prompts_of(config, reader, most, held_out=held_out)
     return answers.texts(prompts, partial(show, "writing answers"))
 
 

@@ -5,13 +5,14 @@ All of a plain text counts. Of conversations and of prompts with completions, on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from layerskip_models.training.examples import Example
+from layerskip_models.training.examples import Example, examples_of, in_shares
+from layerskip_models.training.settings import FrozenModelSettings
 from selfspec.messages import ChatTemplate, Messages, conversation_ids
 
 
@@ -144,3 +145,18 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
         if a != b:
             return index
     return min(len(one), len(other))
+
+
+def texts_of(config: FrozenModelSettings, reader: TextReader, *, held_out: bool) -> Iterator[TrainingText]:
+    """The texts of a run's data, each source giving its share of the tokens."""
+    shares, examples = examples_of(config, held_out=held_out)
+    texts = [(text for example in found for text in reader.texts(example)) for found in examples]
+    return in_shares(texts, shares, lambda text: text.num_scored)
+
+
+def prompts_of(config: FrozenModelSettings, reader: TextReader, most: int, *, held_out: bool) -> Iterator[list[int]]:
+    """The prompts of a run's data, of at most `most` tokens, each source giving its share."""
+    draw = np.random.default_rng([config.seed, held_out])
+    shares, examples = examples_of(config, held_out=held_out)
+    prompts = [(prompt for example in found for prompt in reader.prompts(example, most, draw)) for found in examples]
+    return in_shares(prompts, shares, lambda prompt: 1)

@@ -26,9 +26,11 @@ from selfspec.engine.engine import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.generator import SelfSpecGenerator
 from selfspec.integrations.log_likelihood import continuation_scores
+from selfspec.options import SamplingOptions, described
 from selfspec.stop_text import before_stop
 
-_GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_new_tokens"}
+_SAMPLING = tuple(described(SamplingOptions))
+_GENERATION = {"until", "max_gen_toks", "max_new_tokens", *_SAMPLING}
 _Tokens = tuple[Any, list[int], list[int]]
 """The question, for the harness's cache; context and continuation as token ids."""
 
@@ -142,14 +144,14 @@ class SelfSpecLM(TemplateLM):
             raise ValueError(f"selfspec takes {', '.join(sorted(_GENERATION))} of generation options, not {unknown}")
         length = options.get("max_gen_toks") or options.get("max_new_tokens") or self._max_gen_toks
         do_sample = bool(options.get("do_sample", False)) and options.get("temperature", 1.0) != 0
-        sampling = {name: options.get(name) if do_sample else None for name in ("temperature", "top_p", "top_k")}
+        sampling = {name: options.get(name) if do_sample else None for name in _SAMPLING}
         return {
             # If the text leaves no room, use its last tokens, as the harness's own models do.
             "prompt": self.tok_encode(context)[-max(self.max_length - length, 1) :],
             "max_new_tokens": length,
-            "do_sample": do_sample,
             "stop_strings": _stops(options) or None,
             **sampling,
+            "do_sample": do_sample,
         }
 
     def _loglikelihood_tokens(

@@ -23,9 +23,8 @@ from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text
-from layerskip_models.training.examples import in_shares, sampled_examples
 from layerskip_models.training.saving import write_tensors
-from selfspec.exits.training_texts import TextReader
+from selfspec.exits.training_texts import TextReader, prompts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
 from selfspec.pacer.drafts import PositionDrafter
@@ -43,22 +42,10 @@ def sample_prompts(config: PreVerifierTraining, generator: SelfSpecGenerator, *,
     assert generator.tokenizer is not None
     length = min(config.prompt_tokens, generator.model.max_positions - 3)
     reader = TextReader(tokenizer=generator.tokenizer, template=template_of(config.model, None), length=length)
-    sources = config.evaluation_sources() if held_out else config.sources()
-    examples = sampled_examples(
-        sources,
-        held_out=held_out,
-        holdout_fraction=config.holdout_share(held_out),
-        exclude=config.exclude,
-        seed=config.seed,
-    )
-    draw = np.random.default_rng([config.seed, held_out])
-    prompts = in_shares(
-        [(prompt for example in found for prompt in reader.prompts(example, length, draw)) for found in examples],
-        [source.weight for source in sources],
-        lambda prompt: 1,
-    )
     count = config.num_held_out if held_out else config.num_prompts
-    enough = list(islice(prompts, 4 * count))  # of more documents than would give as many prompts
+    # Of more documents than would give as many prompts.
+    enough = list(islice(prompts_of(config, reader, length, held_out=held_out), 4 * count))
+    draw = np.random.default_rng([config.seed, held_out])
     return [enough[index] for index in draw.permutation(len(enough))[:count]]
 
 

@@ -195,10 +195,6 @@ class LeanPreVerifier:
             1 / (1 + math.exp(-min(max(scale * x + shift, -80.0), 80.0))) for [x] in self.layer.logits(hidden).tolist()
         ]
 
-    @property
-    def num_parameters(self) -> int:
-        return count_parameters(self.config)
-
 
 def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> LeanPreVerifier:
     """The trained module in the layout that decoding is fast with, on the base model's device and in its dtype."""

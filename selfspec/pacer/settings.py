@@ -37,14 +37,13 @@ class DataPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreVerifierTraining(FrozenModelSettings, DataPlan):
+class PreVerifierTraining(DataPlan, FrozenModelSettings):
     """One run, data and training. Checked on construction: ValueError says which field, its range, what to do."""
 
     data: tuple[str, ...] = option(
         MISSING,
         "PATH[:share] of prompts: .txt, .txt.gz, .py, a folder of them, or .jsonl[.gz] with a prompt a line.",
     )
-    exit_layers: tuple[int, ...] = with_default(DataPlan, "exit_layers", ())
     data_of: str | None = option(
         None,
         "Folder of another run whose data to use, instead of making the same again: options of data must be equal.",

@@ -56,8 +56,9 @@ def _prompts(value: Any) -> Any:
 
 def _ranged(name: str, **own: float) -> Any:
     """The range of an option of a generation, narrowed by what is given here."""
-    option = OPTIONS[name][1]
-    bounds: dict[str, Any] = {"gt" if option.above else "ge": option.low, "le": option.high, **own}
+    allowed = OPTIONS[name][1].allowed
+    assert allowed is not None
+    bounds: dict[str, Any] = {"ge" if allowed.ends[0] == "[" else "gt": allowed.low, "le": allowed.high, **own}
     return Field(**bounds)
 
 

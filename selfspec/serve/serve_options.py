@@ -53,6 +53,7 @@ class ServeOptions:
         "All requests come from one user, so their prompts may reuse each other's texts. Default: only requests with the "
         "same cache_salt may.",
         _LOAD,
+        "--share-prefixes",
     )
     max_tokens: int | None = option(None, "Maximum number of new tokens of a text.", _LOAD, min=1)
     max_context: int | None = option(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_errors import Raising
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -28,6 +27,7 @@ from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.engine.engine import BoundRequest, Engine, GenerationResult, Progress
+from test_engine_errors import Raising
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
 
 PROMPTS = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], [*range(20)], [7, 7], [11, 3, 5]]

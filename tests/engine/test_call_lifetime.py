@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_generator import Recorder
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from selfspec import SelfSpecGenerator
 from selfspec.engine.runners.runner import RunnerName
+from test_generator import Recorder
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]

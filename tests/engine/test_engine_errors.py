@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_judge import From
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -17,6 +16,7 @@ from layerskip_models.linear import Layout
 from policies import DraftRow, NeverStop, ObservationSpec, Plan, Policy, RoundContext, RoundRecord, ShadowTokens
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from test_judge import From
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_generator import Recorder
 
 from layerskip_models import from_transformers
 from scripted_policies import EVERY_POLICY
 from selfspec import SelfSpecGenerator
 from selfspec.engine.runners.runner import RunnerName
+from test_generator import Recorder
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_weight_watch import UPDATES
 from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
@@ -20,6 +19,7 @@ from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator, custom_generate
 from selfspec.engine import model_source
 from selfspec.integrations.live_models import generator_of
+from test_weight_watch import UPDATES
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
 TEXT = [3, 8, 1, 0, 22, 5, 7]

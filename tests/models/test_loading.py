@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from layerskip_models.checkpoints.supported import check_config
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import PlainLinear, default_layout
 from selfspec import SelfSpecGenerator
+from tests.fuzz.small_checkpoints import FORMATS
 from tiny_llama import CONTEXT, full_logits, reference_greedy, tiny_llama, tiny_tokenizer
 
 TEXT = [(7 * i + 3) % 24 for i in range(30)]
@@ -288,3 +290,14 @@ def test_devices_and_dtypes_by_name() -> None:
 
 def test_the_context_is_the_checkpoints() -> None:
     assert from_transformers(tiny_llama()).max_positions == CONTEXT
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size"])
+@pytest.mark.parametrize("kind", ["safetensors", "gptq", "packed, bytes", "integers"])
+def test_a_size_that_the_weights_do_not_have_takes_no_memory(tmp_path: Path, kind: str, field: str) -> None:
+    """A trillion numbers: whoever takes memory before comparing shapes ends with the allocator's error."""
+    FORMATS[kind](tmp_path, 1)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**12}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"another shape|builds no model"):
+        load_model(tmp_path, device="cpu")

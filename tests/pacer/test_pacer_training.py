@@ -105,6 +105,12 @@ def trace(lengths: list[int], accepted: list[int], starts: list[int], context: i
     )
 
 
+def test_defaults() -> None:
+    config = PreVerifierTraining(data=(__file__,), output_dir="out")
+    assert (config.learning_rate, config.warmup_steps, config.weight_decay, config.epochs) == (1e-3, 40, 0.05, 4.0)
+    assert config.data_plan((2,)) == DataPlan(exit_layers=(2,))
+
+
 def test_labels_by_hand() -> None:
     """Drafts of 3 and 2 tokens, of which 1 and 2 are accepted: the first one's third token has no fate of its own."""
     made = trace([3, 2], [1, 2], [4, 6])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_policy_options import form, parsed
 
 from layerskip_models import from_transformers
 from policies import EXITS, STOPPINGS, CopyExit, DelExit, FixedExit, PacerStopping, SvipThreshold
@@ -17,6 +16,7 @@ from policies.auto.policy import AutoExit
 from policies.bounds import MOST_DRAFTS
 from policies.names import _integer, _layers
 from selfspec import SelfSpecGenerator
+from test_policy_options import form, parsed
 from tiny_llama import tiny_llama
 
 HUGE = (10**7, 10**9, 10**40)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streaming import TOKENIZERS
 from transformers import StoppingCriteria
 
 from selfspec.serve.trimmed_text import StopTexts, TrimmedText
+from test_streaming import TOKENIZERS
 from tiny_llama import VOCAB_SIZE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -311,6 +311,9 @@ def test_states_that_overflow_are_refused() -> None:
 
 
 def test_defaults() -> None:
+    config = ExitTraining(data=(__file__,), output_dir="out")
+    assert (config.learning_rate, config.warmup_steps, config.epochs, config.holdout_fraction) == (5e-3, 20, 3.0, 0.02)
+    assert config.fit_settings(9) == FitSettings(steps=7, batch=4)
     assert [default_exit_layers(number) for number in (2, 12, 16, 32)] == [(1,), (1, 2, 3), (1, 2, 3, 4), (2, 4, 6, 8)]
     model = tiny_model(hidden_size=32, heads=4, kv_heads=2, intermediate_size=64)
     assert 3 * 32 * default_rank(model) <= model.layer_bytes / 4 / 10
