@@ -29,7 +29,7 @@ lint: $(VENV)/.installed
 # Every table with numbers in README and docs, from the records in docs/data and of the experiments. A test fails when they differ.
 PAGES = $(shell grep -l "^<!-- report:" README.md docs/*.md docs/results/*.md)
 results: $(VENV)/.installed
-	$(BIN)/python -m bench report docs/data/*.jsonl.gz $(wildcard bench/experiments/*/*.jsonl.gz) $(foreach page,$(PAGES),--into $(page))
+	$(BIN)/python -m bench.experiments report docs/data/*.jsonl.gz $(wildcard bench/experiments/*/*.jsonl.gz) $(foreach page,$(PAGES),--into $(page))
 
 # The documentation as a site in build/site.
 docs: $(VENV)/.installed

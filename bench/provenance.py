@@ -115,7 +115,7 @@ def available_cores() -> int | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit checked out in a folder that is the root of a repository, "+changes" behind it if files differ."""
+    """The commit checked out in a folder that is the root of a repository, with "+changes" appended if files differ."""
     if not (folder / ".git").exists():
         return None
     try:

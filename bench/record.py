@@ -146,7 +146,7 @@ def _whole_lines(part: Path) -> list[Line]:
 def read_record(path: Path) -> list[Line]:
     """The lines of a record, which may be packed (`gzip record.jsonl`).
 
-    Raises ValueError that names the remedy for a file that is none or cannot be read.
+    Raises ValueError, with the remedy, for a file that is not a record or cannot be read.
     """
     if not path.exists():
         raise ValueError(f"there is no record at {path}: measure one with selfspec-bench run --output {path}")

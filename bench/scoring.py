@@ -2,6 +2,7 @@
 
 A score is the model's, not the engine's: greedy outputs of all engines are the same, sampled ones follow one distribution.
 The metric is the prompt's own ("metric" in a file of prompts), or read off its reference (`metric_of`).
+ROUGE is a page of code here: rouge-score would bring nltk and absl, and lm-eval its own tasks and prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Scorer:
             return None
         eos = self._tokenizer.eos_token_id
         kept = list(tokens)
-        if eos in kept:  # engines are measured with EOS off, and go on behind it
+        if eos in kept:  # engines are measured with EOS off, and go on after it
             kept = kept[: kept.index(eos)]
         return score(prompt.origin, self._tokenizer.decode(kept, skip_special_tokens=True))
 
@@ -80,7 +81,7 @@ def until_next_example(prompt: str, text: str) -> str:
 
 
 def final_number(text: str) -> float | None:
-    """The number behind "####" as GSM8K marks it, else the last one in the text; None if there is none."""
+    """The number after "####" as GSM8K marks it, else the last one in the text; None if there is none."""
     marked = _MARKED_NUMBER.search(text)
     found = [marked[1]] if marked else _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None

@@ -1,7 +1,8 @@
 """LayerSkip self-speculative decoding: one model drafts with its first layers and verifies with the rest."""
 
 from selfspec.batch import BatchError
-from selfspec.engine.engine import Engine, GenerationResult, Progress
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.engine.stats import GenerationStats
 from selfspec.generator import SelfSpecGenerator, Streamer
@@ -15,8 +16,8 @@ __all__ = [
     "GenerationResult",
     "GenerationStats",
     "NonFiniteLogitsError",
-    "Progress",
     "SelfSpecGenerator",
+    "StepOutput",
     "Streamer",
     "__version__",
     "custom_generate",

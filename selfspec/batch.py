@@ -7,7 +7,8 @@ from contextlib import closing
 from typing import Any
 
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest, GenerationResult
+from selfspec.engine.engine import BoundRequest
+from selfspec.engine.results import GenerationResult
 
 DEFAULT_BATCH_SIZE = 8
 """Number of texts decoded together. A larger batch raises throughput on a CPU only a little, and makes each text slower."""

@@ -31,9 +31,10 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.distributed.launch import TensorParallel, divides
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest, Engine, GenerationResult
+from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
+from selfspec.engine.results import GenerationResult
 from selfspec.engine.runners.runner import CaptureError, RunnerChoice, RunnerName
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages, encode_messages

@@ -8,7 +8,8 @@ from types import TracebackType
 from transformers import PreTrainedTokenizerBase
 
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest, GenerationResult, Progress
+from selfspec.engine.engine import BoundRequest
+from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.streaming import IncrementalDecoder
 
 
@@ -58,7 +59,7 @@ class GenerationStream(Iterator[str | list[int]]):
 
 
 def _pieces(
-    steps: Iterator[Progress], tokenizer: PreTrainedTokenizerBase | None
+    steps: Iterator[StepOutput], tokenizer: PreTrainedTokenizerBase | None
 ) -> Generator[str | list[int], None, GenerationResult | None]:
     """No method of the stream: a reference to it would delay its garbage collection."""
     decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)

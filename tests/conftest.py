@@ -15,6 +15,7 @@ import selfspec.engine.runners.cuda_graph.runner
 from layerskip_models import from_transformers
 from policies import MeasuredCost
 from selfspec import SelfSpecGenerator
+from study_records import with_studies as with_studies
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 # The same examples in every run, so that a red CI is a change in the code and near-ties are counted once and for all.

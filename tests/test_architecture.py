@@ -46,6 +46,14 @@ def test_no_arrow_points_up(path: Path) -> None:
     assert own <= MAY_IMPORT[package]
 
 
+PRODUCT = [path for path in FILES if path.relative_to(ROOT).parts[:2] != ("bench", "experiments")]
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_product_knows_no_study(path: Path) -> None:
+    assert not re.search(r"^\s*(from|import) bench\.experiments\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 CORE = sorted((ROOT / "selfspec" / "engine").rglob("*.py")) + sorted((ROOT / "selfspec" / "cache").rglob("*.py"))
 
 

@@ -108,17 +108,17 @@ def context(
                 for prompt in prompts:
                     record.write(measure_memory(skip, prompt, max_new_tokens))
                     advance("memory")
-            behind = []
+            measured = []
             for prompt in prompts:
-                behind.append(Context(skip, prompt, max_new_tokens=max_new_tokens, prefill=prefill, cost=cost))
-                record.write(behind[-1].prefill)
+                measured.append(Context(skip, prompt, max_new_tokens=max_new_tokens, prefill=prefill, cost=cost))
+                record.write(measured[-1].prefill)
                 advance("prefill")
                 if network is not None:
                     record.write(measure_transformers(network, prompt, max_new_tokens))
                     advance("transformers")
             for repeat in range(repeats):
                 bandwidth.measure()
-                for place in behind:
+                for place in measured:
                     place.decode(repeat, record.write, advance)
                     turn = place.turn(repeat) if prefill else None
                     if turn is not None:

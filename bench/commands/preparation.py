@@ -26,7 +26,8 @@ from bench.engines.peers import (
 from bench.machine.throughput import BatchEngine
 from bench.provenance import weights_digest
 from bench.record import Line, RecordWriter
-from bench.report.markdown import headline, tables
+from bench.report.markdown import headline
+from bench.report.record_kinds import kind_of
 from bench.report.table import counted, print_tables
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import (
@@ -83,7 +84,7 @@ def encoded(
 
 
 def is_synthetic(checkpoint: str) -> bool:
-    """Whether a name stands for a shape with random weights."""
+    """True for a name that stands for a shape with random weights."""
     return checkpoint.startswith(PREFIX)
 
 
@@ -215,7 +216,7 @@ def _after_interrupt(writer: RecordWriter, resume: str | None) -> str:
 def show(lines: Sequence[Mapping[str, Any]]) -> None:
     """The record's tables and its headline, on standard output."""
     records: list[Line] = [dict(line) for line in lines]
-    print_tables(tables(records))
+    print_tables(kind_of(records).tables(records))
     typer.echo(headline(records))
 
 

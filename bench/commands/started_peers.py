@@ -37,7 +37,7 @@ def start_all(
 
 
 def llama_cpp_version_of(started: Sequence[PeerProcess], own: str | None) -> str | None:
-    """Of the peers that loaded llama.cpp; else this process's own."""
+    """The version that the peers loaded, else this process's own."""
     return next((peer.about["llama_cpp"] for peer in started if "llama_cpp" in peer.about), own)
 
 

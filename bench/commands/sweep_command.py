@@ -179,7 +179,7 @@ def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: i
 
 
 def _is_fixed(cell: GridPolicy, num_layers: int) -> bool:
-    """Whether replay decides a policy's rounds. Raises ValueError for a name that is none."""
+    """True if replay decides the policy's rounds. Raises ValueError for an unknown policy."""
     if "pacer" not in cell.name:  # which can be resolved for the loaded model only
         parse_policy(cell.name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
     return fixed_setting_of(cell.name) is not None

@@ -1,1 +1,1 @@
-"""What is measured against each other: selfspec and its peers behind one protocol."""
+"""What is measured against each other: selfspec and its peers, with one protocol."""

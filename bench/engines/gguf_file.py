@@ -52,7 +52,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
 
 
 def _kind_of(name: str, tensor: Tensor, kind: str) -> str:
-    """Of one tensor in a file whose matrices are of `kind`."""
+    """The type of one tensor in a file whose matrices are of `kind`."""
     if tensor.dim() != 2:
         return "F32"
     return "Q8_0" if kind.startswith("Q4") and not name.startswith("blk.") else kind

@@ -57,7 +57,7 @@ class LlamaCppEngine:
         weakref.finalize(self, _free, self._greedy, self._context, self._model)
 
     def _new_context(self, sequences: int = 1) -> Any:
-        """With room for so many texts, each with cells of its own."""
+        """Make room for several texts, each with cells of its own."""
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = settings.n_batch = sequences * (
             -(-self._max_tokens // 256) * 256 if sequences > 1 else self._max_tokens

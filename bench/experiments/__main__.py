@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bench.commands.report_command import report
 from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
@@ -15,7 +16,9 @@ from bench.experiments.exit_losses.exit_losses_command import exit_losses
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
+from bench.experiments.record_kinds import STUDIES
 from bench.record import read_record, showing
+from bench.report.record_kinds import KINDS
 from bench.report.table import print_tables
 from selfspec.cli.arguments import one_line_errors
 
@@ -25,6 +28,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+@app.callback()
+def with_the_studies_tables() -> None:
+    """Let `report`, and the end of each command, show the studies' records."""
+    KINDS.update(STUDIES)
+
+
 app.command()(copying_texts)
 app.command()(copying_accuracy)
 app.command()(copying_gain)
@@ -32,6 +43,7 @@ app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(leaves)
 app.command()(copy_index)
+app.command()(report)
 
 
 @app.command(name="readings")

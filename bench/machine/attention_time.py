@@ -31,7 +31,7 @@ _PASSES = 3  # of which the fastest counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Of a model, as far as attention goes. kv_dtype: that keys and values are kept in, float32 or bfloat16."""
+    """The attention heads of a model. kv_dtype: how keys and values are stored, float32 or bfloat16."""
 
     name: str
     num_heads: int
@@ -41,7 +41,7 @@ class HeadShape:
 
     @classmethod
     def of(cls, name: str, kv_dtype: torch.dtype) -> HeadShape:
-        """Of a shape that synthetic weights have. Raises ValueError for any other."""
+        """The heads of a shape of synthetic weights. Raises ValueError for an unknown shape."""
         if name not in SHAPES:
             raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {name!r}")
         shape = SHAPES[name]
@@ -61,7 +61,7 @@ class HeadShape:
 
 
 class AttentionLayers:
-    """Layers of this shape behind `context` positions of random keys and values, on a CPU.
+    """Layers of this shape after `context` positions of random keys and values, on a CPU.
 
     Raises RuntimeError where there are no native kernels.
     """
@@ -140,7 +140,7 @@ def measure_machine() -> Line:
 
 
 def measure_attention(shapes: Sequence[HeadShape], context: int, rows: Sequence[int], repeats: int) -> Iterator[Line]:
-    """In each repeat the machine before each shape, and then attention with so many rows."""
+    """Measure, in each repeat, the machine before each shape, and then attention with each number of rows."""
     places = [AttentionLayers(shape, context, max(rows)) for shape in shapes]
     for layers in places:
         for number in rows:  # the path that is timed

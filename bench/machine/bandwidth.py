@@ -69,7 +69,7 @@ class WeightBytes:
 
     @classmethod
     def of(cls, model: LayerSkipModel) -> WeightBytes:
-        """Of a model as it is stored: 16-bit weights count as such, whatever dtype they are computed in."""
+        """A model's bytes as stored: 16-bit weights count as 16 bits, whatever dtype they are computed in."""
         kv = 2 * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
         return cls(layer=model.layer_bytes, head=model.head_bytes, kv=kv, draft_head=model.draft_head_bytes)
 

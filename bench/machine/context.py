@@ -2,7 +2,7 @@
 
 A prompt is read once per context, timed; what decoding costs there is then measured with every policy on the same cache,
 which its generator keeps between calls (`prefix_cache`): all but the last rows of the prompt are not read again. The next
-turn of a conversation is timed in the same way: the text so far, and a message behind it. Contexts take turns, so that slow
+turn of a conversation is timed in the same way: the text so far, and a message after it. Contexts take turns, so that slow
 drift of the machine meets all alike.
 """
 
@@ -30,7 +30,7 @@ from selfspec.engine.calibrate import synchronize
 CONTEXTS = (128, 1024, 4096, 16384)
 """Tokens of the prompt."""
 MESSAGE_TOKENS = 32
-"""Of what the next turn of a conversation adds."""
+"""Tokens that the next turn of a conversation adds."""
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedPrompt:
@@ -55,7 +55,7 @@ def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens:
 
 
 class Context:
-    """One context, read into a cache of its own, and what decodes behind it.
+    """One context, read into a cache of its own, and what decodes after it.
 
     prefill: False leaves the prompt unread; its keys and values are random. cost: ranks the fixed settings.
     """

@@ -53,7 +53,7 @@ def stream(
 def measure_clients(
     server: Server, prompts: Sequence[str], clients: int, max_tokens: int, **fields: Any
 ) -> tuple[Line, list[str]]:
-    """So many clients at once, who send the prompts in turn, each on one connection. Returns the line, and all texts."""
+    """Let `clients` clients send the prompts at once, each on one connection. Returns the record's line and all texts."""
     replies: list[Reply | Exception | None] = [None] * len(prompts)
     connections = [server.connect() for _ in range(clients)]
 
@@ -92,7 +92,7 @@ def measure_clients(
 def measure_batch_call(
     generator: SelfSpecGenerator, prompts: Sequence[str], clients: int, max_tokens: int, policy: str | None
 ) -> tuple[Line, list[str]]:
-    """The same texts by `generate_batch`, so many at a time: what a server could give at best."""
+    """Generate the same texts by `generate_batch`, `clients` at a time: what a server could give at best."""
     start = perf_counter()
     results = generator.generate_batch(
         list(prompts), batch_size=clients, max_new_tokens=max_tokens, do_sample=False, policy=policy

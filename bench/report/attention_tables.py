@@ -24,7 +24,7 @@ def attention_headline(lines: Sequence[Line]) -> str:
         if rows == fewest
     ]
     return (
-        f"Attention behind {context} positions on {where['cpu']}, {counted(where['threads'], 'thread')}, kernels for "
+        f"Attention after {context} positions on {where['cpu']}, {counted(where['threads'], 'thread')}, kernels for "
         f"{where['kernels']}: {counted(fewest, 'row')} take{'s' if fewest == 1 else ''} {', '.join(said)} as long as "
         "reading the keys and values."
     )
@@ -51,7 +51,7 @@ def attention_tables(lines: Sequence[Line]) -> list[Table]:
     return [
         Table(
             name="attention",
-            title=f"A layer's attention behind {context} positions; reading its keys and values at the measured bandwidth; "
+            title=f"A layer's attention after {context} positions; reading its keys and values at the measured bandwidth; "
             "its multiplications at the speed of PyTorch's products of matrices that are in a cache",
             columns=("heads of", "keys and values", "rows", "ms", "reading, ms", "of reading", "arithmetic, ms"),
             rows=tuple(rows),

@@ -51,7 +51,7 @@ def _pair(old: float | None, new: float | None, pattern: str) -> str:
 
 
 def _outputs(left: Samples, right: Samples, engine: str) -> str:
-    """Whether an engine wrote the same tokens for the prompts of both."""
+    """True if an engine wrote the same tokens for the prompts of both."""
     old, new = (
         {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
         for samples in (left, right)

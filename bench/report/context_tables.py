@@ -34,7 +34,7 @@ def context_headline(lines: Sequence[Line]) -> str:
     unread = "" if configuration["prefill"] else " (keys and values random: the prompt was not read)"
     text = (
         f"{subject(lines)}, greedy, "
-        f"{configuration['max_new_tokens']} new tokens behind {', '.join(map(str, contexts))}{unread}: runs whose text "
+        f"{configuration['max_new_tokens']} new tokens after {', '.join(map(str, contexts))}{unread}: runs whose text "
         f"is not plain decoding's: {differing}."
     )
     if configuration.get("kv_dtype", where["dtype"]) != where["dtype"]:

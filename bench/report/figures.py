@@ -17,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.experiments.readings.reading_figures import reading_figures
 from bench.grid import grid_lines, mean_agreement
 from bench.record import PLAIN, Line
 from bench.report.busy_tables import busy_levels, busy_share
 from bench.report.context_tables import ROLES, seconds_per_token
+from bench.report.record_kinds import kind_of
 from bench.report.summary import Samples
 from bench.report.sweep_tables import Sweep
 
@@ -33,10 +33,9 @@ _FONT = 9  # points
 
 
 def figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
-    """Part of the record that a figure belongs to (`bench.report.markdown.HEADINGS`) -> title -> figure."""
+    """Part of the record that a figure belongs to (`bench.report.record_kinds.HEADINGS`) -> title -> figure."""
     with rc_context({"font.size": _FONT}):
-        made = {**_command_figures(lines), **_engine_figures(lines)}
-        return made | reading_figures(lines) if lines[0]["command"] == "run" else made
+        return {**_command_figures(lines), **_engine_figures(lines), **kind_of(lines).figures(lines)}
 
 
 def _command_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
@@ -57,7 +56,7 @@ def _command_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
 
 
 def _engine_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
-    """Of a record of engines over prompts; a sweep's has no table for what it timed."""
+    """Figures for a record of engines over prompts; a sweep has no table of what it timed."""
     made: dict[str, dict[str, Figure]] = {}
     agreement = _agreement(lines)
     if agreement:

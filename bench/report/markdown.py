@@ -2,133 +2,46 @@
 
 `fill_markers` puts them into a document between `<!-- report:NAME -->` and `<!-- /report:NAME -->`, where NAME is the
 record's file name without its ending. `report:NAME` is the whole record under headings, each table with its plots;
-`report:NAME:PART` is one part of it: headline, glance, machine, or a table by its name (HEADINGS has them all).
+`report:NAME:PART` is one part of it: headline, glance, machine, or a table by its name (`record_kinds` has them all).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.experiments.copying.copying_tables import copying_headline, copying_tables
-from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
-from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
-from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import KEPT, Line
-from bench.report.at_exit_layer import exit_layer_tables
-from bench.report.attention_tables import attention_headline, attention_tables
-from bench.report.batch_tables import batch_headline, batch_tables
-from bench.report.busy_tables import busy_headline, busy_tables
-from bench.report.context_tables import context_headline, context_tables
-from bench.report.glance import by_precision, glance
-from bench.report.roofline_tables import roofline_headline, roofline_tables
-from bench.report.run_tables import decoding_text, run_tables
-from bench.report.serving_tables import serving_headline, serving_tables
-from bench.report.summary import Samples, Spread
-from bench.report.sweep_tables import sweep_tables
-from bench.report.table import Table, counted, times
+from bench.report.glance import glance
+from bench.report.record_kinds import HEADINGS, kind_of
+from bench.report.run_tables import decoding_text
+from bench.report.summary import Samples
+from bench.report.table import Table, counted
 
 _MARKER = re.compile(r"<!-- report:(?P<name>[^\s>]+) -->\n.*?<!-- /report:(?P=name) -->", re.DOTALL)
 
-HEADINGS = {
-    "glance": "At a glance",
-    "precision": "By precision of the weights",
-    "speed": "Speed",
-    "speedups": "Speed-up by task",
-    "tasks": "Speed by task",
-    "sources": "Where each source of drafts pays",
-    "rounds": "Rounds",
-    "phases": "Where the time goes",
-    "scores": "Scores",
-    "etpl": "Tokens per loaded layer",
-    "exit-layer": "At one exit layer",
-    "speedup": "Speed-up of every setting",
-    "cells": "Every setting",
-    "agreement": "Agreement of early layers with the last",
-    "calls": "Single calls",
-    "contexts": "Speed over the length of the context",
-    "turns": "The next turn of a conversation",
-    "memory": "Memory",
-    "attention": "Attention",
-    "decoding": "Throughput while all texts decode",
-    "batch": "Throughput with prompts",
-    "joining": "A long prompt that joins",
-    "serving": "Throughput of a server",
-    "waiting": "Time to first token",
-    "overhead": "What the server adds",
-    "cost": "Processor time",
-    "transfer": "Transfer of a setting between tasks",
-    "segments": "Segments of a text",
-    "oracle": "Oracle lengths",
-    "positions": "Acceptance by position in the draft",
-    "conditional": "Acceptance behind accepted tokens",
-    "gain_estimated_seconds": "At a larger shape's costs",
-    "gain_seconds": "Measured",
-    "copy_sources": "Where tokens come from",
-    "exits_gain": "Tokens per layer",
-    "exits_agreement": "Agreement",
-    "exits_speed": "Speed",
-    "exit_losses": "Tokens per layer, losses, loops",
-    "exit_losses_paired": "Against uniform weights",
-    "exit_losses_oracle": "With oracle lengths",
-    "exit_losses_free": "Without loops",
-    "exit_losses_agreement": "Agreement of the exits",
-    "exit_losses_loss": "Loss of the exits",
-    "machine": "Where the numbers come from",
-}
-"""The parts of a record by name, with their headings, in the order of a page."""
-
 Plots = Mapping[str, Mapping[str, str]]
-"""Of one record: name of a part -> title of a plot -> what shows it (its path, or the picture itself)."""
-
-_TABLES: Mapping[str, Callable[[Sequence[Line]], list[Table]]] = {
-    "sweep": sweep_tables,
-    "roofline": roofline_tables,
-    "context": context_tables,
-    "attention": attention_tables,
-    "busy": busy_tables,
-    "batch": batch_tables,
-    "serving": serving_tables,
-    "copying-gain": copying_tables,
-    "exit-adapters": exit_tables,
-    "exit-losses": exit_loss_tables,
-}
-_HEADLINES: Mapping[str, Callable[[Sequence[Line]], str]] = {
-    "roofline": roofline_headline,
-    "context": context_headline,
-    "attention": attention_headline,
-    "busy": busy_headline,
-    "batch": batch_headline,
-    "serving": serving_headline,
-    "copying-gain": copying_headline,
-    "exit-adapters": exits_headline,
-    "exit-losses": exit_loss_headline,
-}
-"""Of the commands whose records are not of engines over prompts."""
+"""A record's plots: name of a part -> title -> path of the picture, or the picture itself."""
 
 
-def tables(lines: Sequence[Line]) -> list[Table]:
-    """All tables of a record but those of its traces."""
-    return _TABLES.get(lines[0]["command"], run_tables)(lines)
+def headings(lines: Sequence[Line]) -> dict[str, str]:
+    """The heading of each possible part of this record, in the order of its page."""
+    return {**HEADINGS, **kind_of(lines).headings, "machine": "Where the numbers come from"}
 
 
 def page_tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record in the order of its page: the glance first, the machine last."""
-    made = [*glance(lines), *tables(lines), machine_table(lines)]
-    if lines[0]["command"] == "peers":
-        made += by_precision(lines)
-    if lines[0]["command"] == "run":
-        made += [*exit_layer_tables(lines), *reading_tables(lines)]
-    order = list(HEADINGS)
+    kind = kind_of(lines)
+    order = list(headings(lines))
+    made = [*glance(lines), *kind.tables(lines), *kind.page_tables(lines), machine_table(lines)]
     return sorted(made, key=lambda table: order.index(table.name))
 
 
 def markdown(lines: Sequence[Line], plots: Plots | None = None) -> str:
-    """The whole record as Markdown, each table behind its heading and its plots."""
-    parts = [headline(lines)]
+    """The whole record as Markdown: each table after its heading and its plots."""
+    parts, names = [headline(lines)], headings(lines)
     for table in page_tables(lines):
-        parts.append(f"## {HEADINGS[table.name]}")
+        parts.append(f"## {names[table.name]}")
         parts += [f"![{title}]({path})" for title, path in (plots or {}).get(table.name, {}).items()]
         parts.append(table.markdown())
     return "\n\n".join(parts) + "\n"
@@ -141,30 +54,18 @@ def sections(lines: Sequence[Line]) -> dict[str, str]:
 
 def headline(lines: Sequence[Line]) -> str:
     """What came out, in a sentence or two."""
-    if lines[0]["command"] in _HEADLINES:
-        return _HEADLINES[lines[0]["command"]](lines)
-    model = lines[0]["configuration"]["model"]
-    if lines[0]["command"] == "sweep":
-        best = next(line for line in lines if line["kind"] == "best")
-        spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
-        replayed = next(line for line in lines if line["kind"] == "replay")
-        source = "the replay" if replayed["replayed"] else "the first one"
-        pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
-        return (
-            f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
-            f"The timed runs had exactly the rounds of {source} for {pairs} pairs of setting and prompt."
-        )
-    return _run_headline(lines, Samples(lines))
+    written = kind_of(lines).headline
+    return _run_headline(lines, Samples(lines)) if written is None else written(lines)
 
 
 def machine_table(lines: Sequence[Line]) -> Table:
     """Command, machine, versions."""
     where, configuration = lines[0]["provenance"], lines[0]["configuration"]
     device = "" if where["device"] == "cpu" else f"{where['device']}; "
-    trains = lines[0]["command"] == "exit-losses"
-    what = "seed" if trains or configuration.get("do_sample") else "repeat"
-    repeats = counted(configuration["repeats"], what) + ("" if trains else ", engines alternated")
-    spread = "" if lines[0]["command"] in _HEADLINES else f"; in brackets the lowest and highest {what}"
+    kind = kind_of(lines)
+    what = "seed" if kind.trains or configuration.get("do_sample") else "repeat"
+    repeats = counted(configuration["repeats"], what) + ("" if kind.trains else ", engines alternated")
+    spread = f"; in brackets the lowest and highest {what}" if kind.spread else ""
     llama_cpp = f", llama-cpp-python {where['llama_cpp']}" if where.get("llama_cpp") else ""
     rows = {
         "command": f"`{where['command']}`",

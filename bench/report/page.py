@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from bench.record import Line
 from bench.report.figures import figures, svg
-from bench.report.markdown import HEADINGS, headline, page_tables
+from bench.report.markdown import headings, headline, page_tables
 
 
 def page(lines: Sequence[Line]) -> str:
@@ -21,6 +21,6 @@ def page(lines: Sequence[Line]) -> str:
         title=f"selfspec-bench {lines[0]['command']}: {lines[0]['configuration']['model']}",
         headline=headline(lines),
         tables=page_tables(lines),
-        headings=HEADINGS,
+        headings=headings(lines),
         pictures=pictures,
     )

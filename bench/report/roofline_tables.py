@@ -84,7 +84,7 @@ def _phase_table(lines: Sequence[Line]) -> Table:
 
 
 def _of_policy(lines: Sequence[Line], policy: str) -> list[Line]:
-    """Of each prompt the run that is the median of its repeats."""
+    """The median run of each prompt."""
     runs = [line for line in lines if line["kind"] == "phases" and line["policy"] == policy]
     found = []
     for prompt in dict.fromkeys(run["prompt"] for run in runs):

@@ -47,7 +47,7 @@ def source_tables(samples: Samples) -> list[Table]:
 
 
 def _shares(stats: Sequence[Line]) -> tuple[str, ...]:
-    """The cells behind the speed-up, of these runs together."""
+    """The cells after the speed-up, of these runs together."""
 
     def total(name: str) -> int:
         return sum(each.get(name, 0) for each in stats)

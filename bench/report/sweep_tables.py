@@ -41,6 +41,20 @@ class Sweep:
         return float(self.cells[place]["predicted_speedup"]) if spread is None else spread.value
 
 
+def sweep_headline(lines: Sequence[Line]) -> str:
+    """The best measured setting, and whether the timed runs had the rounds that were predicted."""
+    model = lines[0]["configuration"]["model"]
+    best = next(line for line in lines if line["kind"] == "best")
+    spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
+    replayed = next(line for line in lines if line["kind"] == "replay")
+    source = "the replay" if replayed["replayed"] else "the first one"
+    pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
+    return (
+        f"Best measured setting for {model}: `{best['policy']}`, {spread} its own autoregressive mode. "
+        f"The timed runs had exactly the rounds of {source} for {pairs} pairs of setting and prompt."
+    )
+
+
 def sweep_tables(lines: Sequence[Line]) -> list[Table]:
     """All of them."""
     sweep = Sweep.of(lines)

@@ -25,7 +25,7 @@ class HeldModel(Protocol):
     in_step: bool
 
     def gathered(self, function: Callable[[], Result]) -> Result:
-        """What the function returns; it may run layers, norm and head of the model."""
+        """Run the function, which may use layers, norm and head of the model, and return its result."""
         ...
 
     def released(self) -> None:

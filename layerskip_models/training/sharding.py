@@ -33,11 +33,11 @@ from layerskip_models.training.training_config import TrainingConfig
 
 Result = TypeVar("Result")
 Read = Callable[[str, torch.Size, range], Tensor]
-"""read(name, shape, rows): these rows of a parameter, float32, of the whole parameter's shape but for the first number."""
+"""read(name, shape, rows): these rows of a parameter, float32. shape: of the whole parameter."""
 
 
 def check_launched() -> None:
-    """Raise ValueError unless this is one of a launcher's processes, of which there may be a single one."""
+    """Raise ValueError unless a launcher started this process, alone or with others."""
     if not dist.is_initialized():
         raise ValueError(
             "shard divides the model over processes, and this is one alone: put `torchrun --nproc_per_node N` or "
@@ -46,7 +46,7 @@ def check_launched() -> None:
 
 
 class ShardedTraining:
-    """A model whose parameters each process holds its rows of; every process must make the same calls in the same order."""
+    """A model whose rows are divided over the processes, which must all make the same calls in the same order."""
 
     in_step = True
 
@@ -99,12 +99,12 @@ class ShardedTraining:
         )
 
     def gathered(self, function: Callable[[], Result]) -> Result:
-        """What the function returns, with norm and head gathered, and each layer when it computes."""
+        """Run the function with norm and head gathered, and each layer when it computes."""
         run: Callable[..., Result] = cast(Any, self.model).run_gathered
         return run(function)
 
     def released(self) -> None:
-        """To be called after `gathered` where no backward pass follows: norm and head are let go."""
+        """To be called after `gathered` where no backward pass follows: frees norm and head."""
         cast(FSDPModule, self.model).reshard()
 
     def reduce(self, totals: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def _from_files(files: Parts, name: str, shape: torch.Size, rows: range) -> Tens
 
 
 class _Rows:
-    """The plan of a division by rows alone, as `Parts` asks it."""
+    """The plan of a division by rows alone, for `Parts`."""
 
     rank = 0
 

@@ -8,7 +8,8 @@ memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import GenerationHost, Request, make_request
 from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from selfspec.pacer.inference import PreVerifiers
 
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
@@ -78,7 +79,7 @@ def every_policy(num_layers: int) -> list[str]:
 
 def ask_reference(
     llama: PreTrainedModel,
-    prompts: Sequence[Tensor],
+    prompts: abc.Sequence[Tensor],
     max_new_tokens: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Reference:
@@ -130,11 +131,11 @@ def _courses(llama: PreTrainedModel, ids: list[int]) -> dict[tuple[int, ...], fl
 
 def verify_engine(
     llama: PreTrainedModel,
-    prompts: Sequence[Tensor],
+    prompts: abc.Sequence[Tensor],
     *,
     max_new_tokens: int = 48,
     draws: int = 400,
-    policies: Sequence[str] | None = None,
+    policies: abc.Sequence[str] | None = None,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Iterator[Check]:
     """Yield one check after the other; takes the model's weights over, which it cannot be used without afterwards.
@@ -326,7 +327,7 @@ def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
     return hidden, model.logits(hidden)
 
 
-def _cache_error(model: LayerSkipModel, decoding: Text) -> float:
+def _cache_error(model: LayerSkipModel, decoding: Sequence) -> float:
     """Largest difference between the rows that decoding left and those of one pass, over their root mean square."""
     length = decoding.cache.length
     with torch.inference_mode():
@@ -342,7 +343,7 @@ def _cache_error(model: LayerSkipModel, decoding: Text) -> float:
 
 def _decode(
     model: LayerSkipModel, prompt: Tensor, policy: Policy, *, seed: int | None = None, **options: object
-) -> Text:
+) -> Sequence:
     """A whole call, its cache and its state kept."""
     request: Request = make_request(
         host=GenerationHost(model.config, model.generation_config, model.device),
@@ -351,7 +352,7 @@ def _decode(
         options={"eos_token_id": [], "temperature": 1.0, "top_p": 1.0, "seed": seed, **options},
     )
     with torch.inference_mode():
-        text = Text(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
+        text = Sequence(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
         for _ in decode(text, EagerRunner(model)):
             pass
     return text

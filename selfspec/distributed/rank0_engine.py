@@ -24,8 +24,9 @@ from policies import Policy, parse_policy
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import Owner
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.engine import BoundRequest, Engine, Progress
+from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.request import Request
+from selfspec.engine.results import StepOutput
 from selfspec.engine.stopping import StopConditions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.inference import PreVerifiers
@@ -141,7 +142,7 @@ class Rank0Engine(Engine):
             self._message.events.append(ticket)
         super().cancel(ticket)
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         self._tell()
         self._stepping = True  # texts that end in a step end on every rank
         try:

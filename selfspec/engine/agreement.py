@@ -15,7 +15,8 @@ import torch
 from layerskip_models import LayerSkipModel
 from policies import Policy
 from selfspec.engine.request import Request
-from selfspec.engine.runners.runner import Outcome, SequenceRound
+from selfspec.engine.results import RoundResult
+from selfspec.engine.runners.runner import SequenceRound
 from selfspec.engine.stopping import StopReason
 
 _REASONS: tuple[StopReason | None, ...] = (None, *get_args(StopReason))
@@ -38,13 +39,17 @@ def agree_on_call(model: LayerSkipModel, request: Request, policy: Policy) -> No
 
 
 def agree_on_round(
-    model: LayerSkipModel, seconds: tuple[float, float], turns: Sequence[SequenceRound], outcomes: Sequence[Outcome]
+    model: LayerSkipModel,
+    seconds: tuple[float, float],
+    seq_rounds: Sequence[SequenceRound],
+    outcomes: Sequence[RoundResult],
 ) -> tuple[float, float]:
     """Rank 0's seconds. Raises RankError unless all ranks came to the same tokens in this round."""
     if model.num_ranks == 1:
         return seconds
     found = [
-        (turn.length, turn.exit_layer, outcome.draft_tokens, outcome.block) for turn, outcome in zip(turns, outcomes)
+        (seq_round.length, seq_round.exit_layer, outcome.draft_tokens, outcome.block)
+        for seq_round, outcome in zip(seq_rounds, outcomes)
     ]
     drafting, verifying = model.agree(seconds, same=crc32(repr(found).encode()))
     return drafting, verifying

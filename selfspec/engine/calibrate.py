@@ -109,11 +109,11 @@ def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> C
     passes = EagerRunner(model)
 
     def make(exit_layer: int) -> Callable[[], object]:
-        turn = _turn(model, cache, exit_layer)
+        seq_round = _turn(model, cache, exit_layer)
 
         def draft() -> None:
-            cache.declare(turn.length - 1)
-            passes.draft([turn])
+            cache.declare(seq_round.length - 1)
+            passes.draft([seq_round])
 
         return draft
 
@@ -151,12 +151,12 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
     runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
     runner.reserve(max(rows_timed))
     context = cache.max_length
-    turn = _turn(model, cache, 1)
+    seq_round = _turn(model, cache, 1)
     calls: list[Callable[[], object]] = []
     for rows in rows_timed:
         # Where the row counts that are captured fit: in the last positions of a cache others may be.
         calls += [partial(runner.layers, rows, max(context - 2 * rows, 0)), partial(runner.head, rows)]
-    return [*calls, partial(runner.draft, [turn])]
+    return [*calls, partial(runner.draft, [seq_round])]
 
 
 def _turn(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:

@@ -7,12 +7,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from selfspec.engine.engine import BoundRequest, Engine, Progress
+from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.results import StepOutput
 
 
 def run_calls(
     calls: Sequence[BoundRequest], batch_size: int | None = None, *, raises: bool = True
-) -> Generator[Progress]:
+) -> Generator[StepOutput]:
     """Decode `batch_size` calls at a time, by default all at once; the next one joins when one is complete.
 
     Yields what each step brought, with the index of the call as its ticket. With several calls, the times in a call's
@@ -35,7 +36,7 @@ def run_calls(
                 except Exception as error:
                     if raises:
                         raise
-                    yield Progress(ticket=index, tokens=[], error=error)
+                    yield StepOutput(ticket=index, tokens=[], error=error)
             if not len(engine):
                 return
             for progress in engine.step():

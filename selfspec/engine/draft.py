@@ -34,7 +34,7 @@ class NextDraft(NamedTuple):
 
 
 def next_draft(
-    turn: SequenceRound, row: DraftRow, pick: Callable[[], int | None], *, is_sound: bool = True
+    seq_round: SequenceRound, row: DraftRow, pick: Callable[[], int | None], *, is_sound: bool = True
 ) -> NextDraft:
     """Ask the policy about a row, take its token, and ask about that.
 
@@ -42,19 +42,19 @@ def next_draft(
     pick: the token, None if the row gives none. It is asked for only once it is known that it is wanted, so a token that the
     policy stops before is never drawn here.
     """
-    stopping = turn.policy.stopping
+    stopping = seq_round.policy.stopping
     if not is_sound or _unusable(row):
         return NextDraft(None, "before_draw")
     if stopping is not None and stopping.stop_before_draw(row):
-        return NextDraft(None, "before_draw", None if turn.sampler.do_sample else pick())
+        return NextDraft(None, "before_draw", None if seq_round.sampler.do_sample else pick())
     token = pick()
     if token is None:
         return NextDraft(None, "before_draw")
-    if token in turn.eos:
+    if token in seq_round.eos:
         return NextDraft(token, "eos")
     if stopping is not None and stopping.stop_after_draw(row, token):
         return NextDraft(token, "after_draw")
-    return NextDraft(token, "cap" if row.num_drafted + 1 == turn.max_speculations else None)
+    return NextDraft(token, "cap" if row.num_drafted + 1 == seq_round.max_speculations else None)
 
 
 class Draft:
@@ -67,27 +67,27 @@ class Draft:
     confidences: of every row looked at that has one, if the policy asked for them.
     """
 
-    def __init__(self, turn: SequenceRound, exit_hidden: Tensor, q: Tensor) -> None:
-        self.turn, self.exit_hidden, self.q = turn, exit_hidden, q
-        self.exit_layer = turn.exit_layer or 0
-        self.tokens: list[int] = [*turn.copied]
-        self.num_copied = len(turn.copied)
+    def __init__(self, seq_round: SequenceRound, exit_hidden: Tensor, q: Tensor) -> None:
+        self.seq_round, self.exit_hidden, self.q = seq_round, exit_hidden, q
+        self.exit_layer = seq_round.exit_layer or 0
+        self.tokens: list[int] = [*seq_round.copied]
+        self.num_copied = len(seq_round.copied)
         self.num_rows = 0
-        self.stop_cause: StopCause = "cap" if turn.copied or turn.exit_layer is not None else "none"
+        self.stop_cause: StopCause = "cap" if seq_round.copied or seq_round.exit_layer is not None else "none"
         self.dropped_token: int | None = None
         self.error: Exception | None = None  # raised by the policy
         self._seen: list[float] = []
-        self.detail = detail_of(turn.observes)
-        if turn.copied and not turn.greedy:  # processors see drafts, and so does whoever draws
-            copied = torch.tensor(turn.copied, device=turn.tokens.device)
-            turn.tokens[0, turn.length : turn.length + len(copied)] = copied
+        self.detail = detail_of(seq_round.observes)
+        if seq_round.copied and not seq_round.greedy:  # processors see drafts, and so does whoever draws
+            copied = torch.tensor(seq_round.copied, device=seq_round.tokens.device)
+            seq_round.tokens[0, seq_round.length : seq_round.length + len(copied)] = copied
 
     @property
     def next_tokens(self) -> Sequence[int]:
         """The tokens of the rows to run next: the last draft, or the pending token and what was copied behind it."""
         if self.num_rows:
             return self.tokens[self.num_rows - 1 :]
-        return (self.turn.pending, *self.tokens)
+        return (self.seq_round.pending, *self.tokens)
 
     @property
     def num_next(self) -> int:
@@ -97,7 +97,9 @@ class Draft:
     @property
     def confidences(self) -> tuple[float, ...] | None:
         """As in `RoundRecord`."""
-        return tuple(self._seen) if self.turn.observes.confidence and self.turn.exit_layer is not None else None
+        return (
+            tuple(self._seen) if self.seq_round.observes.confidence and self.seq_round.exit_layer is not None else None
+        )
 
     def grow(self, looks: Sequence[HeadOutput], logits: Tensor | None) -> bool:
         """Take what the head says of the rows that were run, and return whether drafting goes on.
@@ -105,37 +107,39 @@ class Draft:
         looks: of one row, or of the pending token's and of those of what was copied. logits: float32 [rows, vocab]; None if
         there is nothing to process and the argmax will do.
         """
-        turn, observes = self.turn, self.turn.observes
-        assert turn.exit_layer is not None
+        seq_round, observes = self.seq_round, self.seq_round.observes
+        assert seq_round.exit_layer is not None
         look = looks[-1]
         if len(looks) > 1:
             self._cut(looks)
             look = looks[self.num_copied]
             logits = None if logits is None else logits[self.num_copied : self.num_copied + 1]
-            if self.num_copied and self.tokens[-1] in turn.eos:
+            if self.num_copied and self.tokens[-1] in seq_round.eos:
                 self.stop_cause = "eos"
                 return False
-            if turn.max_speculations == 0:
+            if seq_round.max_speculations == 0:
                 return False
         else:
             self.num_rows += 1
         row = DraftRow(
             num_drafted=len(self.tokens) - self.num_copied,
-            exit_layer=turn.exit_layer,
-            position=turn.length - 2 + self.num_rows,
+            exit_layer=seq_round.exit_layer,
+            position=seq_round.length - 2 + self.num_rows,
             confidence=look.confidence if observes.confidence else None,
             entropy=look.entropy if observes.entropy else None,
             exit_hidden=self.exit_hidden[self.num_rows - 1] if observes.exit_hidden else None,
             features=_features(look, self.exit_hidden.device) if observes.features else None,
-            context=turn.states if observes.context_layers else None,
+            context=seq_round.states if observes.context_layers else None,
         )
         if row.confidence is not None and row.confidence == row.confidence:
             self._seen.append(row.confidence)
         is_sound = not observes.features or not any(map(math.isnan, look[2:]))
-        token, stop, self.dropped_token = next_draft(turn, row, lambda: self._pick(look, logits), is_sound=is_sound)
+        token, stop, self.dropped_token = next_draft(
+            seq_round, row, lambda: self._pick(look, logits), is_sound=is_sound
+        )
         if token is not None:
             if logits is not None:  # processors see drafts, and so does whoever draws
-                turn.tokens[0, turn.length + len(self.tokens)] = token
+                seq_round.tokens[0, seq_round.length + len(self.tokens)] = token
             self.tokens.append(token)
         if stop is not None:
             self.stop_cause = stop
@@ -143,26 +147,28 @@ class Draft:
 
     def _cut(self, looks: Sequence[HeadOutput]) -> None:
         """Keep as much of what was copied as the policy says, by what the exit head says of the row before each token."""
-        turn = self.turn
-        assert turn.exit_layer is not None
+        seq_round = self.seq_round
+        assert seq_round.exit_layer is not None
         kept = 0
-        while kept < len(turn.copied):
+        while kept < len(seq_round.copied):
             look = looks[kept]
             row = CopiedRow(
-                exit_layer=turn.exit_layer,
-                match_length=turn.match_length + kept,
-                agrees=look.token == turn.copied[kept],
-                confidence=look.confidence if turn.observes.confidence else None,
+                exit_layer=seq_round.exit_layer,
+                match_length=seq_round.match_length + kept,
+                agrees=look.token == seq_round.copied[kept],
+                confidence=look.confidence if seq_round.observes.confidence else None,
             )
             sound = row.confidence is None or row.confidence == row.confidence
-            if not sound or not (row.agrees if turn.policy.stopping is None else turn.policy.stopping.keep_copied(row)):
+            if not sound or not (
+                row.agrees if seq_round.policy.stopping is None else seq_round.policy.stopping.keep_copied(row)
+            ):
                 break
             kept += 1
         self.num_copied = kept
         self.num_rows = kept + 1
-        if turn.observes.context_layers and turn.states is not None:
-            turn.states.show(turn.length - 1, kept)
-        turn.cache.forget(turn.exit_layer, len(turn.copied) - kept)
+        if seq_round.observes.context_layers and seq_round.states is not None:
+            seq_round.states.show(seq_round.length - 1, kept)
+        seq_round.cache.forget(seq_round.exit_layer, len(seq_round.copied) - kept)
         del self.tokens[kept:]
 
     def _pick(self, look: HeadOutput, logits: Tensor | None) -> int | None:
@@ -174,17 +180,17 @@ class Draft:
         """
         if logits is None:
             return look.token
-        turn, index = self.turn, len(self.tokens)
+        seq_round, index = self.seq_round, len(self.tokens)
         try:
-            processed = turn.sampler.process(logits, turn.tokens, turn.length + index)
+            processed = seq_round.sampler.process(logits, seq_round.tokens, seq_round.length + index)
         except Exception:
             return None
-        if not turn.sampler.do_sample:
+        if not seq_round.sampler.do_sample:
             return int(processed.argmax())  # of NaN, too: a greedy draft is a guess, which verification judges
         q = self.q[index]
         q.copy_(distribution(processed[0]))
         try:
-            return turn.sampler.draw(q, f"draft position {turn.length + index}")
+            return seq_round.sampler.draw(q, f"draft position {seq_round.length + index}")
         except NonFiniteLogitsError:
             return None
 

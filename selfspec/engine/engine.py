@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from torch import Tensor
@@ -17,14 +17,13 @@ from selfspec.engine.agreement import agree_on_call
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_use import SharedPolicies
 from selfspec.engine.request import Request
-from selfspec.engine.round import Committed, Found, read_prompts, run_round, tell
+from selfspec.engine.results import GenerationResult, StepOutput
+from selfspec.engine.round import Found, read_prompts, run_round, tell
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.runner import CaptureError, Runner
 from selfspec.engine.sampling import NonFiniteLogitsError
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from selfspec.engine.shadow import settle
-from selfspec.engine.stats import GenerationStats
-from selfspec.engine.stopping import StopReason
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages
 
@@ -32,36 +31,6 @@ PIECE_ROWS = 64
 """Rows of prompts that are read between two rounds while other texts decode: none of them waits longer than for that."""
 FULL_ROWS = 128
 """Rows from which on a pass is bound by arithmetic, and another prompt in it would only delay the first."""
-_SHOWN = 60  # characters, or ids, of the new text in a repr
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class GenerationResult:
-    """What `generate` returns.
-
-    sequences: int64 [1, prompt + new] on the CPU. text: the new text without special tokens, None without a tokenizer.
-    policy: the name of the policy that ran. trace: every round's record, None unless asked for.
-    """
-
-    sequences: Tensor
-    text: str | None
-    stop_reason: StopReason
-    stats: GenerationStats
-    policy: str
-    trace: tuple[RoundRecord, ...] | None = None
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """The generated ids, the EOS token included if there was one."""
-        return self.sequences[0, self.stats.num_prompt_tokens :].tolist()
-
-    def __repr__(self) -> str:
-        new, stats = self.new_tokens if self.text is None else self.text, self.stats
-        shown = repr(new[:_SHOWN]) + ("..." if len(new) > _SHOWN else "")
-        return (
-            f"GenerationResult({shown}, {stats.num_new_tokens} tokens, stop_reason={self.stop_reason!r}, "
-            f"policy={self.policy!r}, {stats.tokens_per_second:.0f} tokens/s)"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,26 +51,6 @@ class BoundRequest:
     ended: Callable[[float], None]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Progress:
-    """What a step brought for one text.
-
-    ticket: what `Engine.add` returned for it. tokens: committed now; a prompt's end brings the first one. record: of the
-    round. result: when the text is complete. error: why it cannot go on; the engine has forgotten it then.
-    """
-
-    ticket: int
-    tokens: list[int]
-    record: RoundRecord | None = None
-    result: GenerationResult | None = None
-    error: Exception | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the text is complete or cannot go on."""
-        return self.result is not None or self.error is not None
-
-
 class Engine:
     """Decodes texts together. Made by `SelfSpecGenerator.engine`; for one thread at a time.
 
@@ -118,14 +67,16 @@ class Engine:
         self._next = 0
         self._slots: dict[int, BatchSlot] = {}
         self._company = SharedPolicies()
-        self._passes: dict[BoundModel, tuple[Runner, ExitStack]] = {}  # eager ones, for each copy of the weights in use
+        self._runners: dict[
+            BoundModel, tuple[Runner, ExitStack]
+        ] = {}  # eager ones, for each copy of the weights in use
         # What texts got in this step, and what of that is ready to be returned. A step that raises leaves both to the next.
         self._got: Found = []
-        self._progress: list[Progress] = []
+        self._outputs: list[StepOutput] = []
 
     def __len__(self) -> int:
         """Texts that are not complete, or whose end `step` has not returned yet because it raised."""
-        return len(self._slots) + len({progress.ticket for progress in self._progress} - self._slots.keys())
+        return len(self._slots) + len({output.ticket for output in self._outputs} - self._slots.keys())
 
     @property
     def cache_bytes(self) -> int:
@@ -148,7 +99,7 @@ class Engine:
 
     def cancel(self, ticket: int) -> None:
         """Let a text go. What it held is free at once. Does nothing for a text that is complete."""
-        self._progress = [progress for progress in self._progress if progress.ticket != ticket]
+        self._outputs = [output for output in self._outputs if output.ticket != ticket]
         self._leave(ticket)
 
     def _leave(self, ticket: int) -> None:
@@ -170,11 +121,11 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """Read the next piece of waiting prompts, then run one round of all texts that are past theirs.
 
         Returns what each text got that got anything; nothing may have come of a step that only read. An error of one text is
-        in its `Progress`, and the others go on.
+        in its `StepOutput`, and the others go on.
 
         Raises what concerns the engine as a whole: no memory, say, or Ctrl-C. Nothing is lost then. Every text goes on from
         what it had committed, and the next step returns what this one had found. Greedy texts, and texts that sample with a
@@ -186,41 +137,41 @@ class Engine:
             model = slots[0].checked.bound.model
             # PyTorch's state and the policies' locks are left while whoever reads the tokens is at work.
             with engine_mode(model.device), model.on_one_team(), _Locked(slots):
-                waiting = [slot for slot in slots if slot.text.reading]
-                going = [slot for slot in slots if not slot.text.reading] if waiting else slots
+                waiting = [slot for slot in slots if slot.sequence.reading]
+                going = [slot for slot in slots if not slot.sequence.reading] if waiting else slots
                 if waiting:
                     self._read(waiting, alone=not going)
                 if going:
                     self._round(going)
             self._report()
-        for progress in self._progress:
-            if progress.ended:
-                self._leave(progress.ticket)
-        found, self._progress = self._progress, []
+        for output in self._outputs:
+            if output.ended:
+                self._leave(output.ticket)
+        found, self._outputs = self._outputs, []
         return found
 
     def _catch_up(self) -> None:
         """Report what a step that broke off has left; nothing after one that did not."""
         self._report()
         for slot in [*self._slots.values()]:
-            if slot.text.unsent:
-                tell(slot.text, self._got, Committed(tokens=slot.text.unsent))
+            if slot.sequence.unsent:
+                tell(slot.sequence, self._got, StepOutput(tokens=slot.sequence.unsent))
         self._report()
 
     def _report(self) -> None:
-        """Make progress of what texts got."""
-        slots = {slot.text: slot for slot in self._slots.values()} if self._got else {}
+        """Turn what sequences got into what the caller gets."""
+        slots = {slot.sequence: slot for slot in self._slots.values()} if self._got else {}
         while self._got:
-            text, committed = self._got[0]
-            slot = slots.get(text)
-            progress = [] if slot is None else [self._progress_of(slot, committed)]
+            sequence, output = self._got[0]
+            slot = slots.get(sequence)
+            outputs = [] if slot is None else [self._completed(slot, output)]
             # Nothing is called here, so no signal comes between: see `tell`.
-            self._progress, self._got = [*self._progress, *progress], self._got[1:]
+            self._outputs, self._got = [*self._outputs, *outputs], self._got[1:]
 
     def _by_model(self) -> list[list[BatchSlot]]:
         """Texts whose passes can be shared: those of one copy of the weights."""
         groups: dict[BoundModel, list[BatchSlot]] = {}
-        ended = {progress.ticket for progress in self._progress if progress.ended}
+        ended = {output.ticket for output in self._outputs if output.ended}
         for slot in self._slots.values():
             if slot.ticket not in ended:
                 groups.setdefault(slot.checked.bound, []).append(slot)
@@ -232,11 +183,11 @@ class Engine:
         alone: no text is past its prompt, so nobody waits for this pass, which may be as long as memory allows.
         """
         most, enough = (MOST_ROWS, FULL_ROWS) if alone else (PIECE_ROWS, PIECE_ROWS)
-        read_prompts([slot.text for slot in waiting], most, enough, self._got)
+        read_prompts([slot.sequence for slot in waiting], most, enough, self._got)
 
     def _round(self, slots: list[BatchSlot]) -> None:
         """One round of these texts, captured where there is one that can be, eager else."""
-        texts = [slot.text for slot in slots]
+        texts = [slot.sequence for slot in slots]
         captured = slots[0].captures() if len(self._slots) == 1 else None
         if captured is None:
             for slot in slots:
@@ -256,33 +207,31 @@ class Engine:
         run_round(texts, self._eager(slots[0].checked.bound), self._got)
 
     def _eager(self, bound: BoundModel) -> Runner:
-        if bound not in self._passes:
+        if bound not in self._runners:
             self._let_go()
             held = ExitStack()
-            self._passes[bound] = held.enter_context(bound.runners.eager_passes()), held
-        return self._passes[bound][0]
+            self._runners[bound] = held.enter_context(bound.runners.eager_passes()), held
+        return self._runners[bound][0]
 
     def _let_go(self) -> None:
         """Give back the passes of copies of the weights that no text is on any more."""
         in_use = {slot.checked.bound for slot in self._slots.values()}
-        for bound in self._passes.keys() - in_use:
-            self._passes.pop(bound)[1].close()
+        for bound in self._runners.keys() - in_use:
+            self._runners.pop(bound)[1].close()
 
-    def _progress_of(self, slot: BatchSlot, committed: Committed) -> Progress:
-        """Count what a text got. An error in making its result is its own."""
-        result, error = None, committed.error
+    def _completed(self, slot: BatchSlot, output: StepOutput) -> StepOutput:
+        """Count what a sequence got, and add its result when it is complete. An error in making that is its own."""
+        result, error = None, output.error
         if error is None:
             try:
-                slot.count(committed.record)
-                result = slot.result() if slot.text.stop_reason is not None else None
+                slot.count(output.record)
+                result = slot.result() if slot.sequence.stop_reason is not None else None
             except Exception as found:
                 error = found
         if isinstance(error, NonFiniteLogitsError):
             slot.clear()
         slot.leaves_text = error is None
-        return Progress(
-            ticket=slot.ticket, tokens=committed.tokens, record=committed.record, result=result, error=error
-        )
+        return replace(output, ticket=slot.ticket, result=result, error=error)
 
 
 class _Locked:
@@ -309,7 +258,7 @@ class _Locked:
 class BatchSlot:
     """A text in the engine, with what it holds on to, and what its result will say."""
 
-    def __init__(self, ticket: int, checked: BoundRequest, batch_size: SharedPolicies, texts: int) -> None:
+    def __init__(self, ticket: int, checked: BoundRequest, policies: SharedPolicies, texts: int) -> None:
         self.ticket, self.checked = ticket, checked
         self._held = ExitStack()
         self._records: list[RoundRecord] = []
@@ -328,15 +277,17 @@ class BatchSlot:
                 )
             )
             agree_on_call(bound.model, request, checked.policy)
-            policy, self.at_work = self._held.enter_context(batch_size.use(checked.policy))
+            policy, self.at_work = self._held.enter_context(policies.use(checked.policy))
             self._captured = self._place.captured  # None where it cannot run from captures
             self._is_away = False  # from its captures, in company
             self._ran_eagerly = self._captured is None
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_batch_size(texts)
-                self.text = Text(bound.model, self._place.cache, request, policy, self._place.kept, bound.runners.kind)
-            self._place.share(self.text.prompt_read)
-            observes = self.text.observes
+                self.sequence = Sequence(
+                    bound.model, self._place.cache, request, policy, self._place.kept, bound.runners.kind
+                )
+            self._place.share(self.sequence.prompt_read)
+            observes = self.sequence.observes
             if observes.context_layers or observes.features or observes.copies == "needed":
                 self._captured, self._ran_eagerly = None, True  # captures do none of this
             self._captures = 0, 0.0
@@ -366,7 +317,7 @@ class BatchSlot:
             if self.checked.bound.runners.kind == "eager":  # given up in the meantime
                 self._captured = None
                 return None
-            self._captured.come_back(self.text.length - 1)
+            self._captured.come_back(self.sequence.length - 1)
             self._is_away = False
         return self._captured
 
@@ -390,7 +341,7 @@ class BatchSlot:
             return
         try:
             if self.leaves_text and self.checked.bound.runners.reuses:
-                self._place.leave(self.text.tokens[0, : self.text.settled], self.text.states.kept)
+                self._place.leave(self.sequence.tokens[0, : self.sequence.settled], self.sequence.states.kept)
         finally:
             self.leaves_text = False  # the place may be another text's when an interrupted close is repeated
             self._held.close()
@@ -399,7 +350,7 @@ class BatchSlot:
 
     def result(self) -> GenerationResult:
         """Of a complete text."""
-        checked, text = self.checked, self.text
+        checked, text = self.checked, self.sequence
         num_prompt = checked.request.prompt.numel()
         sequences = text.tokens[:, : text.length].to("cpu", copy=True)
         words = None

@@ -22,7 +22,8 @@ from selfspec.cache.copy_sources import copies_drafts
 from selfspec.engine.agreement import agree_on_seconds, agree_on_stop
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request
-from selfspec.engine.runners.runner import Outcome, Runner, RunnerName, SequenceRound
+from selfspec.engine.results import RoundResult
+from selfspec.engine.runners.runner import Runner, RunnerName, SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.stats import StatsBuilder
 from selfspec.engine.stopping import StopReason
@@ -36,12 +37,12 @@ class Planned:
     """A text's plan for a round, with what the round's record will say of it."""
 
     plan: Plan
-    turn: SequenceRound
+    seq_round: SequenceRound
     context: RoundContext
     threshold: float | None
 
 
-class Text:
+class Sequence:
     """A text from its prompt to its stop.
 
     cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
@@ -218,7 +219,7 @@ class Text:
         # Rounds that copy teach nothing about exits: which rows were drafted where would have to be told apart.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         watches = learns or bool(self.observes.context_layers)
-        turn = SequenceRound(
+        seq_round = SequenceRound(
             cache=self.cache,
             tokens=self.tokens,
             length=self.length,
@@ -237,7 +238,7 @@ class Text:
             match_length=context.match_length,
         )
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
-        return Planned(plan=plan, turn=turn, context=context, threshold=threshold)
+        return Planned(plan=plan, seq_round=seq_round, context=context, threshold=threshold)
 
     def _copied(self, most: int) -> list[int]:
         """What may be copied now: up to an EOS, behind which nothing would be committed."""
@@ -248,7 +249,7 @@ class Text:
                 return copied[: index + 1]
         return copied
 
-    def commit(self, outcome: Outcome) -> list[int]:
+    def commit(self, outcome: RoundResult) -> list[int]:
         """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.
 
         Raises why the last token is none, unless the text ends before it.
@@ -260,16 +261,16 @@ class Text:
         return committed
 
     def learn(
-        self, planned: Planned, outcome: Outcome, committed: list[int], draft_seconds: float, verify_seconds: float
+        self, planned: Planned, outcome: RoundResult, committed: list[int], draft_seconds: float, verify_seconds: float
     ) -> RoundRecord:
         """Step 6: make the round's record, count it, and let the policy learn from it.
 
         *_seconds: this text's share of the steps that it shared.
         """
         learning = perf_counter()
-        turn, plan = planned.turn, planned.plan
-        speculative = turn.exit_layer is not None
-        drafting = speculative or bool(turn.copied)
+        seq_round, plan = planned.seq_round, planned.plan
+        speculative = seq_round.exit_layer is not None
+        drafting = speculative or bool(seq_round.copied)
         spent = self.policy.stopping.spent() if speculative and self.policy.stopping is not None else Spent()
         if spent.layers:
             spent = replace(spent, seconds=agree_on_seconds(self.model, spent.seconds))
@@ -277,17 +278,17 @@ class Text:
         record = RoundRecord(
             index=planned.context.round_index,
             num_committed_before=planned.context.num_committed,
-            exit_layer=turn.exit_layer,
-            max_speculations=turn.max_speculations,
+            exit_layer=seq_round.exit_layer,
+            max_speculations=seq_round.max_speculations,
             draft_tokens=outcome.draft_tokens,
             num_accepted=outcome.num_accepted,
             tokens=tuple(committed),
-            loaded_layers=(len(outcome.draft_tokens) - outcome.num_copied) * (turn.exit_layer or 0) + num_layers,
+            loaded_layers=(len(outcome.draft_tokens) - outcome.num_copied) * (seq_round.exit_layer or 0) + num_layers,
             stop_cause=outcome.stop_cause,
             confidences=outcome.confidences,
             acceptance_probabilities=outcome.acceptance_probabilities,
             dropped_acceptance=outcome.dropped_acceptance,
-            shadow=self._shadow_tokens(turn, outcome),
+            shadow=self._shadow_tokens(seq_round, outcome),
             acceptance=plan.acceptance,
             threshold=planned.threshold,
             draft_seconds=draft_seconds - spent.seconds if drafting else 0.0,
@@ -296,7 +297,7 @@ class Text:
             preverify_seconds=spent.seconds,
             batch_size=planned.context.batch_size,
             num_copied=outcome.num_copied,
-            num_tried=len(turn.copied),
+            num_tried=len(seq_round.copied),
             copies=tuple(self._copies_seen),
         )
         self.stats.add(record)
@@ -307,13 +308,18 @@ class Text:
         self._is_open = False
         return record
 
-    def _shadow_tokens(self, turn: SequenceRound, outcome: Outcome) -> Shadow | None:
+    def _shadow_tokens(self, seq_round: SequenceRound, outcome: RoundResult) -> Shadow | None:
         """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
-        if not turn.learns or turn.states is None or outcome.target_tokens is None or outcome.failure is not None:
+        if (
+            not seq_round.learns
+            or seq_round.states is None
+            or outcome.target_tokens is None
+            or outcome.failure is not None
+        ):
             return None
         rows = outcome.num_accepted + 1
         p = None if outcome.p is None else outcome.p[:rows]
-        return turn.states.shadow_tokens(rows, outcome.target_tokens[:rows], p)
+        return seq_round.states.shadow_tokens(rows, outcome.target_tokens[:rows], p)
 
     def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
         """Sets lengths, pending and the stop reason; failure: why the last token of the block is none.

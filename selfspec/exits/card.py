@@ -1,4 +1,4 @@
-"""The card of finished exit adapters: what they are, how they were trained, how good they are."""
+"""The card of finished exit adapters: their form, their training and their figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def card(
     train: Mapping[str, Any],
     held_out: Mapping[str, Any],
 ) -> str:
-    """README.md. train, held_out: what `write_states` returned."""
+    """The text of README.md. lines: of the figures. train, held_out: as returned by `write_states`."""
     command = " \\\n      ".join(
         ["selfspec train-exit" + (f" {_named(config.model)}" if config.model else ""), *_options(config)]
     )
@@ -65,7 +65,7 @@ def card(
 
 
 def _options(config: ExitTraining) -> list[str]:
-    """The options that differ from their defaults, as they are given on a command line."""
+    """The options that differ from their defaults, as on a command line."""
     words = []
     for item in fields(config):
         value = getattr(config, item.name)

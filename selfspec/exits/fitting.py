@@ -48,7 +48,7 @@ class StepFigures:
 
 
 class ExitFit:
-    """The steps of a fit.
+    """A fit, step by step.
 
     sequences: with scored rows each. depths: of their states, ascending; the exits are among them, and the last layer is
     the last. outputs: None for the adapters on the states of their exit, row by row.

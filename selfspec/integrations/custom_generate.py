@@ -33,8 +33,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from policies import Policy
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest, GenerationResult
+from selfspec.engine.engine import BoundRequest
 from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
+from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
 from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows

@@ -22,7 +22,7 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.engine.engine import GenerationResult
+from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.generator import SelfSpecGenerator
 from selfspec.integrations.log_likelihood import continuation_scores

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
 
-from selfspec.engine.engine import GenerationResult, Progress
+from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
@@ -118,12 +118,12 @@ class Texts:
     def _trimmed(self, choice: Choice) -> TrimmedText:
         return TrimmedText(self._tokenizer, choice.stops, choice.min_tokens)
 
-    def _delivery(self, index: int, choice: Choice) -> Callable[[Progress], threading.Event | None]:
+    def _delivery(self, index: int, choice: Choice) -> Callable[[StepOutput], threading.Event | None]:
         """What the scheduler calls, in its own thread, with every step of this choice."""
         piece = Piece(index=index)
         sent = 0.0
 
-        def deliver(step: Progress) -> threading.Event | None:
+        def deliver(step: StepOutput) -> threading.Event | None:
             nonlocal piece, sent
             now = perf_counter()
             piece.steps.append(step)

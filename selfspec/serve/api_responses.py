@@ -23,7 +23,7 @@ from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 
 from selfspec import __version__
-from selfspec.engine.engine import GenerationResult, Progress
+from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.stopping import StopReason
 from selfspec.serve.structured_output import Vocabulary
 from selfspec.serve.token_logprobs import TokenLogprob
@@ -64,7 +64,7 @@ class Piece:
     """
 
     index: int
-    steps: list[Progress] = field(default_factory=list)
+    steps: list[StepOutput] = field(default_factory=list)
     seconds: float = 0.0
     logprobs: list[TokenLogprob] | None = None
     text: str = ""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from layerskip_models.parallel.ranks import RankError
-from selfspec.engine.engine import BoundRequest, Engine, Progress
+from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.results import StepOutput
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
 
@@ -39,7 +40,7 @@ class Choice:
     recorder: LogprobRecorder | None = None
     scored: PromptLogprobs | None = None
     silent: bool = False
-    deliver: Callable[[Progress], threading.Event | None] = field(init=False)
+    deliver: Callable[[StepOutput], threading.Event | None] = field(init=False)
     submitted: float = field(init=False, default=0.0)
     joined: float = field(init=False, default=0.0)
     last_token: float | None = field(init=False, default=None)
@@ -248,7 +249,7 @@ class Scheduler:
             self._left.clear()
             self._metrics.waiting.set(len(kept))
 
-    def _deliver(self, progress: Progress) -> threading.Event | None:
+    def _deliver(self, progress: StepOutput) -> threading.Event | None:
         """Returns an event if it is worth waiting for. Raises an error that concerns all texts."""
         if isinstance(progress.error, RankError):
             raise progress.error
@@ -267,7 +268,7 @@ class Scheduler:
 
     def _refuse(self, choices: Iterable[Choice], error: Exception) -> None:
         for choice in choices:
-            choice.deliver(Progress(ticket=0, tokens=[], error=error))
+            choice.deliver(StepOutput(ticket=0, tokens=[], error=error))
 
 
 def _let_send(sending: Iterable[threading.Event]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from selfspec.engine.engine import Progress
+from selfspec.engine.results import StepOutput
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -48,7 +48,7 @@ class ServerMetrics:
         )
         self.between = histogram("time_between_tokens_seconds", "Mean time per token of a round.", _SECONDS)
 
-    def progressed(self, progress: Progress, seconds: float, *, first: bool) -> None:
+    def progressed(self, progress: StepOutput, seconds: float, *, first: bool) -> None:
         """Count what a step brought a text.
 
         seconds: since the text's last tokens, or since it was submitted if these are its first.

@@ -74,9 +74,9 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     memory = {line["context"]: line for line in found if line["kind"] == "memory"}
     assert memory[32]["kv_bytes"] == 4 * 2 * 8 * 4 * (32 + 12)  # layers, keys and values, head_dim, bytes, positions
     assert all(line["peak_bytes"] > line["kv_bytes"] for line in memory.values())
-    turns = [line for line in found if line["kind"] == "turn"]
-    assert [(line["repeat"], line["context"]) for line in turns] == [(0, 16), (1, 16)]  # 32 + 12 + 32 are too many
-    assert all((line["prompt_tokens"], line["reused_tokens"]) == (16 + 12 + 16, 16 + 11) for line in turns)
+    seq_rounds = [line for line in found if line["kind"] == "turn"]
+    assert [(line["repeat"], line["context"]) for line in seq_rounds] == [(0, 16), (1, 16)]  # 32 + 12 + 32 are too many
+    assert all((line["prompt_tokens"], line["reused_tokens"]) == (16 + 12 + 16, 16 + 11) for line in seq_rounds)
     parts = sections(found)
     assert set(parts) == {"headline", "glance", "contexts", "turns", "memory", "machine"}
     assert [row.split(" | ")[0] for row in parts["contexts"].splitlines()[4:]] == ["| 16", "| 32"]

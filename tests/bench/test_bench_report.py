@@ -274,6 +274,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.usefixtures("with_studies")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_published_tables_are_those_of_the_records(page):
     """A number typed by hand, or a record changed without `make results`, fails here."""

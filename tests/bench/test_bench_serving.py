@@ -10,7 +10,8 @@ import pytest
 
 from bench.engines.servers import Server, served_folder, words_tokenizer
 from bench.machine.serving_load import measure_batch_call, measure_clients, measure_overhead
-from bench.report.markdown import headline, tables
+from bench.report.markdown import headline
+from bench.report.serving_tables import serving_tables
 from layerskip_models import load_tokenizer
 from running_server import running_server
 from selfspec import SelfSpecGenerator
@@ -56,7 +57,7 @@ def test_tables_by_hand() -> None:
         line("b", 1, 2.0, [0.3]),
         {"kind": "overhead", **single},
     ]
-    speed, waiting, added = tables(lines)
+    speed, waiting, added = serving_tables(lines)
     assert speed.rows == (("A", "50.0"), ("B", "50.0"))  # 100 tokens in 2 seconds, the median
     # p95 of 0.1, 0.2, 0.3: at place 1.9 of 0 to 2, so 0.29
     assert waiting.rows == (("B", "0.20 / 0.29"),)

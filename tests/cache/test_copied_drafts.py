@@ -35,7 +35,7 @@ from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from selfspec.pacer.inference import PreVerification
 from tiny_llama import VOCAB_SIZE, WORDS, pool_model, reference_greedy, request_for, tiny_tokenizer
 
@@ -150,10 +150,10 @@ def test_a_text_that_copies_is_the_same_in_company(layout: Layout) -> None:
             assert_same(course, run_alone(shared_model(layout), wish), exact=layout == "native")
 
 
-def decoded(policy: Policy, prompt: list[int], new: int = 24, store: CopyStore | None = None) -> Text:
+def decoded(policy: Policy, prompt: list[int], new: int = 24, store: CopyStore | None = None) -> Sequence:
     model = shared_model("plain")
     request = replace(request_for(model, prompt, max_new_tokens=new), copy_from=store)
-    text = Text(model, KVCache(model, len(prompt) + new), request, policy)
+    text = Sequence(model, KVCache(model, len(prompt) + new), request, policy)
     with torch.inference_mode():
         for _ in decode(text, EagerRunner(model)):
             pass

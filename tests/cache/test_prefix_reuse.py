@@ -165,9 +165,9 @@ def test_what_is_read_again() -> None:
     assert pool.reused(A) == 0
     assert pool.reused(A) == 49
     assert pool.reused(A[:20]) == 19
-    turn = [*pool.text, 5, 5]
+    seq_round = [*pool.text, 5, 5]
     assert pool.reused([*A, *pool.text]) >= 49
-    assert pool.reused(turn, policy="del") == min(len(turn) - 32, 29)
+    assert pool.reused(seq_round, policy="del") == min(len(seq_round) - 32, 29)
     assert pool.reused(A, policy="del") == 50 - 32
     assert pool.reused(A[:32], policy="del") == 0
 

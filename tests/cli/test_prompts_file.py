@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app
-from selfspec.engine.engine import Engine, Progress
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import StepOutput
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPTS: list[dict[str, Any]] = [
@@ -93,7 +94,7 @@ def test_a_second_run_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.
     joined: list[int] = []
     step = Engine.step
 
-    def counted(self: Engine) -> list[Progress]:
+    def counted(self: Engine) -> list[StepOutput]:
         joined.append(len(self))
         return step(self)
 

@@ -74,7 +74,9 @@ def test_a_text_that_is_alone_again_runs_from_captures_again(
     """spoilt: what eager rounds left behind the text is NaN."""
     replayed: list[int] = []
     draft = CudaGraphRunner.draft
-    monkeypatch.setattr(CudaGraphRunner, "draft", lambda self, turns: (replayed.append(1), draft(self, turns))[1])
+    monkeypatch.setattr(
+        CudaGraphRunner, "draft", lambda self, seq_rounds: (replayed.append(1), draft(self, seq_rounds))[1]
+    )
     engine, found = captured(llama64), []
     with engine.engine() as texts:
         first = texts.add(PROMPT, max_new_tokens=30, policy=policy)

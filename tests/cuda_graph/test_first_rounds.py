@@ -99,9 +99,9 @@ def wipes_the_cache(patch: Patch, count: int) -> None:
     draft, replay = CudaGraphRunner.draft, RecordedOperations.replay
     cache = []
 
-    def noted(self: CudaGraphRunner, turns: Any) -> None:
+    def noted(self: CudaGraphRunner, seq_rounds: Any) -> None:
         cache.append(self.cache)
-        draft(self, turns)
+        draft(self, seq_rounds)
 
     def again(self: RecordedOperations) -> None:
         replayed[0] += 1

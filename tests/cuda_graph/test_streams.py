@@ -201,7 +201,7 @@ def target_tokens_after_the_next_pass(patch: pytest.MonkeyPatch) -> None:
     """Copied when the round is known: the next round's first pass is launched by then, and learning does not wait so long."""
     copies = []
 
-    def kept(targets: Tensor, turn: SequenceRound) -> Tensor:
+    def kept(targets: Tensor, seq_round: SequenceRound) -> Tensor:
         copies.append((torch.empty_like(targets), targets))
         return copies[-1][0]
 

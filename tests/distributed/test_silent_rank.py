@@ -25,7 +25,8 @@ from rank_processes import RankFailed, on_ranks
 from running_server import running_server
 from selfspec import SelfSpecGenerator
 from selfspec.cli.main import app as cli
-from selfspec.engine.engine import Engine, Progress
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import StepOutput
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 
@@ -101,7 +102,7 @@ class HeldUp(Engine):
     release = threading.Event()
     raises: Exception | None = None
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         if self.raises is not None:
             raise self.raises
         self.release.wait(20)

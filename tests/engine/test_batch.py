@@ -26,7 +26,8 @@ from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.engine.engine import BoundRequest, Engine, GenerationResult, Progress
+from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.results import GenerationResult, StepOutput
 from test_engine_errors import Raising
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
 
@@ -40,7 +41,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     step = Engine.step
 
-    def counted(self: Engine) -> list[Progress]:
+    def counted(self: Engine) -> list[StepOutput]:
         seen.append(len(self))
         return step(self)
 
@@ -81,7 +82,7 @@ def test_never_more_than_the_batch_size_at_once(
     complete: list[int] = []
     step = Engine.step
 
-    def counted(self: Engine) -> list[Progress]:
+    def counted(self: Engine) -> list[StepOutput]:
         seen.append((len(self), len(complete)))
         return step(self)
 

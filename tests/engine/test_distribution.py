@@ -7,8 +7,8 @@ Both walk the rounds themselves (`decode`, all that `generate` does but for chec
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 
@@ -33,12 +33,13 @@ from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelo
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft
 from selfspec.engine.request import Request
+from selfspec.engine.results import RoundResult
 from selfspec.engine.round import decode
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner, _Scores
-from selfspec.engine.runners.runner import Outcome, RunnerName, SequenceRound
+from selfspec.engine.runners.runner import RunnerName, SequenceRound
 from selfspec.engine.sampling import Sampler
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tests.fuzz.random_adapters import adapted
 from tiny_llama import full_logits, request_for, tiny_llama
 
@@ -77,7 +78,7 @@ def model_in_use(llama: LlamaForCausalLM) -> LayerSkipModel:
 
 
 def sampled_run(
-    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: Sequence[int] = PROMPT
+    model: LayerSkipModel, top_k: int, seed: int = 0, length: int = RUN_LENGTH, prompt: abc.Sequence[int] = PROMPT
 ) -> Request:
     """A sampled run with processors of both kinds: one that looks at the text, and two that do not."""
     return request_for(
@@ -92,7 +93,7 @@ def sampled_run(
     )
 
 
-def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: Sequence[int] = PROMPT) -> Law:
+def exact_law(llama: LlamaForCausalLM, num_tokens: int, top_k: int, prompt: abc.Sequence[int] = PROMPT) -> Law:
     """The joint distribution of the first tokens, by transformers' forward pass and its processors."""
     processors = LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(1.2), TemperatureLogitsWarper(1.3), TopKLogitsWarper(top_k)]
@@ -185,7 +186,7 @@ def enumerated_law(
     num_tokens: int,
     top_k: int,
     runner: RunnerName = "eager",
-    prompt: Sequence[int] = PROMPT,
+    prompt: abc.Sequence[int] = PROMPT,
 ) -> Law:
     """The engine's output law: every course of its random events, with its probability."""
     request = sampled_run(model, top_k, length=ENUMERATED_LENGTH, prompt=prompt)
@@ -198,7 +199,7 @@ def enumerated_law(
     while script is not None:
         cache.declare(0)
         policy.reset()  # the same course must meet the same policy
-        text = Text(model, cache, request, policy)
+        text = Sequence(model, cache, request, policy)
         if captured is not None:
             captured.begin()
         oracle = Oracle(request.processors, request.generator)
@@ -247,7 +248,7 @@ def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
     """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
     original = EagerRunner._outcome
 
-    def with_exit_q(self: EagerRunner, draft: Draft, scores: _Scores) -> Outcome:
+    def with_exit_q(self: EagerRunner, draft: Draft, scores: _Scores) -> RoundResult:
         draft.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
         draft.num_copied = 0
         return original(self, draft, scores)
@@ -307,8 +308,8 @@ def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
     original = EagerRunner.draft
 
-    def dropping(self: EagerRunner, turns: Sequence[SequenceRound]) -> None:
-        original(self, turns)
+    def dropping(self: EagerRunner, seq_rounds: abc.Sequence[SequenceRound]) -> None:
+        original(self, seq_rounds)
         (draft,) = self._drafts
         if len(draft.tokens) > 1 and float(draft.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
             del draft.tokens[-1]
@@ -329,7 +330,7 @@ def count_runs(
     with torch.inference_mode():
         for _ in range(draws):
             cache.declare(0)
-            text = Text(model, cache, request, policy)
+            text = Sequence(model, cache, request, policy)
             for _ in decode(text, passes):
                 if text.num_new >= num_tokens:  # what comes later cannot change these
                     break

@@ -37,7 +37,8 @@ from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
 from layerskip_models.prefill import PromptPiece
 from selfspec import SelfSpecGenerator
-from selfspec.engine.engine import Engine, Progress
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import StepOutput
 from tiny_llama import reference_greedy, tiny_tokenizer
 
 EXAMPLES = 30
@@ -161,7 +162,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monk
         Wish(prompt=[6] * 14, policy="ls:{E}-4", options={"max_new_tokens": 20}, joins=4),
     ]
 
-    def watch(engine: Engine, found: list[Progress]) -> None:
+    def watch(engine: Engine, found: list[StepOutput]) -> None:
         decoding = {ticket for ticket, slot in engine._slots.items() if not slot.text.reading}
         got = {progress.ticket: progress.tokens for progress in found}
         assert all(got.get(ticket) for ticket in decoding)

@@ -20,7 +20,7 @@ from scripted_policies import StopBelow, fixed
 from selfspec import SelfSpecGenerator
 from selfspec.engine.round import decode, read_prompts
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tiny_llama import reference_greedy, request_for, tiny_llama
 
 
@@ -55,7 +55,7 @@ def test_rounds_allocate_nothing_that_grows_with_the_context(policy: str, do_sam
     one_layer_keys = cache.num_bytes // model.num_layers // 2
     assert one_layer_keys == 8192 * 8 * 4
     request = request_for(model, prompt, seed=1, max_new_tokens=60, do_sample=do_sample, eos_token_id=[])
-    text = Text(model, cache, request, chosen)
+    text = Sequence(model, cache, request, chosen)
     with torch.inference_mode():
         rounds = decode(text, EagerRunner(model))
         next(rounds)
@@ -140,7 +140,7 @@ def test_prefill_in_passes_that_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     model = from_transformers(llama, layout="plain")
     with torch.inference_mode():
         policy = parse_policy("ls:1-3", num_layers=3)
-        text = Text(model, KVCache(model, 321), request_for(model, prompt, max_new_tokens=20), policy)
+        text = Sequence(model, KVCache(model, 321), request_for(model, prompt, max_new_tokens=20), policy)
         lengths = []
         while text.reading:
             lengths.append(text.unread)

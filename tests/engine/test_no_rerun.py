@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from policies import Policy, RoundRecord, parse_policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for, tiny_llama
 
 NUM_LAYERS = 4
@@ -75,7 +75,13 @@ class CountingModel:
         tokens, rows = steps.tokens, steps.rows
 
         def counted_tokens(
-            given: Sequence[int], where: CacheRows, stop: int, last: Tensor, *, head: str | None = None, **options: Any
+            given: abc.Sequence[int],
+            where: CacheRows,
+            stop: int,
+            last: Tensor,
+            *,
+            head: str | None = None,
+            **options: Any,
         ) -> list[HeadOutput]:
             self._count(where, 0, stop)
             self.heads += len(given) if head is not None else 0
@@ -125,7 +131,7 @@ def test_no_layer_runs_twice(
     causes: Counter[str] = Counter()
     for seed, prompt in enumerate([[7], [3, 3, 9, 1, 20], [0, 1], [12] * 8]):
         request = request_for(model, prompt, seed=seed, max_new_tokens=40, do_sample=do_sample, eos_token_id=[11])
-        text = Text(model, KVCache(model, len(prompt) + 40), request, policy)
+        text = Sequence(model, KVCache(model, len(prompt) + 40), request, policy)
         with torch.inference_mode():
             for committed in decode(text, EagerRunner(model)):
                 record = committed.record
@@ -159,7 +165,7 @@ def test_no_layer_runs_twice_where_tokens_are_copied(
     kinds: Counter[str] = Counter()
     for seed, prompt in enumerate([[3, 9, 1] * 5, [0, 1] * 4, [12] * 8, [5, 6, 7, 8] * 4]):
         request = request_for(model, prompt, seed=seed, max_new_tokens=40, do_sample=do_sample)
-        text = Text(model, KVCache(model, len(prompt) + 40), request, parse_policy(name, num_layers=NUM_LAYERS))
+        text = Sequence(model, KVCache(model, len(prompt) + 40), request, parse_policy(name, num_layers=NUM_LAYERS))
         with torch.inference_mode():
             for committed in decode(text, EagerRunner(model)):
                 record = committed.record
@@ -181,7 +187,7 @@ def test_a_stop_before_the_first_draw_costs_nothing_more(monkeypatch: pytest.Mon
     model = from_transformers(tiny_llama(num_layers=NUM_LAYERS), layout="plain")
     counting = CountingModel(model, monkeypatch)
     policy = Policy(ScriptedExit([(2, 5)]), StopBelow(1.1))
-    text = Text(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
+    text = Sequence(model, KVCache(model, 12), request_for(model, [1, 2], max_new_tokens=10), policy)
     with torch.inference_mode():
         for committed in decode(text, EagerRunner(model)):
             record = committed.record

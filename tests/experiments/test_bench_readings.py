@@ -160,6 +160,7 @@ def test_a_record_gives_its_traces_back(record: list[dict[str, Any]]) -> None:
     assert Traces.of([record[0], record[1]]) is None
 
 
+@pytest.mark.usefixtures("with_studies")
 def test_all_readings_of_a_record(record: list[dict[str, Any]]) -> None:
     tables = {table.name: table for table in reading_tables(record, 8)}
     assert list(tables) == ["transfer", "segments", "oracle", "positions", "conditional"]

@@ -20,7 +20,7 @@ TRIALS: dict[str, tuple[tuple[str, ...], float]] = {
     "changed files": (("tests.fuzz.mutated_files",), 2),
     "changed modules": (("tests.fuzz.mutated_modules",), 1),
     "modules changed between two calls": (("tests.fuzz.mutated_modules", "--live"), 1),
-    "hostile clients": (("tests.soak.hostile_clients",), 1),
+    "hostile clients": (("tests.soak", "hostile"), 1),
 }
 """What each does: its module with its arguments, and its part of the time."""
 

@@ -36,7 +36,7 @@ import policies
 import selfspec
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tests.fuzz.fuzz_cases import Case, make_case, make_policy, quiet
 from tests.fuzz.fuzz_models import CONTEXT, FuzzModel, make_model
 
@@ -114,7 +114,7 @@ class Companions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RoundsReport:
     """How a case ended. problem: None if all is well. places: where it was broken off."""
 
     number: int
@@ -136,7 +136,7 @@ def decode(
 ) -> list[_Course | None]:
     """Every text to its end. after: called when a step was broken off. None for a text that the engine refuses."""
     courses: list[_Course | None] = [None] * len(batch_size.cases)
-    texts: dict[int, tuple[_Course, Text]] = {}
+    texts: dict[int, tuple[_Course, Sequence]] = {}
     with model.engine.engine() as engine:
         for step in range(_MOST_STEPS):
             for index, joins in enumerate(batch_size.joins):
@@ -213,7 +213,7 @@ def make_company(random: Random, model: FuzzModel) -> Companions:
     return Companions(cases=cases, joins=[0, *(random.choice([0, 0, 1, 3]) for _ in cases[1:])])
 
 
-def run_case(random: Random, model: FuzzModel, number: int) -> Outcome:
+def run_case(random: Random, model: FuzzModel, number: int) -> RoundsReport:
     """One company, undisturbed and disturbed, and a text that follows."""
     batch_size = make_company(random, model)
     counting = Fault()
@@ -242,15 +242,17 @@ def run_case(random: Random, model: FuzzModel, number: int) -> Outcome:
             continue
         problem = _compare(model, index, one, other, bool(fault.places))
         if problem is not None:
-            return Outcome(number=number, places=fault.places, problem=problem)
+            return RoundsReport(number=number, places=fault.places, problem=problem)
     if broken:
         text = random.choice(broken)[: CONTEXT - 12]
         options: dict[str, Any] = {"max_new_tokens": 8, "policy": random.choice(["ar", "ls:1-3"])}
         following = model.engine.generate(text, **options).new_tokens
         fresh = SelfSpecGenerator(model.engine.model, model.tokenizer, runner="eager")
         if following != fresh.generate(text, **options).new_tokens:
-            return Outcome(number=number, places=fault.places, problem=f"a later text, {text}, came out as {following}")
-    return Outcome(number=number, places=fault.places)
+            return RoundsReport(
+                number=number, places=fault.places, problem=f"a later text, {text}, came out as {following}"
+            )
+    return RoundsReport(number=number, places=fault.places)
 
 
 def _model(seed: int, group: int) -> FuzzModel:
@@ -262,11 +264,11 @@ def _model(seed: int, group: int) -> FuzzModel:
             return model
 
 
-def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None) -> list[Outcome]:
+def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None) -> list[RoundsReport]:
     """Run cases first .. first + cases - 1, fewer if the time ends before; prints failures as they come."""
     torch.set_num_threads(1)
     quiet()
-    outcomes: list[Outcome] = []
+    outcomes: list[RoundsReport] = []
     started, model, group = time.monotonic(), None, -1
     for number in range(first, first + cases):
         if model is None or number // CASES_PER_MODEL != group:
@@ -275,7 +277,7 @@ def trial(seed: int, cases: int, *, first: int = 0, minutes: float | None = None
         try:
             outcome = run_case(Random(f"{seed} case {number}"), model, number)
         except Exception as error:
-            outcome = Outcome(number=number, places=[], problem=f"{type(error).__name__}: {error}")
+            outcome = RoundsReport(number=number, places=[], problem=f"{type(error).__name__}: {error}")
         outcomes.append(outcome)
         if outcome.problem is not None:
             again = f"python -m tests.fuzz.broken_rounds --seed {seed} --case {number}"

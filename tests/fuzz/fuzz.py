@@ -35,7 +35,7 @@ _PROGRESS_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CaseResult:
     """How a case ended. kind: one of those that `_check` names; failures begin with "FAILED"."""
 
     number: int
@@ -136,14 +136,14 @@ def check(model: FuzzModel, case: Case) -> tuple[str, str]:
     return "near-tie", f"{theirs.gaps[at]:.3g}"
 
 
-def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[Outcome]:
+def run_model(seed: int, group: int, numbers: Iterable[int]) -> list[CaseResult]:
     """The cases of one model."""
     model = make_model(Random(f"{seed} model {group}"))
     outcomes = []
     for number in numbers:
         case = make_case(Random(f"{seed} case {number}"), model)
         kind, detail = check(model, case)
-        outcomes.append(Outcome(number=number, kind=kind, detail=detail))
+        outcomes.append(CaseResult(number=number, kind=kind, detail=detail))
     return outcomes
 
 
@@ -165,18 +165,20 @@ def _prepare() -> None:
     selfspec.engine.runners.cuda_graph.runner.SMALLEST_CACHE = 64
 
 
-def _run_group(job: tuple[int, int, list[int]]) -> list[Outcome]:
+def _run_group(job: tuple[int, int, list[int]]) -> list[CaseResult]:
     return run_model(*job)
 
 
-def fuzz(seed: int, cases: int, *, first: int = 0, processes: int = 1, minutes: float | None = None) -> list[Outcome]:
+def fuzz(
+    seed: int, cases: int, *, first: int = 0, processes: int = 1, minutes: float | None = None
+) -> list[CaseResult]:
     """Run cases first .. first + cases - 1, fewer if the time ends before; prints failures as they come, and progress."""
     jobs = [(seed, group, numbers) for group, numbers in _groups(cases, first)]
-    outcomes: list[Outcome] = []
+    outcomes: list[CaseResult] = []
     started = shown = time.monotonic()
     if processes == 1:
         _prepare()
-        results: Iterator[list[Outcome]] = map(_run_group, jobs)
+        results: Iterator[list[CaseResult]] = map(_run_group, jobs)
         pool = None
     else:
         pool = multiprocessing.get_context("spawn").Pool(processes, _prepare)
@@ -203,14 +205,14 @@ def fuzz(seed: int, cases: int, *, first: int = 0, processes: int = 1, minutes: 
     return outcomes
 
 
-def summary(outcomes: list[Outcome]) -> str:
+def summary(outcomes: list[CaseResult]) -> str:
     """How many cases ended how."""
     count = Counter(outcome.kind for outcome in outcomes)
     kinds = ", ".join(f"{kind}: {number}" for kind, number in sorted(count.items()))
     return f"{len(outcomes)} cases, {sum(outcome.failed for outcome in outcomes)} failed ({kinds})"
 
 
-def describe(seed: int, number: int) -> Outcome:
+def describe(seed: int, number: int) -> CaseResult:
     """Run one case and print all that it is made of."""
     _prepare()
     group = number // CASES_PER_MODEL

@@ -19,7 +19,7 @@ from policies import CopiedRow, NeverStop, Policy
 from policies.names import parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tests.fuzz.broken_rounds import Fault, trial
 
 GREEDY = {"max_new_tokens": 14}
@@ -33,7 +33,7 @@ def run(
     broken: Callable[[Engine], object] = lambda engine: None,
 ) -> list[Course]:
     """As `run_together`, but steps may be broken off."""
-    courses: dict[int, tuple[Course, Text]] = {}
+    courses: dict[int, tuple[Course, Sequence]] = {}
     with generator.engine() as engine:
         for wish in wishes:
             ticket = engine.add(wish.prompt, **wish.arguments(generator.model))

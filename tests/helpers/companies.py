@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -24,8 +25,9 @@ from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, named_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.engine import Engine, GenerationResult, Progress
-from selfspec.engine.sequence import Text
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import GenerationResult, StepOutput
+from selfspec.engine.sequence import Sequence
 from tests.fuzz.random_adapters import adapted
 from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 
@@ -99,7 +101,7 @@ class Course:
     context: Tensor | None = None  # hidden states that were kept for the policy, [layers, length - 1, hidden]
     steps: list[int] = field(default_factory=list)  # those that brought something
 
-    def take(self, step: int, progress: Progress, text: Text, rows: bool = True) -> None:
+    def take(self, step: int, progress: StepOutput, text: Sequence, rows: bool = True) -> None:
         self.steps.append(step)
         self.tokens += progress.tokens
         self.result, self.error = progress.result, progress.error
@@ -115,8 +117,8 @@ class Course:
 
 def run_together(
     generator: SelfSpecGenerator,
-    wishes: Sequence[Wish],
-    watch: Callable[[Engine, list[Progress]], None] | None = None,
+    wishes: abc.Sequence[Wish],
+    watch: Callable[[Engine, list[StepOutput]], None] | None = None,
     *,
     rows: bool = True,
 ) -> list[Course]:
@@ -125,7 +127,7 @@ def run_together(
     rows: whether a text's cache is read at its end. Not where another engine of the same generator may have it by then.
     """
     courses = [Course() for _ in wishes]
-    texts: dict[int, tuple[int, Text]] = {}  # by ticket: its number, itself
+    texts: dict[int, tuple[int, Sequence]] = {}  # by ticket: its number, itself
     step, to_come = 0, dict(enumerate(wishes))
     with generator.engine() as engine:
         while to_come or len(engine):

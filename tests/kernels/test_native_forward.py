@@ -17,7 +17,7 @@ from policies import NeverStop, ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for, tiny_llama
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="needs the native library")
@@ -149,7 +149,7 @@ def test_the_states_of_a_text_are_kept_by_steps_as_well() -> None:
     prompt = [3, 1, 4]
     request = request_for(model, prompt, max_new_tokens=30)
     with torch.inference_mode():
-        text = Text(model, KVCache(model, 40), request, Policy(exits, LooksBack()))
+        text = Sequence(model, KVCache(model, 40), request, Policy(exits, LooksBack()))
         with patch.object(NativeForward, "tokens", autospec=True, side_effect=NativeForward.tokens) as tokens:
             for _ in decode(text, EagerRunner(model)):
                 pass

@@ -88,16 +88,16 @@ def _turns_beside_single_threads() -> int:
             while monotonic() < end:
                 linear(x)
 
-    def turns() -> int:
+    def seq_rounds() -> int:
         others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
         lines = [line for task in others for line in (task / "status").read_text(encoding="utf-8").splitlines()]
         return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
     run(2, 0.1)
     run(1, 0.2)
-    before = turns()
+    before = seq_rounds()
     run(1, 0.4)
-    return turns() - before
+    return seq_rounds() - before
 
 
 @needs_native

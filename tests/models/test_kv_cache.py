@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 from selfspec.engine.round import decode
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tiny_llama import CONTEXT, VOCAB_SIZE, full_logits, request_for, tiny_llama
 
 NUM_LAYERS = 3
@@ -245,7 +245,7 @@ def test_after_every_captured_round_the_cache_equals_a_full_forward(do_sample: b
             )
             cache.declare(0)
             runner.begin()
-            text = Text(model, cache, request, policy)
+            text = Sequence(model, cache, request, policy)
             with torch.inference_mode():
                 for _ in decode(text, runner):
                     tokens = text.tokens[0, : text.length].tolist()
@@ -265,9 +265,9 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
     verified: list[tuple[list[int], int, Tensor]] = []
     original = EagerRunner._judgeable
 
-    def spy(self: EagerRunner, groups: Sequence[Any]) -> Any:
+    def spy(self: EagerRunner, groups: abc.Sequence[Any]) -> Any:
         (group,) = groups
-        verified.append((group.draft.tokens, group.draft.turn.length, model.logits(group.hidden).clone()))
+        verified.append((group.draft.tokens, group.draft.seq_round.length, model.logits(group.hidden).clone()))
         return original(self, groups)
 
     monkeypatch.setattr(EagerRunner, "_judgeable", spy)
@@ -279,7 +279,7 @@ def test_after_every_round_cache_and_logits_equal_a_full_forward(
                 model, prompt, seed=1, max_new_tokens=30, do_sample=do_sample, top_k=8 if do_sample else None
             )
             cache = KVCache(model, len(prompt) + 30)
-            text = Text(model, cache, request, policy)
+            text = Sequence(model, cache, request, policy)
             with torch.inference_mode():
                 for committed in decode(text, EagerRunner(model)):
                     tokens = text.tokens[0, : text.length].tolist()

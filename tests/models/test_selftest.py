@@ -107,8 +107,8 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts stay in the text that the next round's rows attend to: verification sees one draft too many."""
     verify = EagerRunner.verify
 
-    def off(self: EagerRunner, turns: Sequence[SequenceRound]) -> None:
-        verify(self, turns)
+    def off(self: EagerRunner, seq_rounds: Sequence[SequenceRound]) -> None:
+        verify(self, seq_rounds)
         self._scores = [
             replace(
                 scores,

@@ -26,7 +26,8 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server
 from selfspec import SelfSpecGenerator
-from selfspec.engine.engine import Engine, Progress
+from selfspec.engine.engine import Engine
+from selfspec.engine.results import StepOutput
 
 ROOT = Path(__file__).parents[2]
 CODE = "def fibonacci(n):\n"
@@ -404,7 +405,7 @@ def test_a_disconnect_frees_the_place(server: RunningServer, streamed: bool) -> 
 def test_an_engine_that_fails_takes_only_its_own_texts_along(
     client: OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(engine: Engine) -> list[Progress]:
+    def broken(engine: Engine) -> list[StepOutput]:
         raise MemoryError("no memory for this round")
 
     monkeypatch.setattr(Engine, "step", broken)

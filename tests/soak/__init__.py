@@ -1,1 +1,1 @@
-"""Long runs: many calls at once, and a server under clients of all kinds."""
+"""Long runs: `python -m tests.soak calls|server|hostile --minutes 30`, many calls at once or a server under its clients."""

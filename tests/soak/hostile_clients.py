@@ -1,6 +1,6 @@
 """A server of which a third of the clients are hostile. The others must get their texts, in time.
 
-    python -m tests.soak.hostile_clients --minutes 30
+    python -m tests.soak hostile --minutes 30
 
 It starts a server of the demo model on 127.0.0.1 and ends with status 1 if a text of the others is not the one that the same
 request gives alone, if one of them waits longer for its first token than allowed, if a hostile request is answered with an
@@ -9,7 +9,6 @@ error of the server's own or with another's secret, if the server's memory grows
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import threading
@@ -22,8 +21,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from bench.engines.servers import Server, selfspec_server
-from layerskip_models import DEMO_PATH
+from bench.engines.servers import Server
 from tests.soak.hostile_requests import (
     guesser,
     half_a_request,
@@ -37,7 +35,7 @@ from tests.soak.hostile_requests import (
     too_many,
     wrong_types,
 )
-from tests.soak.serving_soak import PROMPTS, Asked, expected_answers
+from tests.soak.serving_soak import PROMPTS, Asked
 
 ATTACKS: tuple[Callable[[Server, Random], None], ...] = (
     malformed_body, wrong_types, schema_bomb, policy_bomb, half_a_request, hang_up, slow_reader, too_many, other_page,
@@ -220,38 +218,3 @@ def _around(looks: Sequence[int], first: float, last: float) -> int:
     """The median of those between two shares of the time; of all if these are few."""
     part = looks[int(first * len(looks)) : int(last * len(looks))] or looks
     return int(median(part)) if part else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the status to exit with."""
-    parser = argparse.ArgumentParser(description="A server under clients of which a third are hostile.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
-    parser.add_argument("--clients", type=int, default=12, help="how many at the same time (default 12)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
-    parser.add_argument("--most-seconds", type=float, default=2.0, help="longest wait for a first token (default 2)")
-    parser.add_argument(
-        "--most-growth", type=float, default=5.0, help="of memory after the second fifth, in percent (default 5)"
-    )
-    options = parser.parse_args(arguments)
-    trial = HostileTrial(clients=options.clients, seed=options.seed, asked=expected_answers())
-    shown = [0.0]
-
-    def advance(text: str) -> None:
-        if time.monotonic() - shown[0] > 30:
-            shown[0] = time.monotonic()
-            print(text, flush=True)
-
-    with selfspec_server(DEMO_PATH, OPTIONS) as server:
-        report = trial.run(
-            server,
-            60 * options.minutes,
-            most_wait=options.most_seconds,
-            most_growth=options.most_growth / 100,
-            advance=advance,
-        )
-    print("\n".join(report.lines()))
-    return 1 if report.failures else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

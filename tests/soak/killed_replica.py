@@ -28,7 +28,7 @@ PROMPTS = ("def fibonacci(n):\n", "Once upon a time", "Question: Tom has 3 apple
 
 
 @dataclass(slots=True)
-class Outcome:
+class KilledReplicaReport:
     """What clients saw. right: answers that are the model's own text. sent_again: tries that failed and were repeated.
 
     broken: streams that ended after text had come, all of it right. lost: everything else.
@@ -68,12 +68,12 @@ def replica_pids() -> list[int]:
     return [child.pid for child in children if child.status() != "zombie" and "ServeReplica" in child.cmdline()[0]]
 
 
-async def client(number: int, requests: int, address: str, expected: dict[str, str], seen: Outcome) -> None:
+async def client(number: int, requests: int, address: str, expected: dict[str, str], seen: KilledReplicaReport) -> None:
     """Send one request after the other, every second one streamed."""
     async with openai.AsyncOpenAI(base_url=address, api_key="none") as api:
-        for turn in range(requests):
-            prompt = PROMPTS[(number + turn) % len(PROMPTS)]
-            got, streamed = "", (number + turn) % 2 == 0
+        for seq_round in range(requests):
+            prompt = PROMPTS[(number + seq_round) % len(PROMPTS)]
+            got, streamed = "", (number + seq_round) % 2 == 0
             try:
                 raw = await api.completions.with_raw_response.create(
                     model="demo", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=streamed
@@ -97,9 +97,9 @@ async def client(number: int, requests: int, address: str, expected: dict[str, s
                 seen.lost.append(f"streamed: {streamed}, another text")
 
 
-async def killed_under_load(address: str, clients: int, requests: int, expected: dict[str, str]) -> Outcome:
+async def killed_under_load(address: str, clients: int, requests: int, expected: dict[str, str]) -> KilledReplicaReport:
     """Kill a replica when every client has had about one answer; wait until all are through and Ray has started another."""
-    seen = Outcome()
+    seen = KilledReplicaReport()
     tasks = [asyncio.create_task(client(n, requests, address, expected, seen)) for n in range(clients)]
     while seen.right < clients and not all(task.done() for task in tasks):
         await asyncio.sleep(0.01)

@@ -130,7 +130,7 @@ def segment_speed(parts: Sequence[Segment], settings: Sequence[Setting]) -> floa
     return sum(tokens for tokens, _ in counts) / sum(cost for _, cost in counts)
 
 
-class Passes(NamedTuple):
+class RoundPasses(NamedTuple):
     """Passes per 100 tokens."""
 
     draft: float
@@ -152,8 +152,8 @@ class OracleLengths:
     longest: float
     cheapest: float
     lengths: tuple[tuple[int, ...], ...]
-    fixed_passes: Passes
-    longest_passes: Passes
+    fixed_passes: RoundPasses
+    longest_passes: RoundPasses
 
 
 def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
@@ -179,11 +179,11 @@ def oracle_lengths(traces: Traces, exit_layer: int) -> OracleLengths:
         longest=plain / longest,
         cheapest=plain / sum(cheapest_cost(run, cost, exit_layer) for run in runs),
         lengths=lengths,
-        fixed_passes=Passes(
+        fixed_passes=RoundPasses(
             draft=100 * sum(sum(r.drafted) for r in rounds) / tokens,
             verify=100 * sum(r.rounds for r in rounds) / tokens,
         ),
-        longest_passes=Passes(draft=100 * drafted / tokens, verify=100 * sum(map(len, lengths)) / tokens),
+        longest_passes=RoundPasses(draft=100 * drafted / tokens, verify=100 * sum(map(len, lengths)) / tokens),
     )
 
 

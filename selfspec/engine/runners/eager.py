@@ -27,7 +27,8 @@ from layerskip_models.kv_cache import CacheRows
 from layerskip_models.transfer import sent
 from selfspec.engine.draft import NOTHING, Draft
 from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.runners.runner import Outcome, SequenceRound
+from selfspec.engine.results import RoundResult
+from selfspec.engine.runners.runner import SequenceRound
 from selfspec.engine.verification import Verification, judge_choices, judge_greedy, judge_sampled
 
 _AS_IT_IS = nullcontext()
@@ -62,7 +63,7 @@ class _RowGroup:
     @property
     def states(self) -> HiddenStates | None:
         """What wants to see these rows."""
-        return self.draft.turn.states
+        return self.draft.seq_round.states
 
 
 @dataclass(slots=True, eq=False)
@@ -90,13 +91,13 @@ class EagerRunner:
         self._last = torch.empty(STEP_ROWS, model.hidden_size, dtype=model.dtype, device=model.device)
         self._outputs = torch.empty(0)  # [layers, STEP_ROWS, hidden], of a step whose rows several texts watch
 
-    def draft(self, turns: Sequence[SequenceRound]) -> None:
+    def draft(self, seq_rounds: Sequence[SequenceRound]) -> None:
         """Step j runs one row of every text that still drafts; the first one also the rows of what was copied."""
-        self._drafts = [self._draft_of(turn, index) for index, turn in enumerate(turns)]
+        self._drafts = [self._draft_of(seq_round, index) for index, seq_round in enumerate(seq_rounds)]
         # Whole passes in single calls, if nobody needs logits.
-        fast = self._steps is not None and all(turn.greedy for turn in turns) and not only_operators()
+        fast = self._steps is not None and all(seq_round.greedy for seq_round in seq_rounds) and not only_operators()
         self._fast = self._steps if fast else None
-        going = [draft for draft in self._drafts if draft.turn.exit_layer is not None and draft.error is None]
+        going = [draft for draft in self._drafts if draft.seq_round.exit_layer is not None and draft.error is None]
         while going:
             found = self._look(going)
             going = [draft for draft, (looks, logits) in zip(going, found) if self._grow(draft, looks, logits)]
@@ -115,7 +116,7 @@ class EagerRunner:
             draft.error = error
             return False
 
-    def verify(self, turns: Sequence[SequenceRound]) -> None:
+    def verify(self, seq_rounds: Sequence[SequenceRound]) -> None:
         """All rows of all texts through the layers they lack, and the full head.
 
         A last token that no draft step ran goes through its text's exit layer first; from there all rows of the text go on.
@@ -125,7 +126,7 @@ class EagerRunner:
             return
         last = self._model.num_layers
         steps = self._steps_for(sum(len(draft.tokens) + 1 for draft in self._sound))
-        if steps is not None and all(draft.turn.exit_layer is None for draft in self._sound):
+        if steps is not None and all(draft.seq_round.exit_layer is None for draft in self._sound):
             looks = self._token_step(self._sound, last, "full", steps)
             tokens, values = [look.token for look in looks], [look.logit for look in looks]
             self._scores = _cut(tokens, values, [draft.num_next for draft in self._sound])
@@ -139,7 +140,7 @@ class EagerRunner:
             self._scores = self._final_step(groups, common, steps)
             return
         groups = [_RowGroup(draft, draft.num_rows) for draft in self._sound if draft.num_next]
-        joins = sorted({draft.turn.exit_layer or 0 for draft in self._sound})
+        joins = sorted({draft.seq_round.exit_layer or 0 for draft in self._sound})
         layer = 0 if groups else joins[0]
         for upto in [*(join for join in joins if join > layer), last]:
             if groups:
@@ -147,7 +148,7 @@ class EagerRunner:
             groups += [
                 _RowGroup(draft, 0, draft.exit_hidden[: len(draft.tokens) + 1])
                 for draft in self._sound
-                if draft.turn.exit_layer == layer
+                if draft.seq_round.exit_layer == layer
             ]
             if upto == last and layer and steps is not None:
                 self._scores = self._final_step(groups, layer, steps)
@@ -155,21 +156,21 @@ class EagerRunner:
             groups, layer = self._run(groups, layer, upto, steps), upto
         self._scores = self._judgeable(groups)
 
-    def accept(self, turns: Sequence[SequenceRound]) -> list[Outcome]:
+    def accept(self, seq_rounds: Sequence[SequenceRound]) -> list[RoundResult]:
         """Judge each text's rows on the host."""
         scores = dict(zip(self._sound, self._scores))
         outcomes = [self._judged(draft, scores.get(draft)) for draft in self._drafts]
         self.forget()
         return outcomes
 
-    def _judged(self, draft: Draft, scores: _Scores | None) -> Outcome:
+    def _judged(self, draft: Draft, scores: _Scores | None) -> RoundResult:
         """What holds of a draft. An error of its policy, or of a processor in judging it, is its text's alone."""
         if draft.error is None and scores is not None:
             try:
                 return self._outcome(draft, scores)
             except Exception as error:
                 draft.error = error
-        return Outcome.broken(draft.error)
+        return RoundResult.broken(draft.error)
 
     def forget(self) -> None:
         """Let go of the texts of the last round, whose caches may be large."""
@@ -185,22 +186,22 @@ class EagerRunner:
     def clear(self) -> None:
         pass  # nothing is read before it is written
 
-    def _draft_of(self, turn: SequenceRound, index: int) -> Draft:
+    def _draft_of(self, seq_round: SequenceRound, index: int) -> Draft:
         """An empty draft in the turn's own buffers."""
-        model, rows = self._model, turn.most_rows
+        model, rows = self._model, seq_round.most_rows
         while len(self._rooms) <= index:
             empty = torch.empty(0, dtype=model.dtype, device=model.device)
             self._rooms.append(_Room(empty, empty.float()))
         room = self._rooms[index]
-        if turn.exit_layer is not None and room.hidden.shape[0] < rows:
+        if seq_round.exit_layer is not None and room.hidden.shape[0] < rows:
             room.hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
         failed: Exception | None = None
-        if rows > 1 and turn.sampler.do_sample and room.q.shape[0] < rows:
+        if rows > 1 and seq_round.sampler.do_sample and room.q.shape[0] < rows:
             try:
                 room.q = torch.empty(rows, model.vocab_size, dtype=torch.float32, device=model.device)
             except (RuntimeError, MemoryError) as error:  # a large vocabulary; the other texts go on
                 failed = error
-        draft = Draft(turn, room.hidden, room.q)
+        draft = Draft(seq_round, room.hidden, room.q)
         draft.error = failed
         return draft
 
@@ -219,11 +220,11 @@ class EagerRunner:
         for stop in sorted({draft.exit_layer for draft in drafts}):
             groups, start = self._leave(self._run(groups, start, stop, steps), stop), stop
         found: dict[Draft, tuple[Sequence[HeadOutput], Tensor | None]] = {}
-        choosing = [draft for draft in drafts if draft.turn.greedy]
+        choosing = [draft for draft in drafts if draft.seq_round.greedy]
         if choosing:
             looks = _looks_of(self._model.draft_choices(self._at_exit(choosing), _most_detail(drafts)))
             found |= zip(choosing, ((part, None) for part in _parts(looks, [draft.num_next for draft in choosing])))
-        processed = [draft for draft in drafts if not draft.turn.greedy]
+        processed = [draft for draft in drafts if not draft.seq_round.greedy]
         if processed:
             logits = self._model.draft_logits(self._at_exit(processed))
             for draft, rows in zip(processed, logits.split([draft.num_next for draft in processed])):
@@ -242,16 +243,16 @@ class EagerRunner:
     def _leave(self, groups: Sequence[_RowGroup], layer: int) -> list[_RowGroup]:
         """Rows whose text exits here stay with its draft. The strands that go on."""
         for group in groups:
-            if group.draft.turn.exit_layer == layer:
+            if group.draft.seq_round.exit_layer == layer:
                 assert group.hidden is not None
                 group.draft.exit_hidden[group.first_row : group.first_row + group.rows] = group.hidden
-        return [group for group in groups if group.draft.turn.exit_layer != layer]
+        return [group for group in groups if group.draft.seq_round.exit_layer != layer]
 
     def _judgeable(self, groups: Sequence[_RowGroup]) -> list[_Scores]:
         """What the full head says of all rows: choices where they are enough, else logits."""
         found: list[tuple[_RowGroup, _Scores]] = []
         for greedy in (True, False):
-            group = [group for group in groups if group.draft.turn.greedy == greedy]
+            group = [group for group in groups if group.draft.seq_round.greedy == greedy]
             if not group:
                 continue
             hidden, sizes = _together(group), [group.rows for group in group]
@@ -264,42 +265,42 @@ class EagerRunner:
             found += zip(group, scores)
         return self._in_order(found)
 
-    def _outcome(self, draft: Draft, scores: _Scores) -> Outcome:
-        turn, sampler = draft.turn, draft.turn.sampler
+    def _outcome(self, draft: Draft, scores: _Scores) -> RoundResult:
+        seq_round, sampler = draft.seq_round, draft.seq_round.sampler
         drafts = draft.tokens
         if scores.logits is None:
-            verdict = judge_choices(scores.tokens, scores.values, turn.length, drafts)
+            verdict = judge_choices(scores.tokens, scores.values, seq_round.length, drafts)
         elif sampler.do_sample:
             q = draft.q[: len(drafts)] if drafts else scores.logits[:0]
             for row, token in enumerate(drafts[: draft.num_copied]):  # a copied token was the only one possible
                 q[row].zero_()
                 q[row, token] = 1.0
-            verdict = judge_sampled(sampler, scores.logits, turn.tokens, turn.length, drafts, q)
+            verdict = judge_sampled(sampler, scores.logits, seq_round.tokens, seq_round.length, drafts, q)
         else:
-            verdict = judge_greedy(sampler, scores.logits, turn.tokens, turn.length, drafts)
+            verdict = judge_greedy(sampler, scores.logits, seq_round.tokens, seq_round.length, drafts)
         if drafts and not sampler.do_sample and _spoilt(verdict, scores):
             # A row that overflows may spoil the rows before it, behind whose mask it is: nobody needs it but the draft.
-            return self._plainly(turn)
-        return Outcome(
+            return self._plainly(seq_round)
+        return RoundResult(
             draft_tokens=tuple(drafts),
             num_accepted=verdict.num_accepted,
             block=verdict.block,
-            target_tokens=_targets(turn, verdict),
+            target_tokens=_targets(seq_round, verdict),
             p=verdict.p,
             stop_cause=draft.stop_cause,
             confidences=draft.confidences,
-            acceptance_probabilities=None if turn.most_rows == 1 else verdict.acceptance,
+            acceptance_probabilities=None if seq_round.most_rows == 1 else verdict.acceptance,
             failure=verdict.failure,
             dropped_token=draft.dropped_token,
             num_copied=draft.num_copied,
-            num_discarded=len(turn.copied) - draft.num_copied,
+            num_discarded=len(seq_round.copied) - draft.num_copied,
         )
 
-    def _plainly(self, turn: SequenceRound) -> Outcome:
+    def _plainly(self, seq_round: SequenceRound) -> RoundResult:
         """The round once more, without drafts."""
-        turn.cache.roll_back(turn.length - 1)
+        seq_round.cache.roll_back(seq_round.length - 1)
         alone = EagerRunner(self._model)
-        plain = [replace(turn, exit_layer=None, max_speculations=0, copied=())]
+        plain = [replace(seq_round, exit_layer=None, max_speculations=0, copied=())]
         alone.draft(plain)
         alone.verify(plain)
         return alone.accept(plain)[0]
@@ -333,10 +334,10 @@ class EagerRunner:
         detail = _most_detail(drafts) if head == "draft" else "token"
         if len(drafts) == 1:  # the state goes where it belongs at once
             (draft,) = drafts
-            states, row, tokens = draft.turn.states, draft.num_rows, draft.next_tokens
+            states, row, tokens = draft.seq_round.states, draft.num_rows, draft.next_tokens
             place = draft.exit_hidden[row : row + len(tokens)] if keep else self._last[: len(tokens)]
             record = None if states is None else (states.round, row)
-            rows = ((draft.turn.cache, len(tokens)),)
+            rows = ((draft.seq_round.cache, len(tokens)),)
             return steps.tokens(tokens, rows, stop, place, head=head, detail=detail, record=record)
         groups = [_RowGroup(draft, draft.num_rows) for draft in drafts]
         tokens = [token for draft in drafts for token in draft.next_tokens]
@@ -383,7 +384,7 @@ class EagerRunner:
 
 
 def _cache_rows(groups: Sequence[_RowGroup]) -> CacheRows:
-    return [(group.draft.turn.cache, group.rows) for group in groups]
+    return [(group.draft.seq_round.cache, group.rows) for group in groups]
 
 
 def _together(groups: Sequence[_RowGroup]) -> Tensor:
@@ -432,13 +433,13 @@ def _looks_of(choices: Choices) -> list[HeadOutput]:
     return [HeadOutput(*row) for row in zip(tokens, *numbers)]
 
 
-def _targets(turn: SequenceRound, verdict: Verification) -> Tensor | None:
+def _targets(seq_round: SequenceRound, verdict: Verification) -> Tensor | None:
     """The full model's choices for the rows 0..m, if somebody learns from them."""
-    if not turn.learns:
+    if not seq_round.learns:
         return None
     if verdict.p is not None:
         return verdict.p.argmax(dim=-1)
-    return sent(torch.tensor(verdict.target_tokens, dtype=torch.long, device="cpu"), turn.tokens.device)
+    return sent(torch.tensor(verdict.target_tokens, dtype=torch.long, device="cpu"), seq_round.tokens.device)
 
 
 def _spoilt(verdict: Verification, scores: _Scores) -> bool:

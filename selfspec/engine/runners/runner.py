@@ -11,8 +11,8 @@ from torch import Tensor
 
 from layerskip_models.kv_cache import KVCache
 from policies import ObservationSpec, Policy
-from policies.records import StopCause
 from selfspec.engine.hidden_states import HiddenStates
+from selfspec.engine.results import RoundResult
 from selfspec.engine.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -86,57 +86,6 @@ class SequenceRound:
         return 1 + len(self.copied) + self.max_speculations
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Outcome:
-    """What a round yields for one text.
-
-    draft_tokens: the kept drafts d_1..d_k, the first num_accepted (m) of which were accepted. block: m + 1 tokens to commit.
-    target_tokens: int64, the full model's choice for rows 0..m at least, None if nobody learns from it; p: the distributions
-        it was made from when sampling, else None.
-    failure: why the last token of the block is none, else None; to be raised if the text comes to that token.
-    dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
-    error: why the text cannot go on at all: its policy raised it, or a processor did.
-    num_copied: how many of the kept drafts were copied. num_discarded: rows run ahead of a decision to drop their token.
-    The rest as in `RoundRecord`.
-    """
-
-    draft_tokens: tuple[int, ...]
-    num_accepted: int
-    block: list[int]
-    target_tokens: Tensor | None
-    p: Tensor | None
-    stop_cause: StopCause
-    confidences: tuple[float, ...] | None
-    acceptance_probabilities: tuple[float, ...] | None
-    failure: Exception | None = None
-    error: Exception | None = None
-    dropped_token: int | None = None
-    num_copied: int = 0
-    num_discarded: int = 0
-
-    @staticmethod
-    def broken(error: Exception | None) -> Outcome:
-        """Of a text that cannot go on."""
-        return Outcome(
-            draft_tokens=(),
-            num_accepted=0,
-            block=[],
-            target_tokens=None,
-            p=None,
-            stop_cause="none",
-            confidences=None,
-            acceptance_probabilities=None,
-            error=error,
-        )
-
-    @property
-    def dropped_acceptance(self) -> float | None:
-        """See `RoundRecord`: known where every draft before it was accepted."""
-        if self.dropped_token is None or self.failure is not None or self.num_accepted < len(self.draft_tokens):
-            return None
-        return float(self.block[-1] == self.dropped_token)
-
-
 class Runner(Protocol):
     """Steps 2 to 4 of a round, called in this order, for the turns of all texts at hand.
 
@@ -145,15 +94,15 @@ class Runner(Protocol):
 
     copies: bool
 
-    def draft(self, turns: Sequence[SequenceRound]) -> None:
+    def draft(self, seq_rounds: Sequence[SequenceRound]) -> None:
         """Draft as far as each plan and each policy say. A turn without an exit layer drafts nothing."""
         ...
 
-    def verify(self, turns: Sequence[SequenceRound]) -> None:
+    def verify(self, seq_rounds: Sequence[SequenceRound]) -> None:
         """Run every row through the layers that it lacks, and the head."""
         ...
 
-    def accept(self, turns: Sequence[SequenceRound]) -> list[Outcome]:
+    def accept(self, seq_rounds: Sequence[SequenceRound]) -> list[RoundResult]:
         """Which drafts hold, and the token behind them, text by text."""
         ...
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Drafting:
     """The draft of one round. count: rows to verify behind the pending one, maybe past an EOS; `finish` says what is kept."""
 
-    def __init__(self, runner: CudaGraphRunner, turn: SequenceRound, exit_layer: int, fast: bool) -> None:
-        self._runner, self._turn, self._exit_layer, self._fast = runner, turn, exit_layer, fast
+    def __init__(self, runner: CudaGraphRunner, seq_round: SequenceRound, exit_layer: int, fast: bool) -> None:
+        self._runner, self._turn, self._exit_layer, self._fast = runner, seq_round, exit_layer, fast
         self.count = 0
         self.seen: list[DraftRead] = []  # of the rows read while drafting
         self.num_discarded = 0
@@ -30,17 +30,17 @@ class Drafting:
 
     def run(self) -> None:
         """Launch the draft; with a stopping rule, ask it about every row."""
-        runner, turn = self._runner, self._turn
-        stopping = turn.policy.stopping
-        while self.count < turn.max_speculations and self._cause == "cap":
+        runner, seq_round = self._runner, self._turn
+        stopping = seq_round.policy.stopping
+        while self.count < seq_round.max_speculations and self._cause == "cap":
             index = self.count
-            if not runner.look_at(turn, index, self._fast):
+            if not runner.look_at(seq_round, index, self._fast):
                 self._cause = "before_draw"
                 return
             if stopping is not None:
                 runner.start_reading(index)
-            hidden = runner.exit_hidden(index) if turn.observes.exit_hidden else None
-            runner.advance(turn, index + 1, self._exit_layer)
+            hidden = runner.exit_hidden(index) if seq_round.observes.exit_hidden else None
+            runner.advance(seq_round, index + 1, self._exit_layer)
             self.count += 1
             if stopping is None:
                 continue
@@ -49,13 +49,13 @@ class Drafting:
             row = DraftRow(
                 num_drafted=index,
                 exit_layer=self._exit_layer,
-                position=turn.length - 1 + index,
-                confidence=look.confidence if turn.observes.confidence else None,
-                entropy=look.entropy if turn.observes.entropy else None,
+                position=seq_round.length - 1 + index,
+                confidence=look.confidence if seq_round.observes.confidence else None,
+                entropy=look.entropy if seq_round.observes.entropy else None,
                 exit_hidden=hidden,
             )
             try:
-                token, stop, self.dropped = next_draft(turn, row, partial(self._token, look))
+                token, stop, self.dropped = next_draft(seq_round, row, partial(self._token, look))
             except Exception as error:
                 self.error = error
                 return

@@ -29,6 +29,7 @@ from selfspec.engine.accept import (
     acceptance_probabilities,
 )
 from selfspec.engine.hidden_states import HiddenStates
+from selfspec.engine.results import RoundResult
 from selfspec.engine.runners.cuda_graph import first_rounds
 from selfspec.engine.runners.cuda_graph.buffers import (
     TOKEN,
@@ -41,7 +42,7 @@ from selfspec.engine.runners.cuda_graph.buffers import (
 from selfspec.engine.runners.cuda_graph.drafting import Drafting, is_weight
 from selfspec.engine.runners.cuda_graph.paged_attention import whole_pages
 from selfspec.engine.runners.cuda_graph.streams import HostRead, streams_for
-from selfspec.engine.runners.runner import Outcome, SequenceRound
+from selfspec.engine.runners.runner import SequenceRound
 from selfspec.engine.sampling import distribution, non_finite
 from selfspec.engine.verification import NO_TOKEN
 
@@ -134,48 +135,48 @@ class CudaGraphRunner:
             self._states[layers] = HiddenStates(self._model, layers, max_rows=self._round.max_rows)
         return self._states[layers]
 
-    def draft(self, turns: Sequence[SequenceRound]) -> None:
+    def draft(self, seq_rounds: Sequence[SequenceRound]) -> None:
         """Launch the draft. Raises CaptureError if graphs fail here, as `verify` and `accept` do."""
         self._streams.resume()
-        (turn,) = turns
+        (seq_round,) = seq_rounds
         self._launched = None
-        if turn.exit_layer is not None:
-            self.reserve(turn.max_speculations + 1)
-            self._first_pass(turn, turn.exit_layer)
-            drafting = Drafting(self, turn, turn.exit_layer, turn.greedy)
+        if seq_round.exit_layer is not None:
+            self.reserve(seq_round.max_speculations + 1)
+            self._first_pass(seq_round, seq_round.exit_layer)
+            drafting = Drafting(self, seq_round, seq_round.exit_layer, seq_round.greedy)
             drafting.run()
             self._launched = _Launched(drafting)
 
-    def verify(self, turns: Sequence[SequenceRound]) -> None:
+    def verify(self, seq_rounds: Sequence[SequenceRound]) -> None:
         """Launch the verification, the acceptance on the device, and the next round's first pass."""
-        (turn,) = turns
+        (seq_round,) = seq_rounds
         if self._launched is None:
-            self._launched = self._verify_plain(turn)
+            self._launched = self._verify_plain(seq_round)
         elif self._launched.error is None:
-            self._verify_draft(turn, self._launched)
+            self._verify_draft(seq_round, self._launched)
 
-    def accept(self, turns: Sequence[SequenceRound]) -> list[Outcome]:
+    def accept(self, seq_rounds: Sequence[SequenceRound]) -> list[RoundResult]:
         """Read what came out."""
-        (turn,) = turns
+        (seq_round,) = seq_rounds
         launched = self._launched
         assert launched is not None
         if launched.error is not None:
-            return [Outcome.broken(launched.error)]
+            return [RoundResult.broken(launched.error)]
         plain = launched.drafting is None
-        outcome = self._read_plain(turn, launched) if plain else self._read_draft(turn, launched)
-        self.cache.declare(turn.length + len(outcome.draft_tokens))
-        kind = "plain step" if turn.exit_layer is None else "speculative round"
+        outcome = self._read_plain(seq_round, launched) if plain else self._read_draft(seq_round, launched)
+        self.cache.declare(seq_round.length + len(outcome.draft_tokens))
+        kind = "plain step" if seq_round.exit_layer is None else "speculative round"
         if first_rounds.due(self._model, kind):
             accepted = outcome.num_accepted
-            tokens = [turn.pending, *outcome.block[:accepted]]
+            tokens = [seq_round.pending, *outcome.block[:accepted]]
             first_rounds.check(
                 self._model,
                 self.cache,
                 kind,
                 torch.tensor(tokens, dtype=torch.long, device="cpu").to(self._model.device),
-                turn.length - 1,
+                seq_round.length - 1,
                 self._round.logits[: accepted + 1],
-                outcome.block if turn.greedy and outcome.failure is None else (),
+                outcome.block if seq_round.greedy and outcome.failure is None else (),
             )
         return [outcome]
 
@@ -261,22 +262,24 @@ class CudaGraphRunner:
             return None
         return min(max(_power_of_two(length), SMALLEST_SPAN), self.cache.max_length)
 
-    def _first_pass(self, turn: SequenceRound, stop: int) -> None:
+    def _first_pass(self, seq_round: SequenceRound, stop: int) -> None:
         """The pending token through layers [0, stop), unless the last round launched that already."""
         ahead, self._ahead = self._ahead, None
-        if ahead != (stop, turn.states, turn.length):
-            self._round.start(turn.pending, turn.length - 1)
-            self._round.one_row(0, stop, self._span(turn.length), turn.states)
+        if ahead != (stop, seq_round.states, seq_round.length):
+            self._round.start(seq_round.pending, seq_round.length - 1)
+            self._round.one_row(0, stop, self._span(seq_round.length), seq_round.states)
 
-    def _look_ahead(self, turn: SequenceRound, stop: int, most_tokens: int) -> bool:
+    def _look_ahead(self, seq_round: SequenceRound, stop: int, most_tokens: int) -> bool:
         """Launch the next round's first pass if there will be one, at the same exit layer; its token is on the device."""
-        left = turn.remaining - most_tokens
-        if left < (1 if turn.exit_layer is None else 2):
+        left = seq_round.remaining - most_tokens
+        if left < (1 if seq_round.exit_layer is None else 2):
             return False
-        if turn.states is not None and turn.learns_next:
+        if seq_round.states is not None and seq_round.learns_next:
             return False  # it would write over what is still to be learned from
-        states = self._states_of(turn.observes.shadow_layers, self._round.max_rows) if turn.learns_next else None
-        self._round.one_row(0, stop, self._span(turn.length + most_tokens), states)
+        states = (
+            self._states_of(seq_round.observes.shadow_layers, self._round.max_rows) if seq_round.learns_next else None
+        )
+        self._round.one_row(0, stop, self._span(seq_round.length + most_tokens), states)
         self._ahead = (stop, states)
         return True
 
@@ -285,18 +288,18 @@ class CudaGraphRunner:
         if launched and self._ahead is not None:
             self._ahead = (*self._ahead, length)
 
-    def _verify_plain(self, turn: SequenceRound) -> _Launched:
+    def _verify_plain(self, seq_round: SequenceRound) -> _Launched:
         """A plain step: the pending token through all layers."""
-        rounds, sampler, stop = self._round, turn.sampler, self._model.num_layers
+        rounds, sampler, stop = self._round, seq_round.sampler, self._model.num_layers
         launched = _Launched()
-        self._first_pass(turn, stop)
+        self._first_pass(seq_round, stop)
         rounds.last.zero_()
-        rounds.judge(1, choose=turn.greedy)
-        if turn.greedy:
-            launched.target = _kept(rounds.targets, turn)
+        rounds.judge(1, choose=seq_round.greedy)
+        if seq_round.greedy:
+            launched.target = _kept(rounds.targets, seq_round)
             self._verdict_read.start(rounds.verdict)
         else:
-            processed, launched.refusal = sampler.process_willing(rounds.logits[:1], turn.tokens, turn.length)
+            processed, launched.refusal = sampler.process_willing(rounds.logits[:1], seq_round.tokens, seq_round.length)
             launched.target = processed.argmax(dim=-1)
             if sampler.do_sample:
                 launched.p = distribution(processed)
@@ -306,21 +309,21 @@ class CudaGraphRunner:
             none = torch.zeros_like(token)  # of no drafts none is accepted
             self._verdict_read.start(torch.cat([none.double(), token.double(), total.double()]))
             rounds.settle(none, token)
-        launched.ahead = self._look_ahead(turn, stop, 1)
+        launched.ahead = self._look_ahead(seq_round, stop, 1)
         return launched
 
-    def _read_plain(self, turn: SequenceRound, launched: _Launched) -> Outcome:
+    def _read_plain(self, seq_round: SequenceRound, launched: _Launched) -> RoundResult:
         numbers = self._verdict_read.wait()
-        if turn.greedy:
+        if seq_round.greedy:
             greedy = GreedyOutcome.decode(numbers, 1)
             chosen, is_sound = greedy.targets[0], not isnan(greedy.logits[0])
         else:
             taken = SampledOutcome.decode(numbers)  # `total` is the token's logit where none is drawn
             chosen = taken.token
-            is_sound = is_weight(taken.total) if turn.sampler.do_sample else not isnan(taken.total)
-        failure = None if is_sound else _failure(launched.refusal, 0, turn.length)
-        self._looked_ahead(launched.ahead, turn.length + 1)
-        return Outcome(
+            is_sound = is_weight(taken.total) if seq_round.sampler.do_sample else not isnan(taken.total)
+        failure = None if is_sound else _failure(launched.refusal, 0, seq_round.length)
+        self._looked_ahead(launched.ahead, seq_round.length + 1)
+        return RoundResult(
             draft_tokens=(),
             num_accepted=0,
             block=[chosen if failure is None else NO_TOKEN],
@@ -332,27 +335,27 @@ class CudaGraphRunner:
             failure=failure,
         )
 
-    def _verify_draft(self, turn: SequenceRound, launched: _Launched) -> None:
-        assert turn.exit_layer is not None
+    def _verify_draft(self, seq_round: SequenceRound, launched: _Launched) -> None:
+        assert seq_round.exit_layer is not None
         assert launched.drafting is not None
         rounds, count = self._round, launched.drafting.count
         rounds.last.fill_(count)
         rows = _bucket(count + 1)
-        span = self._span(turn.length + count)
-        rows_run = self._rows_run(count + 1, turn.length - 1)
-        rounds.all_rows(turn.exit_layer, self._model.num_layers, rows_run, span, turn.states)
-        rounds.judge(rows, choose=turn.greedy)
+        span = self._span(seq_round.length + count)
+        rows_run = self._rows_run(count + 1, seq_round.length - 1)
+        rounds.all_rows(seq_round.exit_layer, self._model.num_layers, rows_run, span, seq_round.states)
+        rounds.judge(rows, choose=seq_round.greedy)
         if not launched.drafting.seen:  # nothing was read while drafting
             self._look_read.start(rounds.looks[:count].flatten())
-        if turn.greedy:
-            launched.target = _kept(rounds.targets, turn)
+        if seq_round.greedy:
+            launched.target = _kept(rounds.targets, seq_round)
             self._verdict_read.start(rounds.verdict)
         else:
-            launched.target, launched.p, launched.refusal = self._accept(turn, count)
-        launched.ahead = self._look_ahead(turn, turn.exit_layer, count + 1)
+            launched.target, launched.p, launched.refusal = self._accept(seq_round, count)
+        launched.ahead = self._look_ahead(seq_round, seq_round.exit_layer, count + 1)
 
-    def _read_draft(self, turn: SequenceRound, launched: _Launched) -> Outcome:
-        draft, rounds, sampler = launched.drafting, self._round, turn.sampler
+    def _read_draft(self, seq_round: SequenceRound, launched: _Launched) -> RoundResult:
+        draft, rounds, sampler = launched.drafting, self._round, seq_round.sampler
         assert draft is not None
         count, ahead = draft.count, launched.ahead
         tokens, confidences_seen, cause = draft.finish()
@@ -364,7 +367,7 @@ class CudaGraphRunner:
             drawn = SampledOutcome.decode(numbers)
             accepted = min(drawn.num_accepted, kept)
             if not is_weight(drawn.total):
-                failure = _failure(launched.refusal, accepted, turn.length)
+                failure = _failure(launched.refusal, accepted, seq_round.length)
             block = [*tokens[:accepted], drawn.token if failure is None else NO_TOKEN]
             probabilities = tuple(drawn.rates[: min(accepted + (failure is None), kept)])
         else:
@@ -374,36 +377,40 @@ class CudaGraphRunner:
             accepted = accept_greedy(tokens[:sound], chosen)
             if accepted == sound:
                 if count and bool(rounds.logits[accepted].isnan().any()):
-                    self._forget(turn.length - 1)  # NaN of a drafted row spoils the rows before it, behind the mask
-                    return self._read_plain(turn, self._verify_plain(turn))
-                failure = _failure(launched.refusal, accepted, turn.length)
+                    self._forget(
+                        seq_round.length - 1
+                    )  # NaN of a drafted row spoils the rows before it, behind the mask
+                    return self._read_plain(seq_round, self._verify_plain(seq_round))
+                failure = _failure(launched.refusal, accepted, seq_round.length)
             block = [*chosen[:accepted], chosen[accepted] if failure is None else NO_TOKEN]
             ahead = ahead and greedy.num_accepted == accepted  # else the device went on from another place
-        self._looked_ahead(ahead, turn.length + accepted + 1)
-        return Outcome(
+        self._looked_ahead(ahead, seq_round.length + accepted + 1)
+        return RoundResult(
             draft_tokens=tuple(tokens),
             num_accepted=accepted,
             block=block,
             target_tokens=launched.target,
             p=launched.p,
             stop_cause=cause,
-            confidences=confidences_seen if turn.observes.confidence else None,
+            confidences=confidences_seen if seq_round.observes.confidence else None,
             acceptance_probabilities=probabilities,
             failure=failure,
             dropped_token=draft.dropped,
             num_discarded=draft.num_discarded,
         )
 
-    def _accept(self, turn: SequenceRound, count: int) -> tuple[Tensor, Tensor | None, tuple[int, Exception] | None]:
+    def _accept(
+        self, seq_round: SequenceRound, count: int
+    ) -> tuple[Tensor, Tensor | None, tuple[int, Exception] | None]:
         """Acceptance behind processors or sampling, operations one by one on the device: target tokens, p, and the row at
         which a processor raised an exception, if one did.
 
         Both are new tensors, complete before reading starts. What is read is a `SampledOutcome`, or when greedy a
         `GreedyOutcome` of as many rows as there are.
         """
-        rounds, sampler = self._round, turn.sampler
+        rounds, sampler = self._round, seq_round.sampler
         drafts = rounds.drafts[:count]
-        processed, refusal = sampler.process_willing(rounds.logits[: count + 1], turn.tokens, turn.length)
+        processed, refusal = sampler.process_willing(rounds.logits[: count + 1], seq_round.tokens, seq_round.length)
         if not sampler.do_sample:
             best = processed.max(dim=-1)
             target = best.indices
@@ -422,13 +429,13 @@ class CudaGraphRunner:
         rounds.settle(num_accepted, token)
         return target, p, refusal
 
-    def _choose(self, turn: SequenceRound, index: int) -> bool:
+    def _choose(self, seq_round: SequenceRound, index: int) -> bool:
         """The token drafted from row `index`, behind processors or sampling; it becomes the next row's.
 
         False if a processor raises an exception: there is no token then.
         """
-        rounds, sampler = self._round, turn.sampler
-        processed, refusal = sampler.process_willing(rounds.row_logits, turn.tokens, turn.length + index)
+        rounds, sampler = self._round, seq_round.sampler
+        processed, refusal = sampler.process_willing(rounds.row_logits, seq_round.tokens, seq_round.length + index)
         if refusal is not None:
             return False
         look = rounds.looks[index]
@@ -444,7 +451,7 @@ class CudaGraphRunner:
         look[TOKEN : TOKEN + 1].copy_(token)
         rounds.token.copy_(token)
         rounds.drafts[index : index + 1].copy_(token)
-        turn.tokens[0, turn.length + index : turn.length + index + 1].copy_(token)
+        seq_round.tokens[0, seq_round.length + index : seq_round.length + index + 1].copy_(token)
         return True
 
     def _forget(self, start: int) -> None:
@@ -454,16 +461,16 @@ class CudaGraphRunner:
         self.cache.values[:, :, start:].zero_()
         self._round.hidden.zero_()
 
-    def look_at(self, turn: SequenceRound, index: int, fast: bool) -> bool:
+    def look_at(self, seq_round: SequenceRound, index: int, fast: bool) -> bool:
         """Norm and head on row `index`, and its token; False if it has none."""
-        assert turn.exit_layer is not None
-        observes = turn.observes
-        self._round.look(turn.exit_layer, confidence=observes.confidence, entropy=observes.entropy, choose=fast)
-        return fast or self._choose(turn, index)
+        assert seq_round.exit_layer is not None
+        observes = seq_round.observes
+        self._round.look(seq_round.exit_layer, confidence=observes.confidence, entropy=observes.entropy, choose=fast)
+        return fast or self._choose(seq_round, index)
 
-    def advance(self, turn: SequenceRound, index: int, exit_layer: int) -> None:
+    def advance(self, seq_round: SequenceRound, index: int, exit_layer: int) -> None:
         """Row `index` through the exit layer's layers."""
-        self._round.one_row(0, exit_layer, self._span(turn.length + index), turn.states)
+        self._round.one_row(0, exit_layer, self._span(seq_round.length + index), seq_round.states)
 
     def start_reading(self, index: int) -> None:
         self._look_read.start(self._round.looks[index])
@@ -479,7 +486,7 @@ class CudaGraphRunner:
 @dataclass(slots=True, eq=False)
 class _Launched:
     """What was launched in a round and is still to be read. drafting: None in a plain step. ahead: whether the next round's
-    first pass was launched. refusal: the row at which a processor raised, and what. The rest as in `Outcome`."""
+    first pass was launched. refusal: the row at which a processor raised, and what. The rest as in `RoundResult`."""
 
     drafting: Drafting | None = None
     target: Tensor | None = None
@@ -493,12 +500,12 @@ class _Launched:
         return None if self.drafting is None else self.drafting.error
 
 
-def _kept(target: Tensor, turn: SequenceRound) -> Tensor | None:
+def _kept(target: Tensor, seq_round: SequenceRound) -> Tensor | None:
     """Target tokens for the record, if somebody learns from them: a copy, since their place is used again.
 
     To be made before the verdict is read: learning waits for that event, and for nothing that is launched later.
     """
-    return target.clone() if turn.learns else None
+    return target.clone() if seq_round.learns else None
 
 
 def _failure(refusal: tuple[int, Exception] | None, row: int, length: int) -> Exception:

@@ -1,4 +1,4 @@
-"""A server's engine over several processes: the others take its steps, and every text is the one of a single process."""
+"""A server's engine over several processes: the workers take the same steps, and every text is that of a single process."""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+"""What a report shows for the studies' records, and of the traces in a record of `selfspec-bench run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bench.experiments.copying.copying_tables import copying_headline, copying_tables
+from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
+from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.experiments.readings.reading_tables import reading_tables
+from bench.record import Line
+from bench.report.record_kinds import KINDS, RecordKind
+from bench.report.table import Table
+
+_RUN = KINDS["run"]
+
+
+def _run_page_tables(lines: Sequence[Line]) -> list[Table]:
+    return [*_RUN.page_tables(lines), *reading_tables(lines)]
+
+
+def _reading_figures(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+    from bench.experiments.readings.reading_figures import reading_figures  # matplotlib takes a second to load
+
+    return reading_figures(lines)
+
+
+STUDIES: dict[str, RecordKind] = {
+    "run": replace(
+        _RUN,
+        page_tables=_run_page_tables,
+        figures=_reading_figures,
+        headings={
+            "transfer": "Transfer of a setting between tasks",
+            "segments": "Segments of a text",
+            "oracle": "Oracle lengths",
+            "positions": "Acceptance by position in the draft",
+            "conditional": "Acceptance after accepted tokens",
+        },
+    ),
+    "copying-gain": RecordKind(
+        tables=copying_tables,
+        headline=copying_headline,
+        headings={
+            "gain_estimated_seconds": "At a larger shape's costs",
+            "gain_seconds": "Measured",
+            "copy_sources": "Where tokens come from",
+        },
+    ),
+    "exit-adapters": RecordKind(
+        tables=exit_tables,
+        headline=exits_headline,
+        headings={"exits_gain": "Tokens per layer", "exits_agreement": "Agreement", "exits_speed": "Speed"},
+    ),
+    "exit-losses": RecordKind(
+        tables=exit_loss_tables,
+        headline=exit_loss_headline,
+        headings={
+            "exit_losses": "Tokens per layer, losses, loops",
+            "exit_losses_paired": "Against uniform weights",
+            "exit_losses_oracle": "With oracle lengths",
+            "exit_losses_free": "Without loops",
+            "exit_losses_agreement": "Agreement of the exits",
+            "exit_losses_loss": "Loss of the exits",
+        },
+        trains=True,
+    ),
+}
+"""By the command that wrote the record. `python -m bench.experiments report` adds them to those of `selfspec-bench`."""
