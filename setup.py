@@ -77,7 +77,7 @@ class PlatformWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    sources = [f"{FOLDER}/{name}" for name in ("kernels.c", "processor.c")]
+    sources = [f"{FOLDER}/{name}" for name in ("kernels.c", "pool.c", "processor.c")]
     headers = sorted(path.as_posix() for path in Path(FOLDER).glob("*.h"))
     library = Extension("layerskip_models.kernels.libkernels", sources, depends=[*sources, *headers], optional=True)
     setup(ext_modules=[library], cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel})

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from layerskip_models.compact_linear import HalfLinear, Int4Linear, Int8Linear, fits_half, half_works, int8_works
+from layerskip_models.decoder_layer import Linear
 from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.kernels.check import native_works
@@ -28,20 +29,6 @@ COMPACT: frozenset[Layout] = frozenset({"half", "int8", "int4", "native"})
 GROUP = 32
 """Inputs that share a scale where weights are rounded to 4 bits here; docs/quantised.md has what other sizes give."""
 _HALF_BYTES = 1 << 20  # of a weight as it comes: below it FBGEMM's call costs more than reading half the bytes saves
-
-
-class Linear(Protocol):
-    """y = x W^T + b over a few rows. num_bytes: of the weight, as it is stored."""
-
-    num_bytes: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, in]. Returns [rows, out]."""
-        ...
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x W^T + b in a new tensor; residual: [rows, out], x: [rows, in]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

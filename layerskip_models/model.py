@@ -1,18 +1,17 @@
-"""One lean decoder over loaded weights: embed, run a range of layers, norm + head on chosen rows.
+"""One lean decoder over loaded weights: embed tokens, run a range of layers, apply norm and head to chosen rows.
 
-The only forward pass that decoding uses. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times
-as much at batch 1; the tests hold it to transformers' logits. There is no batch dimension: a hidden state is [rows, hidden],
-and its rows belong to one text or to several, each with a KV cache of its own.
+Decoding uses no other forward pass. It exists because calling transformers' layers one by one costs 1.5 to 2.9 times as much
+at batch 1; tests compare its logits with transformers'. There is no batch dimension: a hidden state is [rows, hidden], and
+its rows belong to one sequence or to several, each with its own KV cache. A backend runs the layers (`backends.protocol`):
+PyTorch's operators, our kernels, this process's part of a tensor-parallel model, or layers on several devices.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,53 +19,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from layerskip_models.attention import Attention, OperatorAttention
-from layerskip_models.choices import Choices, Detail, choices_in_pieces
+from layerskip_models.attention import Attention
+from layerskip_models.backends.operators import OperatorLayers
+from layerskip_models.backends.protocol import Capture, LayerBackend, VocabularyBackend
+from layerskip_models.backends.whole_vocabulary import WholeVocabulary
+from layerskip_models.choices import Choices, Detail
+from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.families import family_of
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
-from layerskip_models.kernels.native_steps import NativeForward
 from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
-from layerskip_models.linear import Linear
 from layerskip_models.norm import RMSNorm
+from layerskip_models.parallel.ranks import Ranks
 
-_AS_IT_IS = nullcontext()
-_growing = threading.Lock()  # of any model's rotary table
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """The weights of one decoder layer, fused: query, key, value in one matrix; gate and up in one.
-
-    What a family of models does without is None. input_norm and post_attention_norm come before attention and before the
-    MLP, output_norm and down_norm behind them: of what they add. query_norm and key_norm: of every head by itself, or of all
-    heads of a row together, as wide as they are.
-    sliding_window: how many positions a row attends to, its own among them; None for all before it.
-    rotated: whether queries and keys get the rotary embedding.
-    interleaved: whether query and key rows are, within each head (see `interleave_heads`), so that a rotary pair is adjacent
-    and rotary takes complex numbers. All layers of a model alike.
-    """
-
-    input_norm: RMSNorm | None
-    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
-    output: Linear  # heads * head_dim -> hidden
-    post_attention_norm: RMSNorm | None
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
-    interleaved: bool
-    output_norm: RMSNorm | None = None
-    down_norm: RMSNorm | None = None
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
-    sliding_window: int | None = None
-    rotated: bool = True
+_NO_TEAM = nullcontext()
+_growing = threading.Lock()  # while any model's rotary table grows
 
 
 class Adapter(Protocol):
-    """What rows of an early exit pass before the head drafts from them (`layerskip_models.exits.lean`).
+    """A small network between an early exit and the draft head (`layerskip_models.exits.lean`).
 
-    num_bytes: of its weights. rank: width in the middle. address: of what our kernels read of it, None without kernels.
+    num_bytes: size of its weights. rank: its inner width. address: where our kernels read it, None without kernels.
     """
 
     num_bytes: int
@@ -81,9 +56,9 @@ class Adapter(Protocol):
 
 
 def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a model that computes in `dtype` keeps keys and values in, asked for by name or as it is.
+    """The dtype of keys and values for a model that computes in `dtype`. kv_dtype: "auto", a name or a dtype.
 
-    Raises ValueError for what is neither its own nor bfloat16.
+    Raises ValueError for anything but the model's own dtype and bfloat16.
     """
     own = str(dtype).removeprefix("torch.")
     name = str(kv_dtype).removeprefix("torch.")
@@ -94,27 +69,18 @@ def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.d
     raise ValueError(f"kv_dtype must be auto ({own}, which this model computes in) or bfloat16, got {name!r}")
 
 
-def interleave_heads(weight: Tensor, num_heads: int, rotated: int | None = None) -> Tensor:
-    """Reorder the rows of a query or key projection so that rotary pairs (i, i + r/2) become (2i, 2i + 1).
-
-    weight: [num_heads * d, ...]. rotated: r, the first numbers of a head, that rotate; None for all d. Queries and keys are
-    permuted alike, so their products do not change, and rotating a head becomes one multiplication of complex numbers.
-    """
-    heads = weight.unflatten(0, (num_heads, -1))
-    turning, still = heads[:, :rotated], heads[:, heads.shape[1] if rotated is None else rotated :]
-    pairs = turning.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-    return torch.cat([pairs, still], dim=1).reshape(weight.shape).contiguous()
-
-
 class LayerSkipModel:
     """A model whose layers can be run in ranges. Made by `load_model` or `from_transformers`.
 
-    Attributes: config (transformers' own), generation_config (the checkpoint's defaults for `generate`), num_layers,
-    hidden_size, vocab_size, max_positions (tokens of context), dtype (of the arithmetic and hidden states),
-    kv_dtype (that keys and values are kept in; see `with_kv_dtype`), weights_dtype (that the weights came in: bfloat16 ones
-    are computed with in float32 on a CPU; of weights that were rounded to 8 or 4 bits the arithmetic's), device, num_heads,
-    num_kv_heads, head_dim, sliding_windows (of each layer, as `DecoderLayer` says), name (hub name or path, for finding the
-    checkpoint's default setting), adapters (by exit layer, what drafts pass behind that exit; see `with_adapters`).
+    config, generation_config: transformers' own. name: hub name or path, used to find the checkpoint's default setting.
+    num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim: sizes; the heads are those of this process.
+    max_positions: context length in tokens. sliding_windows: of each layer, as in `DecoderLayer`.
+    dtype: of the arithmetic and the hidden states. kv_dtype: of keys and values (`with_kv_dtype`).
+    weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
+        rounded to 8 or 4 bits it is `dtype`.
+    device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
+    adapters: by exit layer (`with_adapters`). ranks: the processes that hold the model together, None for one process.
+    backend, vocabulary: what runs the layers, and what embeds tokens and computes logits (`with_backend`).
     """
 
     def __init__(
@@ -139,7 +105,6 @@ class LayerSkipModel:
         self.adapters: Mapping[int, Adapter] = {}
         self.num_layers = len(layers)
         self.hidden_size = config.hidden_size
-        self.vocab_size = embedding.shape[0]
         self.max_positions = family_of(config).max_positions(config)
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
@@ -155,14 +120,24 @@ class LayerSkipModel:
         self._inv_freq = inv_freq  # float32 [head_dim / 2]; shorter where only the first part of a head rotates
         self._rotary_scaling = rotary_scaling
         self._rotary = torch.empty(0)  # complex [positions, 1, head_dim / 2], grown by `prepare`
-        self._half = self.dtype not in (torch.float32, torch.float64)
-        self._unfused = self.device.type == "cpu" and not self._half
-        self._groups_rows = self.device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
         self._interleaved = layers[0].interleaved
         self.sliding_windows = tuple(layer.sliding_window for layer in layers)
-        self._native: NativeLayers | None = None
+        self.layer_devices = (self.device,) * self.num_layers
+        self.ranks: Ranks | None = None
+        self._intermediate_size = int(config.intermediate_size)
+        self.vocabulary: VocabularyBackend = WholeVocabulary(embedding, final_norm, dtype)
+        self.vocab_size = self.vocabulary.size
+        self.operators = OperatorLayers(
+            layers,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            device=self.device,
+        )
+        self.backend: LayerBackend = self.operators
         if NativeLayers.possible(layers):
-            self._native = NativeLayers(
+            self.backend = NativeLayers(
                 layers,
                 hidden_size=self.hidden_size,
                 heads=self.num_heads,
@@ -173,12 +148,12 @@ class LayerSkipModel:
 
     @property
     def kernels(self) -> str | None:
-        """Which variant of our own kernels the layers run on ("avx2", ..); None where PyTorch's operators do the work."""
-        return None if self._native is None else self._native.variant
+        """Which variant of our own kernels runs the layers ("avx2", ...); None where PyTorch's operators do."""
+        return self.backend.variant
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's weights as they are stored, which a pass through it reads (the mean over layers)."""
+        """Bytes of one layer's weights as stored, which a pass through the layer reads; the mean over layers."""
         linears = sum(
             linear.num_bytes
             for layer in self._layers
@@ -188,41 +163,36 @@ class LayerSkipModel:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in one layer's matrices, however they are stored."""
+        """Number of weights in the matrices of one layer that this process holds, however they are stored."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # query and output, key and value
-        return self.hidden_size * (heads * self.head_dim + 3 * int(self.config.intermediate_size))
+        return self.hidden_size * (heads * self.head_dim + 3 * self._intermediate_size)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of norm and head as they are stored."""
+        """Bytes of norm and head as stored."""
         return self._head.num_bytes + self.hidden_size * self.dtype.itemsize
 
     @property
     def draft_head_bytes(self) -> int:
-        """The same of the head that drafts are chosen with."""
+        """Bytes of norm and draft head as stored."""
         return self._draft_head.num_bytes + self.hidden_size * self.dtype.itemsize
-
-    @property
-    def layer_devices(self) -> tuple[torch.device, ...]:
-        """Where each layer's weights are, and its part of a KV cache."""
-        return (self.device,) * self.num_layers
 
     @property
     def num_ranks(self) -> int:
         """How many processes hold the model together (`layerskip_models.parallel`)."""
-        return 1
+        return 1 if self.ranks is None else self.ranks.size
 
     def agree(self, numbers: Sequence[float], same: int = 0) -> list[float]:
-        """What the first of the processes that hold the model together says; of a model in one process, these numbers.
+        """The numbers of rank 0, on every rank; in one process simply these numbers.
 
-        Times are measured differently by every process, and decisions must be one. same: a number below 2^48 that must be
-        equal on all of them.
+        Every process measures other times, and yet all must decide alike. same: a number below 2^48 that must be equal on
+        all ranks. Raises RankError if it is not.
         """
-        return [*numbers]
+        return [*numbers] if self.ranks is None else self.ranks.agree(numbers, same)
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether it went well in every process that holds the model together. All of them have to ask."""
-        return ok
+        """Whether `ok` is true on every rank. All ranks have to ask."""
+        return ok if self.ranks is None else self.ranks.all_agree(ok)
 
     def prepare(self, max_length: int) -> None:
         """Make the rotary table long enough for positions below `max_length`; allocates only when it grows.
@@ -232,7 +202,7 @@ class LayerSkipModel:
         if self._rotary.shape[0] >= max_length:
             return
         with _growing, torch.inference_mode(False):
-            if self._rotary.shape[0] >= max_length:  # another thread was faster: its table may be longer than ours
+            if self._rotary.shape[0] >= max_length:  # another thread was faster, perhaps with a longer table
                 return
             length = min(max(max_length, 2 * self._rotary.shape[0]), max(self.max_positions, max_length))
             positions = torch.arange(length, dtype=torch.float32, device=self.device)
@@ -248,63 +218,32 @@ class LayerSkipModel:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [rows]. Returns [rows, hidden]."""
-        return F.embedding(tokens, self._embedding).to(self.dtype)
+        return self.vocabulary.embed(tokens)
 
     def embed_one(self, token: int) -> Tensor:
         """The embedding of one token as [1, hidden]."""
-        # A copy only where the embedding is kept in fewer bits.
-        return self._embedding[token : token + 1].to(self.dtype).contiguous()
+        return self.vocabulary.embed_one(token)
 
     def run_layers(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        cache: KVCache | CacheRows,
-        capture: Callable[[int, Tensor], None] | None = None,
+        self, hidden: Tensor, start: int, stop: int, cache: KVCache | CacheRows, capture: Capture | None = None
     ) -> Tensor:
-        """Run layers [start, stop) over the next rows of one text or of several, which their caches then hold.
+        """Run layers [start, stop) over the next rows of one sequence or of several, and add the rows to their caches.
 
-        hidden: [rows, hidden], the output after `start` layers (the embedding for 0); left unchanged.
-        cache: of the text that all rows belong to; or for each text its cache and how many of the rows are its. Rows stand
-            behind those that these layers hold already, and attend to them and to each other up to themselves.
+        hidden: [rows, hidden], the output after `start` layers (the embedding for 0); it is not changed.
+        cache: the cache of the sequence that all rows belong to; or a list of caches, each with its number of rows. Rows
+            follow those that the cache holds for these layers, and attend to them and to each other up to themselves.
         capture: called after each layer as capture(layers_done, hidden).
         Returns the hidden state after `stop` layers, [rows, hidden]. Raises ValueError for rows that do not fit.
         """
-        rows = cache_rows(cache, hidden.shape[0])
-        if self._native is not None:
-            return self._native.run(hidden, start, stop, rows, self._rotary, capture)
-        return hidden if start == stop else self._by_operators(hidden, start, stop, rows, self._rotary, capture)
-
-    def _by_operators(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        rows: CacheRows,
-        rotary: Tensor,
-        capture: Callable[[int, Tensor], None] | None,
-    ) -> Tensor:
-        attention = OperatorAttention(
-            rows, start, stop, rotary=rotary, heads=self.num_heads, dtype=self.dtype,
-            sliding_windows=self.sliding_windows[start:stop], unfused=self._unfused, groups_rows=self._groups_rows,
-        )  # fmt: skip
-        hidden = self.walk(hidden, start, stop, attention, capture)
-        for one, number in rows:
-            one.extend(start, stop, number)
-        return hidden
+        return self.backend.run(hidden, start, stop, cache_rows(cache, hidden.shape[0]), self._rotary, capture)
 
     def steps(self) -> NativeForward | None:
         """Whole passes in single calls of our own kernels; None where they don't run all of the model."""
-        embedding, native = self._embedding, self._native
-        heads = (self._head, self._draft_head)
-        if native is None or self._final_norm.factors is None or self.dtype != torch.float32:
+        embedding, native, head, draft_head = self._embedding, self.backend, self._head, self._draft_head
+        if not isinstance(native, NativeLayers) or self._final_norm.factors is None or self.dtype != torch.float32:
             return None
-        if not embedding.is_contiguous() or not all(isinstance(head, NativeLinear) for head in heads):
+        if not (embedding.is_contiguous() and isinstance(head, NativeLinear) and isinstance(draft_head, NativeLinear)):
             return None
-        head, draft_head = heads
-        assert isinstance(head, NativeLinear)
-        assert isinstance(draft_head, NativeLinear)
         return NativeForward(
             native,
             embedding=embedding,
@@ -315,134 +254,91 @@ class LayerSkipModel:
             adapters=self.adapters,
         )
 
+    def with_backend(
+        self,
+        backend: LayerBackend,
+        vocabulary: VocabularyBackend,
+        *,
+        operators: OperatorLayers | None = None,
+        ranks: Ranks | None = None,
+        layer_devices: Sequence[torch.device] | None = None,
+        config: PreTrainedConfig | None = None,
+    ) -> LayerSkipModel:
+        """The same weights, run by another backend.
+
+        operators: layers for `walk` instead of the model's own. ranks: the processes that hold the model together.
+        layer_devices: device of each layer. config: of the whole model, if this process holds a part.
+        """
+        other = copy.copy(self)
+        other.backend, other.vocabulary, other.vocab_size, other.ranks = backend, vocabulary, vocabulary.size, ranks
+        other.operators = self.operators if operators is None else operators
+        other.layer_devices = self.layer_devices if layer_devices is None else tuple(layer_devices)
+        other.config = self.config if config is None else config
+        return other
+
     def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:
-        """The same model, weights shared, with these adapters behind its exits and no others."""
+        """The same model, sharing its weights, with exactly these adapters after its exits."""
         other = copy.copy(self)
         other.adapters = dict(adapters)
         return other
 
     def with_kv_dtype(self, kv_dtype: str | torch.dtype) -> LayerSkipModel:
-        """The same model, weights shared, whose texts keep their keys and values in this dtype.
+        """The same model, sharing its weights, that keeps keys and values in this dtype.
 
-        kv_dtype: "auto" or the model's own for the arithmetic's, which is what models begin with; or "bfloat16", which halves
-        their memory, and what attention reads, beside float32. Rows are rounded once, when they are written: the arithmetic
-        stays as it is, and drafts and verifications read the same numbers. Raises ValueError for another one.
+        kv_dtype: "auto" or the model's own dtype, which is the default; or "bfloat16", which needs half the memory of float32
+        and lets attention read half as much. Rows are rounded once, when they are written. The arithmetic does not change,
+        and drafts and verification read the same numbers. Raises ValueError for any other dtype.
         """
         other = copy.copy(self)
         other.kv_dtype = resolve_kv_dtype(kv_dtype, self.dtype)
         return other
 
     def at_exit(self, hidden: Tensor, exit_layer: int) -> Tensor:
-        """What drafts are chosen from: the exit's own states, [rows, hidden], or what its adapter makes of them."""
+        """The states drafts are chosen from: [rows, hidden] of the exit, passed through its adapter if it has one."""
         adapter = self.adapters.get(exit_layer)
         return hidden if adapter is None else adapter(hidden)
 
     def walk(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        attention: Attention,
-        capture: Callable[[int, Tensor], None] | None = None,
+        self, hidden: Tensor, start: int, stop: int, attention: Attention, capture: Capture | None = None
     ) -> Tensor:
         """Layers [start, stop) by PyTorch's operators, with any attention: `run_layers` without kernels."""
-        for index in range(start, stop):
-            layer = self._layers[index]
-            attended = attention(index, *self._project(layer, hidden, attention.rotary))
-            hidden = self._finish(layer, hidden, attended)
-            if capture is not None:
-                capture(index + 1, hidden)
-        return hidden
-
-    def _project(self, layer: DecoderLayer, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, ...]:
-        """Norm, then rotated query, key and value: [rows, heads or kv_heads, head_dim] each. rotary: of these rows."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        normed = hidden if layer.input_norm is None else layer.input_norm(hidden)
-        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, self.head_dim)
-        if layer.query_norm is not None:
-            _normalise_heads(layer.query_norm, qkv[:, :heads])
-        if layer.key_norm is not None:
-            _normalise_heads(layer.key_norm, qkv[:, heads : heads + kv_heads])
-        if layer.rotated:
-            self._rotate(qkv, heads + kv_heads, rotary)
-        return qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)
-
-    def _finish(self, layer: DecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output from its input and what attention gave, [rows, heads * head_dim]."""
-        hidden = _add(hidden, attended, layer.output, layer.output_norm)
-        normed = hidden if layer.post_attention_norm is None else layer.post_attention_norm(hidden)
-        gate, up = layer.gate_up(normed).view(hidden.shape[0], 2, -1).unbind(1)
-        return _add(hidden, F.silu(gate).mul_(up), layer.down, layer.down_norm)
+        return self.operators.walk(hidden, start, stop, attention, capture)
 
     @property
     def rotary(self) -> Tensor:
-        """The rotary table; `prepare` may put a longer one in its place.
+        """The rotary table; `prepare` may replace it by a longer one.
 
-        With interleaved heads complex, [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1. Else real,
-        [positions, 1, 2, 2, r / 2], of the r first numbers of a head, which rotate: for both halves of them the factors of
-        its own numbers (cos, cos), then those of the other half's (-sin, sin).
+        With interleaved heads it is complex, [positions, 1, head_dim / 2]; pairs that do not rotate have a factor of 1.
+        Otherwise it is real, [positions, 1, 2, 2, r / 2], where the first r numbers of a head rotate. It holds, for both
+        halves of them, the factors of the half's own numbers (cos, cos) and then those of the other half's (-sin, sin).
         """
         return self._rotary
 
     def on_one_team(self) -> AbstractContextManager[None]:
-        """Within it this thread's PyTorch operators start no threads of their own, if our kernels run the layers.
+        """A context in which this thread's PyTorch operators start no threads of their own, if our kernels run.
 
         For the engine's rounds, whose operators are small; see `kernels.threads`.
         """
-        return _AS_IT_IS if self._native is None else OneTeam()
+        native = self.kernels is not None or isinstance(self._head, NativeLinear)
+        return OneTeam() if native else _NO_TEAM
 
     def logits(self, hidden: Tensor) -> Tensor:
         """norm + head on exactly the rows given: [rows, hidden] -> float32 [rows, vocab], as transformers' generate casts."""
-        return self._logits(self._head, hidden)
+        return self.vocabulary.logits(self._head, hidden)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """What early exits propose for rows of `at_exit`.
+        """Logits that drafts are drawn from, for rows of `at_exit`: [rows, hidden] -> float32 [rows, vocab].
 
-        Through weights of 8 bits where the head is large and our kernels run.
-
-        A draft may be chosen in any way, as long as the distribution it was drawn from is the one that it is verified with;
-        and at a large vocabulary reading the head is most of what a draft costs. What verifies is `logits`.
+        If the head is large and our kernels run, they come from a copy of the head in 8 bits: with a large vocabulary,
+        reading the head is most of a draft's cost. A draft may be drawn from any distribution, as long as verification is
+        told which. Verification itself uses `logits`.
         """
-        return self._logits(self._draft_head, hidden)
+        return self.vocabulary.logits(self._draft_head, hidden)
 
     def choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
-        """What `logits` of these rows come to, without storing them on our own kernels, and else in pieces."""
-        return self._choices(self._head, hidden, detail)
+        """The best token of each row of `logits`; our kernels do not store the logits, and operators make them in pieces."""
+        return self.vocabulary.choices(self._head, hidden, detail)
 
     def draft_choices(self, hidden: Tensor, detail: Detail = "token") -> Choices:
-        """The same of `draft_logits`."""
-        return self._choices(self._draft_head, hidden, detail)
-
-    def _choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
-        if isinstance(head, NativeLinear):
-            return head.choices_of_normalised(self._final_norm, hidden, detail)
-        return choices_in_pieces(hidden, self.vocab_size, partial(self._logits, head), detail)
-
-    def _logits(self, head: Linear, hidden: Tensor) -> Tensor:
-        if isinstance(head, NativeLinear):
-            return head.of_normalised(self._final_norm, hidden)
-        return head(self._final_norm(hidden)).float()
-
-    def _rotate(self, qkv: Tensor, num_rotated: int, rotary: Tensor) -> None:
-        """Rotary embedding, in place, of the first `num_rotated` heads of [rows, heads, head_dim]."""
-        if not rotary.is_complex():
-            halves = qkv[:, :num_rotated, : 2 * rotary.shape[-1]].unflatten(-1, (2, -1))
-            itself, other = rotary.unbind(2)
-            # In half precision from float32 products.
-            torch.addcmul(halves.flip(-2) * other, halves, itself, out=halves)
-        elif self._half:
-            heads = qkv[:, :num_rotated]
-            pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-            heads.copy_(torch.view_as_real(pairs.mul_(rotary)).flatten(-2))
-        else:
-            qkv.view(rotary.dtype)[:, :num_rotated].mul_(rotary)
-
-
-def _add(residual: Tensor, x: Tensor, linear: Linear, norm: RMSNorm | None) -> Tensor:
-    """residual + linear(x), or residual + norm(linear(x)), in a new tensor. residual: [rows, out], x: [rows, in]."""
-    return linear.add_to(residual, x) if norm is None else norm(linear(x)).add_(residual)
-
-
-def _normalise_heads(norm: RMSNorm, heads: Tensor) -> None:
-    """In place, each head by itself or all of a row together, as wide as the norm is. heads: [rows, heads, head_dim]."""
-    heads.copy_(norm(heads.reshape(heads.shape[0], -1, norm.size)).view(heads.shape))
+        """The best token of each row of `draft_logits`."""
+        return self.vocabulary.choices(self._draft_head, hidden, detail)

@@ -33,7 +33,7 @@ def piece_end(first: int, length: int, *, most: int = MOST_ROWS, together: int =
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class PromptPiece:
     """What a pass reads of a text: the tokens behind those that its cache holds, up to position `end`.
 
     tokens: int64 [n], the whole text. capture: sees what the layers put out for these rows.
@@ -50,7 +50,7 @@ class Piece:
         return self.end - self.cache.length
 
 
-def read_pieces(model: LayerSkipModel, pieces: Sequence[Piece], stop: int) -> list[Tensor]:
+def read_pieces(model: LayerSkipModel, pieces: Sequence[PromptPiece], stop: int) -> list[Tensor]:
     """Run pieces of several texts through layers [0, stop) in one pass. Returns the hidden states of each, [rows, hidden]."""
     firsts = [piece.cache.position(0, stop) for piece in pieces]
     tokens = [piece.tokens[first : piece.end] for piece, first in zip(pieces, firsts)]
@@ -85,7 +85,7 @@ def prefill(
     hidden: Tensor | None = None
     while (first := cache.position(0, last)) < tokens.numel():
         end = piece_end(first, tokens.numel(), most=most)
-        (hidden,) = read_pieces(model, [Piece(tokens, cache, end, capture)], last)
+        (hidden,) = read_pieces(model, [PromptPiece(tokens, cache, end, capture)], last)
     if hidden is None:
         raise ValueError("the cache holds all of this text already")
     return hidden

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.exits.lean import ExitsChoice
 from layerskip_models.parallel.shard_loading import load_shard
-from layerskip_models.parallel.spread_model import load_spread
+from layerskip_models.parallel.spread_loading import load_spread
 from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
 from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed

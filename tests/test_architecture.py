@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -71,6 +72,23 @@ def test_everything_exported_says_what_it_is(package: ModuleType) -> None:
         exported = getattr(package, name)
         if callable(exported):
             assert (exported.__doc__ or "").strip(), name
+
+
+STAND_TWICE = {"Engine", "Quality", "RunSettings"}
+"""Names of classes that still stand for several things. The set may only shrink."""
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if name.startswith("bench/experiments/"):  # not in the wheel
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].add(name)
+    several = {name: sorted(paths) for name, paths in found.items() if len(paths) > 1 and name not in STAND_TWICE}
+    assert not several
 
 
 def test_there_are_files_to_read() -> None:

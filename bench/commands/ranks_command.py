@@ -183,12 +183,14 @@ def _rank(end: Connection, rank: int, ranks: int, port: int, folder: str, dtype:
     torch.set_num_threads(threads)
     try:
         model = load_shard(Path(folder), dtype=dtype, device="cpu")
+        group = model.ranks
+        assert group is not None
         generator = SelfSpecGenerator(model, prefix_cache=0)
         while True:
             ids, policy, new = end.recv()
-            before = model.ranks.waiting_seconds
+            before = group.waiting_seconds
             run = _all_prompts(generator, ids, policy, new)
-            end.send(_Run(run.tokens, run.prefill, run.decoding, model.ranks.waiting_seconds - before))
+            end.send(_Run(run.tokens, run.prefill, run.decoding, group.waiting_seconds - before))
     except EOFError:
         return
     except Exception as error:

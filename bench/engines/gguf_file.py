@@ -15,7 +15,7 @@ from gguf.quants import quantize
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.model import interleave_heads
+from layerskip_models.decoder_layer import interleave_heads
 
 ROPE_FACTORS = "rope_freqs.weight"
 

@@ -16,10 +16,10 @@ import torch
 from bench.machine.bandwidth import measure_bandwidth
 from bench.record import Line
 from layerskip_models.checkpoints.synthetic import SHAPES
+from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.model import DecoderLayer
 from layerskip_models.norm import RMSNorm
 
 _HIDDEN = 16

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.as_built import rotary_angles
 from layerskip_models.checkpoints.supported import check_transformers
+from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
 from layerskip_models.families import Family, family_of
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import (
@@ -35,7 +36,7 @@ from layerskip_models.linear import (
     four_bit_linear,
     linear_of,
 )
-from layerskip_models.model import DecoderLayer, LayerSkipModel, interleave_heads
+from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
 
 DRAFT_HEAD_BYTES = 16 << 20

@@ -14,7 +14,7 @@ from torch import Tensor
 from layerskip_models.exits.adapter import ExitAdapter, ExitAdapters
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from layerskip_models.kernels import library
-from layerskip_models.kernels.library import Adapter
+from layerskip_models.kernels.library import AdapterWeights
 from layerskip_models.kernels.native_linear import (
     MOST_ROWS,
     NativeLinear,
@@ -50,11 +50,11 @@ class LeanAdapter:
             self._down = LAYOUTS[layout](matrix(adapter.down.weight * adapter.scale), None)
             self._norm = RMSNorm(torch.ones(config.hidden_size, dtype=dtype, device=device), config.eps)
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
-        self._described: Adapter | None = None
+        self._described: AdapterWeights | None = None
         factors = self._norm.factors
         if isinstance(self._gate_up, NativeLinear) and isinstance(self._down, NativeLinear) and factors is not None:
             norm = pointer("the adapter's norm", factors, torch.float32, self.hidden_size)
-            self._described = Adapter(self._gate_up.matrix, self._down.matrix, norm)
+            self._described = AdapterWeights(self._gate_up.matrix, self._down.matrix, norm)
 
     @property
     def address(self) -> int | None:

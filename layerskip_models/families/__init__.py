@@ -1,7 +1,8 @@
-"""Families of models that can be run: for each a file that says how its layers differ from Llama's.
+"""Supported model families: one file each, which says how the family's layers differ from Llama's.
 
-A new family whose layers are made of the same parts is a new file and a line here; `selfspec`'s tests then hold it to
-transformers (tests/test_families.py draws small models of each).
+To add a family whose layers have the same parts, write a new file and add it to the list below. tests/models/test_families.py
+then compares small random models of it with transformers. `draw_config` in tests/fuzz/fuzz_models.py makes their
+configurations.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def find_family(config: object) -> Family | None:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a configuration that `checkpoints.supported` has let pass."""
+    """The family of a configuration that `checkpoints.supported` has accepted."""
     family = find_family(config)
     assert family is not None, config.model_type
     return family

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_four_bits import NativeInt4Linear
@@ -35,25 +37,11 @@ PARTS_OF = (
     1 << 14,
     1 << 16,
 )  # outputs of matrices in bfloat16 that go to tiles, with a row's parts side by side or not
+_Norms = tuple[RMSNorm | None, RMSNorm | None]
+_NO_NORMS: _Norms = (None, None)
 _BOUND = 1e-4  # of numbers around 1
 _CUT_BOUND = 1e-3  # of the same, where 4-bit weights meet rows that are cut to 16 bits
 _ROUNDED_BOUND = 3e-2  # of the same, where keys and values are rounded to bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    qkv: NativeLinear
-    output: NativeLinear
-    gate_up: NativeLinear
-    down: NativeLinear
-    input_norm: RMSNorm | None = None
-    post_attention_norm: RMSNorm | None = None
-    output_norm: RMSNorm | None = None
-    down_norm: RMSNorm | None = None
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
-    sliding_window: int | None = None
-    rotated: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,9 +87,12 @@ class _Drawn:
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(1 + 0.1 * self(size), EPS)
 
-    def layers(self) -> list[_Layer]:
-        """Of the same matrices: with norms before attention and the MLP; behind them, of all heads together and with a
-        window; and of every head alone, not rotated."""
+    def layers(self) -> list[DecoderLayer]:
+        """Three layers with the same matrices.
+
+        The first has norms before attention and the MLP; the second after them and over all heads together, with a window;
+        the third before them and over each head, without rotation.
+        """
         width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         matrices = (
             NativeLinear((self(width, HIDDEN) * HIDDEN**-0.5).bfloat16(), self(width)),
@@ -109,12 +100,19 @@ class _Drawn:
             NativeLinear(self(2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5, self(2 * INTERMEDIATE)),
             NativeInt8Linear(self(HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5),
         )
-        before, behind, heads = self._norms(HIDDEN), self._norms(HIDDEN), self._norms(HEAD_DIM)
+        before, after, heads = self._norms(HIDDEN), self._norms(HIDDEN), self._norms(HEAD_DIM)
         queries, keys = self.norm(HEADS * HEAD_DIM), self.norm(KV_HEADS * HEAD_DIM)
+        qkv, output, gate_up, down = matrices
+
+        def layer(inputs: _Norms, outputs: _Norms, heads: _Norms, **kind: Any) -> DecoderLayer:
+            return DecoderLayer(
+                inputs[0], qkv, output, inputs[1], gate_up, down, True, *outputs, *heads, **kind
+            )  # fmt: skip
+
         return [
-            _Layer(*matrices, *before),
-            _Layer(*matrices, None, None, *behind, queries, keys, sliding_window=WINDOW),
-            _Layer(*matrices, *before, None, None, *heads, rotated=False),
+            layer(before, _NO_NORMS, _NO_NORMS),
+            layer(_NO_NORMS, after, (queries, keys), sliding_window=WINDOW),
+            layer(before, _NO_NORMS, heads, rotated=False),
         ]
 
     def four_bits(self) -> NativeInt4Linear:
@@ -142,7 +140,7 @@ def fault() -> str | None:
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
         layers = drawn.layers()
-        linear, norm = layers[0].qkv, layers[0].input_norm
+        linear, norm = _native(layers[0].qkv), layers[0].input_norm
         assert norm is not None
         found = _fault_of_linears(linear, norm, x)
         angles, size = drawn(EARLIER + ROWS, HEAD_DIM // 2), (LAYERS, KV_HEADS, EARLIER, HEAD_DIM)
@@ -195,7 +193,7 @@ def _fault_of_tiles(linear: NativeLinear, x: Tensor) -> str | None:
     return None if _near(alone, expected) else f"linear computes something else in {linear.stored.dtype}"
 
 
-def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor, earlier: _Earlier) -> str | None:
+def _fault_of_layers(described: list[DecoderLayer], x: Tensor, angles: Tensor, earlier: _Earlier) -> str | None:
     layers = NativeLayers(described, hidden_size=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, eps=EPS)
     rotary = torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     one = earlier.cache()
@@ -218,10 +216,11 @@ def _fault_of_layers(described: list[_Layer], x: Tensor, angles: Tensor, earlier
     return None if _near(alone, expected, bound) else "step computes something else"
 
 
-def _reference(layer: _Layer, x: Tensor, rotary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _reference(layer: DecoderLayer, x: Tensor, rotary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: theirs. keys, values: of earlier ones."""
-    qkv = _normed(x, layer.input_norm) @ layer.qkv.weight.double().T + layer.qkv.tensors[-1].double()
-    query, key, value = qkv.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
+    qkv, output, gate_up, down = map(_native, (layer.qkv, layer.output, layer.gate_up, layer.down))
+    rows = _normed(x, layer.input_norm) @ qkv.weight.double().T + qkv.tensors[-1].double()
+    query, key, value = rows.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
     query, key = (
         _normed(part.reshape(ROWS, -1, HEAD_DIM if norm is None else norm.size), norm).view(part.shape)
         for part, norm in ((query, layer.query_norm), (key, layer.key_norm))
@@ -240,10 +239,15 @@ def _reference(layer: _Layer, x: Tensor, rotary: Tensor, keys: Tensor, values: T
     if layer.sliding_window is not None:
         unseen |= ~torch.ones_like(unseen).triu_(1 + EARLIER - layer.sliding_window)
     attended = scores.masked_fill_(unseen, -torch.inf).softmax(-1) @ value  # [heads, rows, head_dim]
-    x = x + _normed(attended.transpose(0, 1).flatten(1) @ layer.output.weight.double().T, layer.output_norm)
-    gates = _normed(x, layer.post_attention_norm) @ layer.gate_up.weight.double().T + layer.gate_up.tensors[-1].double()
+    x = x + _normed(attended.transpose(0, 1).flatten(1) @ output.weight.double().T, layer.output_norm)
+    gates = _normed(x, layer.post_attention_norm) @ gate_up.weight.double().T + gate_up.tensors[-1].double()
     gate, up = gates.chunk(2, 1)
-    return x + _normed((F.silu(gate) * up) @ layer.down.weight.double().T, layer.down_norm)
+    return x + _normed((F.silu(gate) * up) @ down.weight.double().T, layer.down_norm)
+
+
+def _native(linear: Linear) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
+    return linear
 
 
 def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:

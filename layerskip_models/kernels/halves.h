@@ -1,6 +1,6 @@
 /* Half a layer at a time, for a model that several processes hold: each has some heads and a part of the MLP's inner width.
  *
- * What they find in one half is summed before the next: the caller brings all processes' parts of it.
+ * The processes' parts of one half are summed before the next half begins: the caller passes them all.
  */
 #ifndef SELFSPEC_HALVES_H
 #define SELFSPEC_HALVES_H
@@ -9,16 +9,16 @@
 enum Half { ATTENTION, MLP, NEITHER };
 
 typedef struct {
-  Pass pass;          /* its first layer is the one; its outputs get this process's part, [rows, hidden] */
+  Pass pass;          /* pass.first is the layer; pass.outputs receives this process's part, [rows, hidden] */
   float *x;           /* [rows, hidden] */
-  const float *parts; /* of the half before, [ranks, rows, hidden], that are added to x first; or NULL */
-  const float *norm;  /* of their sum, or NULL */
+  const float *parts; /* parts of the previous half, [ranks, rows, hidden], which are first added to x; or NULL */
+  const float *norm;  /* norm of their sum, or NULL */
   int64_t ranks;
   enum Half half;
 } Halving;
 
-/* A phase: x += norm(the sum of all parts), in the order of ranks. So little work that it is done where the result belongs. */
-static void join(Member *member, const Halving *a) {
+/* A phase: x += norm(sum of all parts), in the order of ranks. It is so little work that it is written in place. */
+static void add_parts(Member *member, const Halving *a) {
   int64_t size = a->pass.shape.hidden, rows = a->pass.rows, pieces = least(rows, pool_team(member));
   float *added = scratch_of(&a->pass).added;
   Phase phase = pool_phase(member, pieces);
@@ -40,7 +40,7 @@ static void halving(const void *arguments, Member *member) {
   const Halving *a = arguments;
   const Pass *pass = &a->pass;
   const Scratch in = scratch_of(pass);
-  if (a->parts) join(member, a);
+  if (a->parts) add_parts(member, a);
   if (a->half == ATTENTION) attention_half(member, pass, pass->first, a->x, NULL, NULL, pass->outputs, &in);
   if (a->half == MLP) mlp_half(member, pass, pass->first, a->x, NULL, NULL, pass->outputs, &in);
   leave_tiles();

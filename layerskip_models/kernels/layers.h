@@ -4,19 +4,19 @@
 #include "multiply.h"
 #include "shared_attention.h"
 
-/* Numbers from `place` on of keys or values, in the kind that they are kept in. */
+/* Store dim numbers of a key or value, from `place` on, in the kind in which they are kept. */
 INLINE void keep(const float *x, int64_t kind, void *numbers, int64_t place, int64_t dim) {
   if (kind == FLOAT32) memcpy((float *)numbers + place, x, dim * sizeof(float));
   else
     for (int64_t i = 0; i < dim; i++) ((uint16_t *)numbers)[place + i] = to_bfloat16(x[i]);
 }
 
-/* Rotated keys, and values, of the rows go into the caches. So little work that it is done where the result belongs. */
+/* A phase: write the rows' rotated keys and their values to the caches. It is so little work that it is written in place. */
 static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv) {
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
-  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows of earlier spans */
+  int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows in earlier spans */
   int64_t units = a->rows * s->kv_heads, pieces = least(units, pool_team(member));
   float *room = pool_memory(member, 2 * dim * sizeof(float));
   Phase phase = pool_phase(member, pieces);
@@ -39,7 +39,7 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
   }
 }
 
-/* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is done where the result belongs. */
+/* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is written in place. */
 static void add_normalised(Member *member, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
   int64_t size = a->shape.hidden, pieces = least(a->rows, pool_team(member));
   Phase phase = pool_phase(member, pieces);
@@ -53,14 +53,14 @@ static void add_normalised(Member *member, const Pass *a, const float *x, const 
   }
 }
 
-/* y = residual + norm(x W^T), without a norm in one phase, else in two. added: room for [rows, hidden]. */
+/* y = residual + norm(x W^T): one phase without a norm, otherwise two. added: scratch, [rows, hidden]. */
 static void add(Member *member, const Pass *a, const Matrix *m, const float *x, const float *norm, const float *residual,
                 float *y, float *added) {
   multiply(member, m, &(Input){x, NULL, 0, a->rows}, 0, norm ? NULL : residual, norm ? added : y);
   if (norm) add_normalised(member, a, added, norm, residual, y);
 }
 
-/* What is between the matrices of a layer, in the scratch of a pass: qkv, [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
+/* A layer's intermediate results in the scratch of a pass: qkv, [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
 typedef struct {
   float *qkv, *attended, *gated, *middle, *between, *added;
 } Scratch;

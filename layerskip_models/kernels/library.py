@@ -74,7 +74,7 @@ class Layer(Structure):
     )
 
 
-class Adapter(Structure):
+class AdapterWeights(Structure):
     """`Adapter` of kernels.c."""
 
     _fields_ = (("gate_up", Matrix), ("down", Matrix), ("norm", c_void_p))

@@ -6,47 +6,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, SECTION, Layer, Shape, Span, Step
 from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear, check_rows, pointer, readable
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.kv_cache import CacheRows, KVCache
 from layerskip_models.norm import RMSNorm
-
-
-class LayerWeights(Protocol):
-    """One decoder layer; `DecoderLayer` says what each field is."""
-
-    @property
-    def input_norm(self) -> RMSNorm | None: ...
-    @property
-    def qkv(self) -> object: ...
-    @property
-    def output(self) -> object: ...
-    @property
-    def post_attention_norm(self) -> RMSNorm | None: ...
-    @property
-    def gate_up(self) -> object: ...
-    @property
-    def down(self) -> object: ...
-    @property
-    def output_norm(self) -> RMSNorm | None: ...
-    @property
-    def down_norm(self) -> RMSNorm | None: ...
-    @property
-    def query_norm(self) -> RMSNorm | None: ...
-    @property
-    def key_norm(self) -> RMSNorm | None: ...
-    @property
-    def sliding_window(self) -> int | None: ...
-    @property
-    def rotated(self) -> bool: ...
-
 
 _OF_ROWS = ("input_norm", "post_attention_norm", "output_norm", "down_norm")
 _OF_HEADS = ("query_norm", "key_norm")
@@ -156,7 +126,7 @@ class NativeLayers:
     """
 
     def __init__(
-        self, layers: Sequence[LayerWeights], *, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float
+        self, layers: Sequence[DecoderLayer], *, hidden_size: int, heads: int, kv_heads: int, head_dim: int, eps: float
     ) -> None:
         chosen = library.kernels()
         if chosen is None:
@@ -207,7 +177,7 @@ class NativeLayers:
         self._rotary: Tensor | None = None  # the table that was checked last
 
     @staticmethod
-    def possible(layers: Sequence[LayerWeights]) -> bool:
+    def possible(layers: Sequence[DecoderLayer]) -> bool:
         """Whether every matrix of these layers is one that the kernels can read."""
         return all(
             all(isinstance(linear, NativeLinear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
@@ -306,7 +276,7 @@ class NativeLayers:
         return self._library.scratch_size(self._shape, self.first, rows)
 
 
-def _norms(layer: LayerWeights) -> list[RMSNorm | None]:
+def _norms(layer: DecoderLayer) -> list[RMSNorm | None]:
     return [getattr(layer, name) for name in (*_OF_ROWS, *_OF_HEADS)]
 
 

@@ -343,7 +343,7 @@ void pool_done(Phase *p, int64_t piece) {
 /* ---- Jobs ----------------------------------------------------------------------------------------------------------- */
 
 /* Take part in the job behind this door, if it is still open. */
-static void join(Member *m, uint32_t door) {
+static void enter_job(Member *m, uint32_t door) {
   atomic_store(&m->inside, 1); /* until the job's number is known: in any, for all that others can tell */
   if (atomic_load(&pool.door) == door) {
     Work work = atomic_load_explicit(&pool.work, memory_order_relaxed);
@@ -458,7 +458,7 @@ static void *helper(void *argument) {
       continue;
     }
     if ((door & 1) && door != last) {
-      join(m, last = door);
+      enter_job(m, last = door);
       naps = 0;
       came = before = ticks();
       continue;

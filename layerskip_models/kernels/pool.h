@@ -1,10 +1,10 @@
-/* A team of threads that a busy machine cannot hold up.
+/* A team of threads that keeps going on a busy machine.
  *
  * Work is a sequence of phases, the same for every member of the team; a phase is a number of pieces, and it ends when all of
- * them are done. Each member has pieces of its own. Who is through with them does those of a member that has not come, and
- * redoes those of one that takes too long: a thread that lost its core delays nobody. So a piece may be computed more than once,
- * and must come out the same every time. It is computed into memory of the member's own; only the one member to which
- * `pool_win` says yes may then write the result to memory that others see, and says `pool_done` behind it.
+ * them are done. Each member has its own pieces. A member that has finished them does the pieces of members that have not
+ * arrived, and redoes those of a member that takes too long: a thread that lost its core delays nobody. So a piece may be
+ * computed more than once, and must come out the same every time. A member computes it into its own memory. Only the one member
+ * for which `pool_win` returns 1 may then copy the result to shared memory, and it calls `pool_done` afterwards.
  *
  *   static void work(const void *arguments, Member *member) {
  *     for each phase {
@@ -20,9 +20,9 @@
  *
  * A member that gets no memory gets no more pieces either: the others do them. If it is the calling thread, the job fails.
  *
- * What a member reads may be older or newer than it believes, once the others have gone on without it. It must not crash
- * on that, need not be right, and its result is then refused. Hence whatever a job reads must stay in memory until
- * `pool_oldest` says that nobody is left inside that job, though `pool_run` came back long ago.
+ * Once the others have gone on without a member, what it reads may be older or newer than it assumes. It must not crash then,
+ * but its result may be wrong, and will be refused. Hence everything a job reads must stay in memory until `pool_oldest` says
+ * that no thread is left inside the job, even long after `pool_run` has returned.
  */
 #ifndef SELFSPEC_POOL_H
 #define SELFSPEC_POOL_H
@@ -38,18 +38,18 @@ typedef void (*Work)(const void *arguments, Member *member);
 
 typedef struct {
   Member *member;
-  uint64_t done;   /* what a piece's word holds when the piece is done in this phase */
+  uint64_t done;   /* the value of a piece's word once the piece is done in this phase */
   int64_t pieces;
-  int64_t own, end, at; /* this member's pieces, and where it is */
+  int64_t own, end, at; /* this member's pieces [own, end), and the next one */
   uint64_t began, waiting, patience; /* ticks */
 } Phase;
 
-/* Run a job with at most so many threads, this one among them. bytes: roughly what it reads, which decides whether sleeping
- * threads are woken for it. Returns the job's number if a thread is still inside it, 0 if not. Returns -1 if there was no memory;
- * then no thread is inside, and what the job wrote is of no use. */
+/* Run a job with at most `threads` threads, including the caller. bytes: roughly how much it reads, which decides whether sleeping
+ * threads are woken. Returns the job's number if a thread is still inside it, otherwise 0. Returns -1 if there was no memory; then
+ * no thread is inside, and what the job wrote must not be used. */
 int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int64_t bytes);
 
-/* The lowest number of a job that a thread is inside of; INT64_MAX if there is none. */
+/* The lowest number of a job that still has a thread inside; INT64_MAX if no job has. */
 int64_t pool_oldest(void);
 
 /* End all threads and wait for them; from then on every job runs on its caller's thread alone. */
@@ -60,25 +60,25 @@ int64_t pool_next(Phase *phase);
 int pool_win(Phase *phase, int64_t piece);
 void pool_done(Phase *phase, int64_t piece);
 
-/* Whether the job ended without this member, or the member has got no memory. */
+/* Whether the job ended without this member, or the member got no memory. */
 int pool_left(const Member *member);
 
-/* Whether this member works alone, so that it may write results where they belong at once. */
+/* Whether this member works alone, so that it may write results in place. */
 int pool_alone(const Member *member);
 
-/* How many members the team has. */
+/* Number of members of the team. */
 int pool_team(const Member *member);
 
-/* Memory of the member's own, 64-byte aligned, until it asks again or the job ends. Every phase asks for what it uses itself: only
- * it knows how much that is. NULL if there is none, and then `pool_next` returns no more pieces in this job. */
+/* The member's own memory, 64-byte aligned, valid until it asks again or the job ends. Every phase asks for what it needs. NULL if
+ * there is none; then `pool_next` returns no more pieces in this job. */
 void *pool_memory(Member *member, size_t bytes);
 
-/* Memory that all of the team see, for what one phase makes and a later one reads; all members get the same answer. NULL where
- * there is less of it in this job; the next job then has more. */
+/* Memory shared by the team, for what one phase writes and a later one reads; all members get the same answer. NULL if this job
+ * has less of it; the next job will have more. */
 void *pool_common(Member *member, size_t bytes);
 
-/* For tests: whether every request gets memory of exactly its size, with a guard behind it (AddressSanitizer's own, where the
- * library is built with it); returns whether they did before. And how often a guard was found overwritten. */
+/* For tests: whether every request gets memory of exactly its size, followed by a guard (AddressSanitizer's own, if the
+ * library is built with it); returns the previous setting. `pool_overruns`: how often a guard was found overwritten. */
 int pool_exact_rooms(int on);
 int64_t pool_overruns(void);
 #endif

@@ -1,7 +1,7 @@
-"""How many threads our kernels use, and what has to stay in memory for those that come late.
+"""How many threads our kernels use, and which buffers must outlive a call because a late thread still reads them.
 
-A thread that lost its core in the middle of a call is not waited for (pool.c says how), so it may still read what the call
-was given when the call has long returned. What it reads must not be freed: `keep` holds it until the thread is through.
+Nobody waits for a thread that lost its core in the middle of a call (see pool.c), so it may still read the call's arguments
+long after the call has returned. They must not be freed before it is done: `keep` holds them until then.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch
 
 from layerskip_models.kernels.library import pool
 
-_SETTLE_SECONDS = (
-    0.2  # a thread that lost its core is back within some 10 ms; then it needs some more to see that it may go
-)
+# A thread that lost its core is back within about 10 ms, and then needs a little longer to see that the job is over.
+_RECLAIM_SECONDS = 0.2
 
 _kept: deque[tuple[int, tuple[object, ...]]] = deque()
 _lock = threading.Lock()
 _here = threading.local()
-_seen = (0.0, 1)  # until when the number of usable cores counts, and it
+_seen = (0.0, 1)  # the number of usable cores, and until when it is valid (time.monotonic): (until, cores)
 
 
 def num_threads() -> int:
@@ -42,7 +41,7 @@ def num_threads() -> int:
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Within it `num_threads` is this for the thread that enters."""
+    """Set `num_threads` for the calling thread while the context is active."""
     before = getattr(_here, "threads", None)
     _here.threads = count
     try:
@@ -62,7 +61,7 @@ def _wanted() -> int:
 
 
 def _cores() -> int:
-    """`usable_cores`, looked up once a second at most: a call of our kernels may take a few microseconds."""
+    """`usable_cores`, looked up at most once a second: a call of our kernels may take only a few microseconds."""
     global _seen
     now = time.monotonic()
     if now > _seen[0]:
@@ -71,12 +70,12 @@ def _cores() -> int:
 
 
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
-"""Settings with which OpenMP binds the thread that loads PyTorch to one core, and all that this thread then starts."""
+"""OpenMP settings that bind the thread that loads PyTorch, and every thread it then starts, to one core."""
 
 
 @cache
 def _warn_of_binding() -> None:
-    """Say once that a setting of OpenMP leaves the threads of our kernels one core, if one does."""
+    """Warn once if an OpenMP setting leaves only one core to the threads of our kernels."""
     given = [f"{name}={os.environ[name]}" for name in _BINDING if os.environ.get(name)]
     if given:
         warnings.warn(
@@ -88,7 +87,7 @@ def _warn_of_binding() -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: what its affinity mask and its control group's quota allow, rounded up."""
+    """Number of cores this process may use, by its affinity mask and its control group's quota (rounded up)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
@@ -96,9 +95,9 @@ def usable_cores() -> int:
 
 @cache
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores' worth of time that the control groups of this process allow it, or None without a limit. Read once.
+    """CPU time the control groups allow this process, in cores; None without a limit. Read once.
 
-    Of version 2 cpu.max, of version 1 cpu.cfs_quota_us over cpu.cfs_period_us; of nested groups the smallest counts.
+    Version 2 has cpu.max; version 1 has cpu.cfs_quota_us over cpu.cfs_period_us. The smallest of nested groups counts.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -131,10 +130,10 @@ def _quota_of(folder: Path) -> float | None:
 
 
 class OneTeam:
-    """Within it this thread's PyTorch operators run on one thread, beside the team of our kernels, which keeps its size.
+    """Run this thread's PyTorch operators on one thread while the context is active; our kernels keep their team.
 
-    What PyTorch does between our calls is small, and its own team waits by spinning: on a busy machine for threads that are
-    not running. Only the thread that enters is affected, and only until it leaves. Inside another one it does nothing.
+    PyTorch does little between our calls, and its own team waits by spinning: on a busy machine it waits for threads that are
+    not running. Only the thread that enters is affected, until it leaves. A nested context does nothing.
     """
 
     __slots__ = ("_operators",)
@@ -147,7 +146,7 @@ class OneTeam:
             operators, wanted = torch.get_num_threads(), _wanted()
             try:
                 _set_operator_threads(1)
-            except BaseException:  # Ctrl-C, say: nothing is left as it would be inside
+            except BaseException:  # such as Ctrl-C: leave no setting changed
                 _set_operator_threads(operators)
                 raise
             _here.threads, self._operators = wanted, operators
@@ -159,14 +158,14 @@ class OneTeam:
 
 
 def _set_operator_threads(threads: int) -> None:
-    """OpenMP's number for this thread alone; `torch.set_num_threads` would change what other threads start with."""
+    """Set OpenMP's number for this thread alone: `torch.set_num_threads` would change the default of other threads."""
     function = pool().omp_set_num_threads
     if function is not None:
         function(threads)
 
 
 def keep(job: int, *needed: object) -> None:
-    """Hold what a call was given if a thread is still inside it. job: what the call returned, not 0.
+    """Hold the arguments of a call that a thread is still inside of. job: the number the call returned, not 0.
 
     Raises MemoryError if the call had no memory to work with.
     """
@@ -183,11 +182,11 @@ def _forget() -> None:
         _kept.popleft()
 
 
-def settle() -> None:
-    """Let go of what is held for late threads, having waited for them a moment. At the end of a text, for one."""
+def reclaim_buffers() -> None:
+    """Free the buffers held for late threads, after waiting for them for up to 0.2 seconds. Called at the end of a text."""
     if not _kept:
         return
-    deadline = time.monotonic() + _SETTLE_SECONDS
+    deadline = time.monotonic() + _RECLAIM_SECONDS
     while True:
         with _lock:
             _forget()

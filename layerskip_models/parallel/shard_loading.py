@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from layerskip_models.backends.tensor_parallel import tensor_parallel
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.conversion import WholeOf, convert
 from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD, gguf_file, gguf_generation_config
@@ -30,7 +31,6 @@ from layerskip_models.parallel.gguf_parts import GgufParts
 from layerskip_models.parallel.part_files import Parts, QuantisedParts, Shapes
 from layerskip_models.parallel.ranks import Ranks, local_rank
 from layerskip_models.parallel.shard_plan import ShardPlan
-from layerskip_models.parallel.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def load_shard(
     revision: str | None = None,
     local_files_only: bool = False,
     exits: ExitsChoice = "auto",
-) -> ShardedModel:
+) -> LayerSkipModel:
     """This process's part of a checkpoint whose other parts the processes launched with it load; arguments as `load_model`'s.
 
     Every process must call it. On CUDA each takes the device of its local rank, on CPUs its share of the cores. Peak memory
@@ -115,9 +115,9 @@ def load_shard(
         part = load_part(
             files, plan, chosen, lambda module: target, layout, source.generation_config(), whole_of=whole_of
         )
-    model = ShardedModel(part, plan, ranks)
+    model = tensor_parallel(part, plan, ranks)
     ranks.collect(None)  # nobody begins before all have read theirs, which may take longer than an answer
-    return _with_exits(model, exits)
+    return with_exits(model, exits)
 
 
 def load_layers(
@@ -152,12 +152,6 @@ def _whole(plan: ShardPlan, ranks: Ranks, kind: str, weight: Tensor) -> Whole | 
     """See `WholeOf`."""
     inputs = plan.num_inputs(kind)
     return None if inputs is None else Whole(inputs, ranks.largest(weight.abs().amax(dim=1)))
-
-
-def _with_exits(model: ShardedModel, exits: ExitsChoice) -> ShardedModel:
-    found = with_exits(model, exits)
-    assert isinstance(found, ShardedModel)
-    return found
 
 
 def _own_device(device: torch.device) -> torch.device:

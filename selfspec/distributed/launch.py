@@ -13,7 +13,6 @@ import torch
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.parallel.ranks import launched_rank, launched_ranks, local_rank
-from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec.visible_text import visible
 
 TensorParallel = Literal["auto"] | int | None
@@ -66,4 +65,4 @@ def end_at_once(error: Exception) -> NoReturn:
 
 def from_first(model: LayerSkipModel, make: Callable[[], _Value]) -> _Value:
     """Call `make` on rank 0 only, and give its result to every rank of the model."""
-    return model.ranks.from_first(make) if isinstance(model, ShardedModel) else make()
+    return make() if model.ranks is None else model.ranks.from_first(make)

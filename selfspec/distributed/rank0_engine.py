@@ -20,7 +20,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from layerskip_models.parallel.rank_watch import RankWatch
 from layerskip_models.parallel.ranks import RankError, Ranks
-from layerskip_models.parallel.sharded_model import ShardedModel
 from policies import Policy, parse_policy
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import Owner
@@ -206,22 +205,22 @@ def rank0_engines(generator: SelfSpecGenerator, own: str | None, shared: Sequenc
     own: name of the server's policy. shared: objects that logits processors may hold and each process has, such as a
     vocabulary; `run_worker` gets its own ones in the same order.
     """
-    model = generator.model
-    if not isinstance(model, ShardedModel):
+    ranks = generator.model.ranks
+    if ranks is None:
         return Engine
-    ranks, policy, told = model.ranks, generator.resolve_policy(own), OrderedDict[int, Policy]()
+    policy, told = generator.resolve_policy(own), OrderedDict[int, Policy]()
     return lambda: Rank0Engine(ranks, policy, told, generator.load_preverifier, shared)
 
 
 def watch_workers(generator: SelfSpecGenerator) -> RankWatch | None:
     """A watch over the workers, which give signs of life; None if the model is in one process."""
-    model = generator.model
-    return RankWatch(model.ranks.size, model.ranks.timeout) if isinstance(model, ShardedModel) else None
+    ranks = generator.model.ranks
+    return None if ranks is None else RankWatch(ranks.size, ranks.timeout)
 
 
 def end_workers(generator: SelfSpecGenerator) -> None:
     """Make `run_worker` return on all workers. Does nothing if the model is in one process."""
-    if isinstance(generator.model, ShardedModel):
+    if generator.model.ranks is not None:
         generator.model.ranks.from_first(lambda: StepMessage(ends=True))
 
 
@@ -232,11 +231,11 @@ def run_worker(
 
     own: name of the server's policy. copies: the server's texts to copy drafts from. shared: as for `rank0_engines`.
     """
-    model = generator.model
-    assert isinstance(model, ShardedModel)
+    ranks = generator.model.ranks
+    assert ranks is not None
     engine, policies = Engine(), _Policies(generator, own)
     while True:
-        message = model.ranks.from_first(StepMessage)
+        message = ranks.from_first(StepMessage)
         if message.ends:
             engine.close()
             return

@@ -10,7 +10,7 @@ from time import perf_counter
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from layerskip_models.kernels.threads import settle as settle_threads
+from layerskip_models.kernels.threads import reclaim_buffers
 from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
 from selfspec.engine.agreement import agree_on_call
@@ -113,7 +113,7 @@ class Engine:
         for ticket in [*self._slots]:
             self.cancel(ticket)
         self._let_go()
-        settle_threads()
+        reclaim_buffers()
 
     def __enter__(self) -> Engine:
         return self

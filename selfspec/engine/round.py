@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from layerskip_models.prefill import MOST_ROWS, Piece, read_pieces
+from layerskip_models.prefill import MOST_ROWS, PromptPiece, read_pieces
 from selfspec.engine.agreement import agree_on_round
 from selfspec.engine.results import StepOutput
 from selfspec.engine.runners.runner import Runner
@@ -83,7 +83,7 @@ def read_prompts(
 
     Returns what those commit whose prompt is read now: the first new token. found: as in `run_round`.
     """
-    pieces: list[Piece] = []
+    pieces: list[PromptPiece] = []
     rows = 0
     for sequence in sequences:
         pieces.append(sequence.next_piece(most - rows))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import MOST_ROWS, Piece, piece_end, prefill
+from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
 from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
 from selfspec.cache.copy_index import CopyIndex
 from selfspec.cache.copy_sources import copies_drafts
@@ -130,7 +130,7 @@ class Sequence:
         """Tokens of the prompt still to be read."""
         return self.length - self.cache.length if self.reading else 0
 
-    def next_piece(self, most: int = MOST_ROWS) -> Piece:
+    def next_piece(self, most: int = MOST_ROWS) -> PromptPiece:
         """What to read next of the prompt, about `most` rows at most."""
         # If this piece or the first token broke off before: to rows that all layers hold, before those that are learned from.
         self.cache.roll_back(min(self.cache.length, self.length - max(self._prompt_rows, 1)))
@@ -141,7 +141,7 @@ class Sequence:
             self.cache.roll_back(min(self.cache.length, self._rows_shown))
             most = min(most, _WATCHED_ROWS)
         end = piece_end(self.cache.length, self.length, most=most, together=self._prompt_rows)
-        return Piece(self.tokens[0, : self.length], self.cache, end, capture)
+        return PromptPiece(self.tokens[0, : self.length], self.cache, end, capture)
 
     def show_prompt(self, hidden: Tensor) -> None:
         """hidden: what the last layer put out for the rows that were just read, [rows, hidden]."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.prefill import MOST_ROWS, Piece, prefill, read_pieces
+from layerskip_models.prefill import MOST_ROWS, PromptPiece, prefill, read_pieces
 from layerskip_models.text_files import write_text
 from layerskip_models.training.saving import write_tensors
 from selfspec.exits.sequences import UNSCORED, ExitSequence, join
@@ -94,7 +94,7 @@ def _capture_together(model: LayerSkipModel, texts: Sequence[TrainingText], plan
                 states[begin:stop, plan.depths.index(layers_done)] = chosen.to("cpu", plan.dtype)
 
         tokens = torch.tensor(text.tokens, device=model.device)
-        pieces.append(Piece(tokens, KVCache(model, len(text.tokens)), len(text.tokens), watch))
+        pieces.append(PromptPiece(tokens, KVCache(model, len(text.tokens)), len(text.tokens), watch))
     if len(pieces) == 1:
         prefill(model, pieces[0].tokens, pieces[0].cache, capture=pieces[0].capture)
     else:

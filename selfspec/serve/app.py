@@ -18,7 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from layerskip_models.parallel.rank_watch import RankWatch, show_life
 from layerskip_models.parallel.ranks import RankError
-from layerskip_models.parallel.sharded_model import ShardedModel
 from selfspec import SelfSpecGenerator
 from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.serve import api_errors
@@ -147,7 +146,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
 def run_server_worker(generator: SelfSpecGenerator, settings: ServerSettings) -> None:
     """Run a worker while rank 0 serves the model. Returns when the server has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # running requests may finish: rank 0 decides when to end
-    assert isinstance(generator.model, ShardedModel)
+    assert generator.model.ranks is not None
     end_signs = show_life(generator.model.ranks)
     translator = Translator(generator, settings)
     run_worker(generator, settings.policy, translator.copies, [translator.vocabulary])

@@ -31,8 +31,8 @@ def as_on_cuda(llama: LlamaForCausalLM) -> LayerSkipModel:
         patch.setattr(conversion, "interleaves", lambda device: False)
         model = from_transformers(llama, layout="plain")
     for name, value in (("_unfused", False), ("_groups_rows", True)):
-        assert hasattr(model, name)  # or nothing would be switched
-        setattr(model, name, value)
+        assert hasattr(model.operators, name)  # or nothing would be switched
+        setattr(model.operators, name, value)
     return model
 
 
@@ -87,7 +87,7 @@ def test_the_model_s_own_text_on_the_paths_of_cuda(runner: Any) -> None:
 def test_rotary_in_real_numbers_is_the_complex_one(dtype: torch.dtype, bound: float) -> None:
     llama = tiny_llama(heads=4, kv_heads=2, dtype=dtype, seed=3)
     theirs, ours = from_transformers(llama, layout="plain"), as_on_cuda(llama)
-    theirs._half = dtype.itemsize == 2  # on a CPU such a model computes in float32, on CUDA in its own dtype
+    theirs.operators._half = dtype.itemsize == 2  # on a CPU such a model computes in float32, on CUDA in its own dtype
     theirs.prepare(32)
     ours.prepare(32)
     assert theirs.rotary.is_complex()
@@ -96,8 +96,8 @@ def test_rotary_in_real_numbers_is_the_complex_one(dtype: torch.dtype, bound: fl
     halves = heads.unflatten(-1, (2, -1))
     expected, found = rearrange(halves, "... half pair -> ... (pair half)").clone(), heads.clone()
     positions = torch.tensor([0, 7, 7, 30, 2])
-    theirs._rotate(expected, 6, theirs.rotary[positions])
-    ours._rotate(found, 6, ours.rotary[positions])
+    theirs.operators._rotate(expected, 6, theirs.rotary[positions])
+    ours.operators._rotate(found, 6, ours.rotary[positions])
     pairs = rearrange(found, "... (half pair) -> ... (pair half)", half=2)
     torch.testing.assert_close(pairs, expected, rtol=0, atol=bound)
     assert torch.equal(found[:, 6:], heads[:, 6:])

@@ -19,7 +19,6 @@ from layerskip_models import load_model
 from layerskip_models.families import FAMILIES
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
-from layerskip_models.parallel.sharded_model import ShardedModel
 from rank_processes import RankFailed, on_ranks, results_of
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
@@ -239,8 +238,8 @@ def _decide_otherwise(path: Path) -> list[int]:
     """One rank's hidden states go wrong in the middle of a text."""
     model = load_shard(path, dtype="float64", device="cpu")
     if model.ranks.rank == 1:
-        logits = type(model)._logits
-        model._logits = lambda head, hidden: -logits(model, head, hidden)  # type: ignore[method-assign]
+        logits = model.vocabulary.logits
+        model.vocabulary.logits = lambda head, hidden: -logits(head, hidden)  # type: ignore[method-assign]
     options = {"max_new_tokens": 8, "policy": "ls:1-3", "repetition_penalty": 1.1}
     return SelfSpecGenerator(model).generate([5, 1], **options).new_tokens
 
@@ -322,7 +321,7 @@ def test_one_process_by_itself_is_a_group_of_one(folder: Path) -> None:
 
 def _alone(path: Path) -> list[int]:
     model = load_shard(path, dtype="float64", device="cpu")
-    assert isinstance(model, ShardedModel)
+    assert model.ranks is not None
     return SelfSpecGenerator(model).generate([5, 1], max_new_tokens=8).new_tokens
 
 

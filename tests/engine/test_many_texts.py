@@ -32,10 +32,10 @@ from companies import (
     shared_model,
 )
 from layerskip_models import LayerSkipModel, from_transformers
-from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.linear import Layout
-from layerskip_models.prefill import Piece
+from layerskip_models.prefill import PromptPiece
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
@@ -150,7 +150,7 @@ def test_a_long_prompt_is_read_in_pieces_while_others_go_on(layout: Layout, monk
     read: list[int] = []
     original = selfspec.engine.round.read_pieces
 
-    def counted(model: LayerSkipModel, pieces: Sequence[Piece], stop: int) -> list[Tensor]:
+    def counted(model: LayerSkipModel, pieces: Sequence[PromptPiece], stop: int) -> list[Tensor]:
         read[-1] += sum(piece.rows for piece in pieces)
         return original(model, pieces, stop)
 
@@ -196,7 +196,7 @@ def test_short_prompts_share_a_pass(layout: Layout, full: int, monkeypatch: pyte
     passes = []
     original = selfspec.engine.round.read_pieces
 
-    def counted(model: LayerSkipModel, pieces: Sequence[Piece], stop: int) -> list[Tensor]:
+    def counted(model: LayerSkipModel, pieces: Sequence[PromptPiece], stop: int) -> list[Tensor]:
         passes.append(len(pieces))
         return original(model, pieces, stop)
 

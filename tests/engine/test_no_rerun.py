@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.choices import Choices, Detail, HeadOutput
 from layerskip_models.kernels.library import kernels
-from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord, parse_policy

@@ -143,7 +143,7 @@ def make_model(random: Random) -> FuzzModel:
     exits = [layer for layer in range(1, model.num_layers) if random.random() < 0.25]
     model = adapted(model, exits, seed=random.randrange(1 << 30))
     engine = SelfSpecGenerator(model, tokenizer := word_tokenizer(_words(vocab_size)), runner=runner)
-    native = engine.model._native is not None
+    native = engine.model.kernels is not None
     return FuzzModel(
         about=f"{config.model_type}, {engine.model.num_layers} layers, {config.num_attention_heads}/"
         f"{config.num_key_value_heads} heads of {engine.model.head_dim}, hidden {config.hidden_size}, vocabulary "

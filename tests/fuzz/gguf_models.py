@@ -12,7 +12,7 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_
 from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
-from layerskip_models.model import interleave_heads
+from layerskip_models.decoder_layer import interleave_heads
 
 KINDS = ("llama", "qwen2", "qwen3", "phi3")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from companies import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
-from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from policies import CopiedRow, NeverStop, Policy

@@ -10,6 +10,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.four_bit_rounding import round_to_four_bits
 from layerskip_models.kernels import library
 from layerskip_models.kernels.native_four_bits import NativeInt4Linear
@@ -17,7 +18,6 @@ from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.model import DecoderLayer
 from layerskip_models.norm import RMSNorm
 
 HIDDEN, INNER, HEADS, DIM = 64, 192, 2, 32

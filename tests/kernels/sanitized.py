@@ -26,11 +26,11 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 FILES = (
     "bench_attention", "choices", "compact_linear", "exit_adapters", "families", "four_bits", "gguf_checkpoint",
     "half_precision", "integer_rows", "kernel_library", "kv_dtype", "many_rows", "many_texts", "matrix_unit",
-    "native", "native_attention", "native_four_bits", "native_halves", "native_memory", "native_steps", "no_rerun",
+    "native", "native_attention", "native_four_bits", "tensor_parallel_layers", "native_memory", "native_forward", "no_rerun",
     "pool", "pool_failures", "prepared_rows", "quantised", "quantised_parts", "shared_weights",
 )  # fmt: skip
 """Tests that call the library, by the names of their files."""
-SHORT = ("native_memory", "native_steps")
+SHORT = ("native_memory", "native_forward")
 
 
 def found() -> dict[str, Path]:

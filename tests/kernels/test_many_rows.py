@@ -18,8 +18,9 @@ from torch import Tensor
 from companies import SCRIPTED, Wish, model_of, run_together
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.library import Step
+from layerskip_models.kernels.native_forward import STEP_ROWS
+from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear
-from layerskip_models.kernels.native_steps import STEP_ROWS
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
@@ -47,7 +48,7 @@ def operator_model(shape: int, path: str) -> LayerSkipModel:
     if path == "CUDA":
         return as_on_cuda(llama)
     model = from_transformers(llama, layout="plain")
-    model._unfused = path == "CPU"
+    model.operators._unfused = path == "CPU"
     return model
 
 
@@ -169,8 +170,8 @@ def test_more_rows_than_fit_a_call_are_run_in_as_few_calls_as_can_be() -> None:
 @contextmanager
 def native_calls(model: LayerSkipModel) -> Iterator[list[tuple[int, int, int, int, bool]]]:
     """Calls of the library's layers: texts, rows, first layer, last layer + 1, whether the head was looked at."""
-    native = model._native
-    assert native is not None
+    native = model.backend
+    assert isinstance(native, NativeLayers)
     calls: list[tuple[int, int, int, int, bool]] = []
     original = native.run_step
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from layerskip_models.decoder_layer import DecoderLayer
 from layerskip_models.kernels.library import SECTION
 from layerskip_models.kernels.native_layers import KV_DTYPES, NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import CacheRows, KVCache
-from layerskip_models.model import DecoderLayer
 from layerskip_models.norm import RMSNorm
 from test_native import drawn, every_variant, needs_native, use
 

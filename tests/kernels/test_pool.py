@@ -73,7 +73,7 @@ def test_the_same_bits_on_any_number_of_threads(
         with busy_processes(busy, 30):
             for _ in range(10):
                 assert torch.equal(passes(model), alone)
-    threads.settle()
+    threads.reclaim_buffers()
     assert not threads._kept
 
 
@@ -180,7 +180,7 @@ def test_what_a_late_thread_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     threads.keep(9, "c")
     assert [job for job, _ in threads._kept] == [8, 9]
     inside[0] = 1 << 62
-    threads.settle()
+    threads.reclaim_buffers()
     assert not threads._kept
     with pytest.raises(MemoryError):
         threads.keep(-1)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import layerskip_models.checkpoints.conversion
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.decoder_layer import interleave_heads
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.model import interleave_heads
 from strategies import POOL_SIZE, tokens
 from tiny_llama import CONTEXT, full_logits, pool_model, tiny_llama
 

@@ -17,12 +17,11 @@ from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.shard_plan import ShardPlan
-from layerskip_models.parallel.sharded_model import SummedLinear
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
 from test_families import reference
-from test_native_halves import needs_native
 from test_tensor_parallel import _divisible
+from test_tensor_parallel_layers import needs_native
 from tests.fuzz.quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
 
@@ -54,7 +53,6 @@ def described(model: LayerSkipModel, numbers: bool) -> dict[str, Any]:
     for index, layer in enumerate(model._layers if numbers else []):
         for kind in KINDS:
             linear: Any = getattr(layer, kind)
-            linear = linear._part if isinstance(linear, SummedLinear) else linear
             found["weights"][index, kind] = type(linear).__name__, linear.weight.numpy()
     if numbers:
         head: Any = model._head
@@ -73,7 +71,7 @@ def _on_a_rank(asked: Asked) -> list[dict[str, Any]]:
     found = []
     for path, dtype, numbers in asked:
         model = load_shard(path, dtype=dtype, device="cpu")
-        found.append({**described(model, numbers), "plan": model.plan})
+        found.append({**described(model, numbers), "plan": model.vocabulary.plan})
     return found
 
 

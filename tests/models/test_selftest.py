@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import selfspec.engine.verification
 from layerskip_models import LayerSkipModel
-from layerskip_models.kernels.native_steps import NativeForward
+from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from policies import LayerCost, parse_policy
 from policies.names import EXITS, STOPPINGS

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.backends import spread as spread_backend
+from layerskip_models.backends.spread import spread
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.parallel import spread_model
-from layerskip_models.parallel.spread_model import SpreadModel, load_spread, places
+from layerskip_models.parallel import spread_loading
+from layerskip_models.parallel.spread_loading import load_spread, places
 from scripted_policies import named_policy
 from selfspec import SelfSpecGenerator
 from tests.fuzz.random_adapters import adapted
@@ -24,9 +26,9 @@ def test_texts_and_caches_are_those_of_one_device(monkeypatch: pytest.MonkeyPatc
     llama = tiny_llama(num_layers=5, dtype=torch.float64, seed=3)
     whole = adapted(from_transformers(llama, layout="plain"), [1, 3])
     cpu = torch.device("cpu")
-    model = SpreadModel(whole, [cpu] * 5, cpu)
+    model = spread(whole, [cpu] * 5, cpu)
     # Two stretches: groupby tells apart what is not equal.
-    monkeypatch.setattr(spread_model, "groupby", lambda devices: ((cpu, [one]) for one in devices))
+    monkeypatch.setattr(spread_backend, "groupby", lambda devices: ((cpu, [one]) for one in devices))
     monkeypatch.setattr("layerskip_models.kv_cache.groupby", lambda devices: ((cpu, [one]) for one in devices))
     assert len(KVCache(model, 4).memory) == 2 * 5
     generator = SelfSpecGenerator(model, tiny_tokenizer(), prefix_cache="1MB")
@@ -82,7 +84,7 @@ def test_a_checkpoint_is_read_to_where_its_layers_are(checkpoint: Path, monkeypa
         asked.append(dtype)
         return dict.fromkeys(places_of(config), torch.device("cpu"))
 
-    monkeypatch.setattr(spread_model, "places", places)
+    monkeypatch.setattr(spread_loading, "places", places)
     model = load_spread(checkpoint, dtype="float32", max_memory={0: 1})
     assert asked == [torch.float32]
     expected = SelfSpecGenerator.from_pretrained(checkpoint).generate([5, 1, 7], max_new_tokens=NEW).new_tokens
@@ -99,7 +101,7 @@ def test_what_cannot_be_spread_is_refused(checkpoint: Path) -> None:
 
 def test_captures_are_refused() -> None:
     model: LayerSkipModel = from_transformers(tiny_llama(), layout="plain")
-    spread = SpreadModel(model, [torch.device("cpu"), torch.device("cuda", 1)] * 2, torch.device("cpu"))
+    divided = spread(model, [torch.device("cpu"), torch.device("cuda", 1)] * 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="several devices are not captured"):
-        SelfSpecGenerator(spread, runner="captured")
-    assert SelfSpecGenerator(spread).runner == "eager"
+        SelfSpecGenerator(divided, runner="captured")
+    assert SelfSpecGenerator(divided).runner == "eager"

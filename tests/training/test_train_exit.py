@@ -24,7 +24,7 @@ from layerskip_models.checkpoints.conversion import from_transformers as convert
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import load_adapters
 from layerskip_models.families import FAMILIES
-from layerskip_models.parallel import spread_model
+from layerskip_models.parallel import spread_loading
 from layerskip_models.training.saving import latest_checkpoint
 from rank_processes import RankFailed, on_ranks, results_of
 from selfspec import SelfSpecGenerator
@@ -496,7 +496,7 @@ def test_states_of_a_model_that_one_device_does_not_hold(
         return dict.fromkeys(["model.embed_tokens", *layers, "model.norm", "lm_head"], torch.device("cpu"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(spread_model, "places", places)
+        patch.setattr(spread_loading, "places", places)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         spread = train_exit(config)
     whole = train_exit(replace(config, output_dir=str(tmp_path / "whole"), device_map=None))

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Choices, Detail, HeadOutput, choices_of
+from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kernels.native_linear import only_operators
-from layerskip_models.kernels.native_steps import STEP_ROWS, NativeForward
 from layerskip_models.kv_cache import CacheRows
 from layerskip_models.transfer import sent
 from selfspec.engine.draft import NOTHING, Draft

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel, load_model
+from layerskip_models.backends import tensor_parallel
 from layerskip_models.families import FAMILIES
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
-from layerskip_models.parallel import native_halves, ranks
+from layerskip_models.parallel import ranks
 from layerskip_models.parallel.cores import physical_cores, share_of
 from layerskip_models.parallel.shard_loading import load_shard
 from rank_processes import results_of
@@ -85,7 +86,7 @@ def _of_many(path: Path) -> dict[str, Any]:
         found["cores"] = sorted(os.sched_getaffinity(0))
         assert model.kernels is not None
         for small in (1 << 16, 256):  # bytes: with the second, rows are summed by all ranks together
-            native_halves.SMALL = ranks.SMALL = small
+            tensor_parallel.SMALL = ranks.SMALL = small
             found[f"{dtype} {small}"] = states(model)
     generator = SelfSpecGenerator(model, prefix_cache=0)
     options: dict[str, Any] = {"max_new_tokens": 10, "eos_token_id": []}

@@ -10,7 +10,7 @@ import torch
 from layerskip_models import from_transformers
 from layerskip_models.choices import Detail
 from layerskip_models.kernels.library import kernels
-from layerskip_models.kernels.native_steps import STEP_ROWS, NativeForward
+from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from policies import NeverStop, ObservationSpec, Policy

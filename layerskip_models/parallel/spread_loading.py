@@ -1,81 +1,24 @@
-"""A model whose layers lie on several devices of one process, one after the other: for one that no device holds alone.
-
-Rows go from device to device as they go from layer to layer, so one device works at a time: nothing is faster for it. The
-numbers are those of the layers, wherever they are.
-"""
+"""Loads a checkpoint over several GPUs, divided as accelerate divides it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
-from torch import Tensor
 
+from layerskip_models.backends.spread import spread
 from layerskip_models.checkpoints.loading import resolve_dtype
-from layerskip_models.choices import Choices, Detail
 from layerskip_models.exits.lean import ExitsChoice, with_exits
-from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
-from layerskip_models.linear import Linear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.shard_loading import Source, load_part, make_shell
 from layerskip_models.parallel.shard_plan import ShardPlan
 
 _LAYER = "model.layers.{}"
 _FIRST, _LAST = "model.embed_tokens", ("model.norm", "lm_head")
-
-
-class SpreadModel(LayerSkipModel):
-    """A model with layers where they are. Hidden states come in and go out on `device`, that of the embedding."""
-
-    def __init__(self, model: LayerSkipModel, devices: Sequence[torch.device], last: torch.device) -> None:
-        """devices: of the layers. last: of the last norm and the head."""
-        vars(self).update(vars(model))
-        self._native = None
-        self._devices, self._last_device = tuple(devices), last
-        self._tables: dict[torch.device, Tensor] = {}
-
-    @property
-    def layer_devices(self) -> tuple[torch.device, ...]:
-        return self._devices
-
-    def run_layers(
-        self,
-        hidden: Tensor,
-        start: int,
-        stop: int,
-        cache: KVCache | CacheRows,
-        capture: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
-        rows = cache_rows(cache, hidden.shape[0])
-        layer = start
-        for device, layers in groupby(self._devices[start:stop]):
-            upto = layer + len(list(layers))
-            seen = None if capture is None else partial(self._bring, capture)
-            hidden = self._by_operators(hidden.to(device), layer, upto, rows, self._rotary_on(device), seen)
-            layer = upto
-        return hidden.to(self.device)
-
-    def _bring(self, capture: Callable[[int, Tensor], None], layers_done: int, hidden: Tensor) -> None:
-        capture(layers_done, hidden.to(self.device))
-
-    def _rotary_on(self, device: torch.device) -> Tensor:
-        table = self._tables.get(device)
-        if table is None or table.shape != self._rotary.shape:
-            table = self._tables[device] = self._rotary.to(device)
-        return table
-
-    def _choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
-        found = super()._choices(head, hidden, detail)
-        return Choices(found.tokens.to(self.device), found.numbers.to(self.device))
-
-    def _logits(self, head: Linear, hidden: Tensor) -> Tensor:
-        return super()._logits(head, hidden.to(self._last_device)).to(self.device)
 
 
 def load_spread(
@@ -106,7 +49,7 @@ def load_spread(
     with torch.inference_mode(False), torch.no_grad(), source.open() as files:
         model = load_part(files, plan, chosen, where.__getitem__, "plain", source.generation_config())
     devices = [where[_LAYER.format(index)] for index in range(model.num_layers)]
-    return with_exits(SpreadModel(model, devices, where[_LAST[1]]), exits)
+    return with_exits(spread(model, devices, where[_LAST[1]]), exits)
 
 
 def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None = None) -> dict[str, torch.device]:
