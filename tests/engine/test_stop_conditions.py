@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxTimeC
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from selfspec.engine.stopping import StopConditions
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
 
@@ -162,7 +162,7 @@ def test_criteria_never_look_at_the_device_s_tokens(
 ) -> None:
     """Stop strings, a time limit and a criterion of one's own are decided on a copy of the text in the host's memory."""
     touched, tokens = Touched(), []
-    first_stop, piece = StopConditions.first_stop, Text.next_piece
+    first_stop, piece = StopConditions.first_stop, Sequence.next_piece
 
     def watched(self: StopConditions, block: Any, text: Any, *rest: Any) -> Any:
         touched.looking = True
@@ -173,12 +173,12 @@ def test_criteria_never_look_at_the_device_s_tokens(
         finally:
             touched.looking = False
 
-    def noted(self: Text, *most: int) -> Any:
+    def noted(self: Sequence, *most: int) -> Any:
         tokens.append(self.tokens)
         return piece(self, *most)
 
     monkeypatch.setattr(StopConditions, "first_stop", watched)
-    monkeypatch.setattr(Text, "next_piece", noted)
+    monkeypatch.setattr(Sequence, "next_piece", noted)
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer(), "ls:2-5", runner=runner)
     criterion = StopAtLength(20)
     with touched:

@@ -22,7 +22,7 @@ from scripted_policies import made_up_cost
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.sequence import Text
+from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for
 
 # Rows cost a seventh of a plain step each.
@@ -207,7 +207,7 @@ def run(
 ) -> tuple[list[int], list[RoundRecord]]:
     model = shared_model("plain")
     request = replace(request_for(model, prompt, max_new_tokens=new), copy_from=store)
-    text = Text(model, KVCache(model, len(prompt) + new), request, policy)
+    text = Sequence(model, KVCache(model, len(prompt) + new), request, policy)
     with torch.inference_mode():
         records = [committed.record for committed in decode(text, EagerRunner(model))]
     return text.tokens[0, : text.length].tolist(), [found for found in records if found is not None]
