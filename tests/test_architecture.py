@@ -99,3 +99,45 @@ def test_there_are_files_to_read() -> None:
 def test_an_arrow_that_points_up_is_seen() -> None:
     source = "import torch\ndef late():\n    from selfspec.engine.draft import Draft\n    import bench.run as cli\n"
     assert imported(source) == {"torch", "selfspec", "bench"}
+
+
+def module_imports(tree: ast.AST) -> list[tuple[str, str | None]]:
+    """(module, name) of all that a file imports when it is imported itself: not inside functions, not for types alone."""
+    found: list[tuple[str, str | None]] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found += [(node.module, alias.name) for alias in node.names]
+        found += module_imports(node)
+    return found
+
+
+def circles(sources: dict[str, str]) -> set[str]:
+    """Modules that import themselves through others. sources: by the modules' names."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        named = [(f"{base}.{name}", base) for base, name in module_imports(ast.parse(source))]
+        graph[module] = {inner if inner in sources else base for inner, base in named} & sources.keys() - {module}
+    while leaves := {module for module, uses in graph.items() if not uses}:
+        graph = {module: uses - leaves for module, uses in graph.items() if module not in leaves}
+    return set(graph)
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text(
+            encoding="utf-8"
+        )
+        for path in FILES
+    }
+    assert not circles(sources)
+
+
+def test_a_circle_is_seen() -> None:
+    sources = {"a": "import b\n", "b": "from c import d\n", "c": "import a\n", "e": "import a\n", "f": ""}
+    assert circles(sources) == {"a", "b", "c", "e"}  # and what depends on it
