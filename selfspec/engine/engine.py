@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 from torch import Tensor
@@ -231,7 +231,8 @@ class Engine:
         if isinstance(error, NonFiniteLogitsError):
             slot.clear()
         slot.leaves_text = error is None
-        return replace(output, ticket=slot.ticket, result=result, error=error)
+        output.ticket, output.result, output.error = slot.ticket, result, error
+        return output
 
 
 class _Locked:
