@@ -49,7 +49,7 @@ class _Places:
         """Take in many tokens at once."""
         first = len(self.tokens)
         self.tokens.frombytes(tokens.tobytes())
-        text = (tokens + 1).astype(np.uint64)  # no token is 0, which leading ones would vanish behind
+        text = (tokens + 1).astype(np.uint64)  # no token is 0, because leading zeros would vanish
         hashes = np.zeros(len(text), dtype=np.uint64)
         for length in range(1, min(LONGEST, len(text)) + 1):
             hashes = (hashes[-(len(text) + 1 - length) :] ^ text[length - 1 :]) * np.uint64(_MIX)
@@ -88,7 +88,7 @@ class CopyStore:
             self.places.extend(np.asarray([*text, BETWEEN], dtype=np.int32))
 
     def __len__(self) -> int:
-        """Tokens, with one behind each text."""
+        """Number of tokens, with one separator after each text."""
         return len(self.places.tokens)
 
 
@@ -162,7 +162,7 @@ class CopyIndex:
 
     @property
     def _next(self) -> int:
-        """The token behind the match, or BETWEEN."""
+        """The token after the match, or BETWEEN."""
         return self._from.tokens[self._place + 1]
 
     @property

@@ -124,7 +124,7 @@ class KVCachePool:
                 place.read = None
 
     def give_back(self) -> None:
-        """Memory that no text needs: idle caches that hold none, and the room behind texts that are kept.
+        """Memory that no text needs: idle caches that hold none, and the room after texts that are kept.
 
         Captures stay with their caches, since they take long to make.
         """

@@ -25,7 +25,7 @@ class Owner:
 
 
 ANYONE = Owner()
-"""Of all calls of a generator in Python: they are one user's."""
+"""The owner of all calls of a generator in Python: they are one user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

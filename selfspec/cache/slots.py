@@ -20,7 +20,7 @@ _TOKEN_BYTES = 4
 
 
 def no_tokens() -> Tensor:
-    """Of a place that holds no text."""
+    """The owner of a slot that holds no text."""
     return torch.empty(0, dtype=torch.long, device="cpu")
 
 
@@ -47,7 +47,7 @@ class CacheSlot:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory."""
         states = 0 if self.kept is None else self.kept.rows.numel() * self.kept.rows.element_size()
         return self.cache.num_bytes + states
 
@@ -142,7 +142,7 @@ class IdlePlaces:
         del self._entries[number]
 
     def oldest(self, *, but: CacheSlot | None = None, captured: bool = True) -> CacheSlot | None:
-        """Used longest ago, without captures unless `captured`; `but` only if there is no other. None if there is none."""
+        """The slot used longest ago, without captures unless `captured`; None if empty. `but` comes only if there is no other."""
         found = None
         for entry in self._entries.values():
             if captured or entry.place.captured is None:
@@ -152,7 +152,7 @@ class IdlePlaces:
         return found
 
     def captured(self, num_tokens: int) -> list[CacheSlot]:
-        """With captures, and with room for so many tokens."""
+        """A slot with captures and room for this many tokens, or None."""
         able = [(number, place) for number, place in self._captured.items() if place.cache.max_length >= num_tokens]
         return [place for _, place in sorted(able, key=lambda one: one[0])]
 
@@ -188,7 +188,7 @@ class IdlePlaces:
         return found
 
     def forget_texts(self) -> None:
-        """Of all of them."""
+        """Bytes of all slots together."""
         for place in self:
             number = self._numbers[place]
             self._forget(number)

@@ -40,7 +40,7 @@ def accept_sampled(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tu
 
 
 def accept_sampled_on_device(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `accept_sampled`, without the host knowing m: (m int64 [1], weights [vocab])."""
+    """Like `accept_sampled`, but the host does not learn m: (m int64 [1], weights [vocab])."""
     num_drafts = drafts.shape[0]
     if num_drafts == 0:
         return torch.zeros(1, dtype=torch.long, device=p.device), p[0]
@@ -51,7 +51,7 @@ def accept_sampled_on_device(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Ten
 
 
 def accept_greedy_on_device(drafts: Tensor, target: Tensor) -> Tensor:
-    """The same as `accept_greedy`, for tensors [k] and [k or more]: m as int64 [1]."""
+    """Like `accept_greedy`, for tensors [k] and [k or more]. Returns m as int64 [1]."""
     return (drafts == target[: drafts.shape[0]]).long().cumprod(0).sum(0, keepdim=True)
 
 

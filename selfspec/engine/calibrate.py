@@ -141,13 +141,13 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
         hidden = model.embed(torch.zeros(rows, dtype=torch.long, device=model.device))
         return lambda: model.choices(hidden).tokens.tolist()
 
-    # A head behind layers, as in decoding: behind another head its weights might still be in a cache.
+    # A head after layers, as in decoding: after another head its weights might still be in a cache.
     passes = [call(rows) for rows in rows_timed for call in (layers, head)]
     return [*passes, _draft_calls(model, cache, "eager")(1)]
 
 
 def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
-    """The same from captures; layers without the first, and the draft's last row runs its layer as well."""
+    """The same costs from captures; layers without the first, and the draft's last row runs its layer as well."""
     runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
     runner.reserve(max(rows_timed))
     context = cache.max_length

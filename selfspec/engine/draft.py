@@ -84,7 +84,7 @@ class Draft:
 
     @property
     def next_tokens(self) -> Sequence[int]:
-        """The tokens of the rows to run next: the last draft, or the pending token and what was copied behind it."""
+        """The tokens of the rows to run next: the last draft, or the pending token and what was copied after it."""
         if self.num_rows:
             return self.tokens[self.num_rows - 1 :]
         return (self.seq_round.pending, *self.tokens)

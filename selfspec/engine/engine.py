@@ -58,8 +58,8 @@ class Engine:
     one reading of the weights; policies that measure cost know how many share a round. On a CPU with our own kernels a text
     gets bit for bit what it would get alone, but for sampling with a policy that decides by measured time ("auto").
 
-    On CUDA a text that is alone runs as captured graphs, and texts in company run eagerly. A text that began alone goes back
-    to its captures when it is alone again.
+    On CUDA a text that is alone runs as captured graphs, and texts that share a batch run eagerly. A text that began alone
+    goes back to its captures when it is alone again.
     """
 
     def __init__(self, check: Callable[..., BoundRequest] | None = None) -> None:
@@ -280,7 +280,7 @@ class BatchSlot:
             agree_on_call(bound.model, request, checked.policy)
             policy, self.at_work = self._held.enter_context(policies.use(checked.policy))
             self._captured = self._place.captured  # None where it cannot run from captures
-            self._is_away = False  # from its captures, in company
+            self._is_away = False  # from its captures, because it shares a batch
             self._ran_eagerly = self._captured is None
             with engine_mode(bound.model.device), self.at_work:
                 policy.expect_batch_size(texts)
@@ -350,7 +350,7 @@ class BatchSlot:
         self.checked.ended(perf_counter() - self.checked.started)
 
     def result(self) -> GenerationResult:
-        """Of a complete text."""
+        """The result of a complete sequence."""
         checked, text = self.checked, self.sequence
         num_prompt = checked.request.prompt.numel()
         sequences = text.tokens[:, : text.length].to("cpu", copy=True)

@@ -61,7 +61,7 @@ class HiddenStates:
         return self.round.shape[1]
 
     def reserve(self, rows: int) -> None:
-        """Room for rounds of so many rows. What was seen of this round is lost if there was none."""
+        """Make room for rounds of `rows` rows. If the buffers grow, what was seen of this round is lost."""
         if self.max_rows < rows:
             self.round = self._empty(self._model.num_layers, rows)
 
@@ -75,12 +75,12 @@ class HiddenStates:
             self.round[layers_done - 1, first_row : first_row + hidden.shape[0]] = hidden
 
     def capture_at(self, rows: Tensor, layers_done: int, hidden: Tensor) -> None:
-        """The same for rows that only the device knows, int64 [rows]; equal ones bring equal states."""
+        """Like `capture`, for row numbers that only the device knows, int64 [rows]. Equal numbers bring equal states."""
         if layers_done in self._watched:
             self.round[layers_done - 1].index_copy_(0, rows, hidden)
 
     def take(self, first_row: int, start: int, outputs: Tensor) -> None:
-        """The same for all layers of a pass at once: outputs [layers, rows, hidden], of layers from `start` on."""
+        """Like `capture`, for all layers of a pass at once: outputs [layers, rows, hidden], from layer `start` on."""
         count, rows, _ = outputs.shape
         self.round[start : start + count, first_row : first_row + rows] = outputs
 
@@ -100,11 +100,11 @@ class HiddenStates:
         self.num_committed = position + rows
 
     def forget(self, rows: int) -> None:
-        """Keep at most the text's first `rows` rows: those behind them were not committed after all."""
+        """Keep at most the text's first `rows` rows: the later ones were not committed after all."""
         self.num_committed = min(self.num_committed, rows)
 
     def show(self, position: int, rows: int) -> None:
-        """Let so many of the round's first rows be seen from this position on, though they may yet be rejected.
+        """Show the round's first rows at this position, though they may yet be rejected.
 
         Drafts that follow a copy look back at the copied rows. The next round writes over those that were rejected.
         """

@@ -296,7 +296,7 @@ def make_request(
         config.max_new_tokens = config.max_length - num_prompt
         if config.max_new_tokens < 1:
             raise ValueError(
-                f"max_length={config.max_length} leaves no room behind a prompt of {num_prompt} tokens: "
+                f"max_length={config.max_length} leaves no room after a prompt of {num_prompt} tokens: "
                 "raise it, or set max_new_tokens"
             )
     check_context(num_prompt, config.max_new_tokens, context)

@@ -21,7 +21,7 @@ class RoundResult:
     draft_tokens: the kept drafts d_1..d_k, the first num_accepted (m) of which were accepted. block: m + 1 tokens to commit.
     target_tokens: int64, the full model's choice for rows 0..m at least, None if nobody learns from it; p: the distributions
         it was made from when sampling, else None.
-    failure: why the last token of the block is none, else None; to be raised if the text comes to that token.
+    failure: why the last entry of the block is not a token, else None. It is raised if the text gets that far.
     dropped_token: what a greedy draft would have taken from the row that a policy stopped before, else None.
     error: why the text cannot go on at all: its policy raised it, or a processor did.
     num_copied: how many of the kept drafts were copied. num_discarded: rows run ahead of a decision to drop their token.
@@ -44,7 +44,7 @@ class RoundResult:
 
     @staticmethod
     def broken(error: Exception | None) -> RoundResult:
-        """Of a text that cannot go on."""
+        """The result of a sequence that cannot go on."""
         return RoundResult(
             draft_tokens=(),
             num_accepted=0,

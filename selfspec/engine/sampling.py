@@ -117,7 +117,7 @@ class Sampler:
         return distribution(self.process(logits, tokens, length))
 
     def next_token(self, logits: Tensor, tokens: Tensor, length: int) -> int:
-        """The token behind a text as plain decoding takes it: drawn, or the likeliest one.
+        """The next token as plain decoding takes it: drawn, or the likeliest one.
 
         logits: [1, vocab]; the other arguments as in `process`. Raises NonFiniteLogitsError, naming the position, for NaN
         logits, and when sampling for a row in which every token is masked.
@@ -141,10 +141,10 @@ class Sampler:
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
     def draw_on_device(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The same draw, which the host does not wait for: (token int64 [1], sum of the weights [1]).
+        """The same draw without waiting on the host: (token int64 [1], sum of the weights [1]).
 
         Whoever reads the token looks at the sum, as `draw` does. From equal generators both draw the same: one exponential
-        number for every token, and the largest quotient wins, is what `multinomial` does behind its checks.
+        number for every token, and the largest quotient wins, is what `multinomial` does after its checks.
         """
         race = torch.empty_like(weights).exponential_(1, generator=self.generator)
         return (weights / race).argmax(dim=-1, keepdim=True), weights.sum(0, keepdim=True)

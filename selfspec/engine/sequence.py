@@ -47,7 +47,7 @@ class Sequence:
 
     cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
     that the prompt begins with. kept_states: that text's hidden states. policy: of this text alone while it lasts.
-    runner: of the generator. Not even in company, in which a text runs eagerly, does it copy what the runner would not.
+    runner: the generator's. A text in a batch runs eagerly, but it copies drafts only if this runner would.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Sequence:
             prefill(self.model, self.tokens[0, : self.length - 1], self.cache)
 
     def _open(self) -> None:
-        """A round begins: from the committed text, whatever was left behind by one that an error broke off.
+        """A round begins: from the committed text, whatever an interrupted round has left.
 
         What was drawn in a round that broke off is drawn again, unless the caller's own generator was used, which others may
         have drawn from since.
@@ -196,7 +196,7 @@ class Sequence:
         self._random = None if state is None else (self.length, state)
 
     def plan(self, passes: Runner, batch_size: int) -> Planned:
-        """Step 1: what the policy wants of the coming round, in which so many texts share the passes."""
+        """Step 1: what the policy wants of the coming round, in which `batch_size` texts share the passes."""
         planning = perf_counter()
         self._open()
         remaining = self.request.stops.max_new_tokens - self.num_new
@@ -241,7 +241,7 @@ class Sequence:
         return Planned(plan=plan, seq_round=seq_round, context=context, threshold=threshold)
 
     def _copied(self, most: int) -> list[int]:
-        """What may be copied now: up to an EOS, behind which nothing would be committed."""
+        """What may be copied now: up to an EOS, after which nothing would be committed."""
         assert self.copies is not None
         copied = self.copies.continuation(most)
         for index, token in enumerate(copied):
@@ -252,7 +252,7 @@ class Sequence:
     def commit(self, outcome: RoundResult) -> list[int]:
         """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.
 
-        Raises why the last token is none, unless the text ends before it.
+        Raises the failure of the last token, unless the text ends before it.
         """
         start = perf_counter()
         committed = self._commit(outcome.block, outcome.failure)
@@ -322,7 +322,7 @@ class Sequence:
         return seq_round.states.shadow_tokens(rows, outcome.target_tokens[:rows], p)
 
     def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
-        """Sets lengths, pending and the stop reason; failure: why the last token of the block is none.
+        """Set lengths, pending and the stop reason. failure: why the last entry of the block is not a token.
 
         All that may fail or be interrupted comes before the text's length changes, or can be done again by `_open`.
         """

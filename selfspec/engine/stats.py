@@ -1,7 +1,7 @@
 """What a generation cost and yielded, counted one way everywhere.
 
 Names follow the field: accepted_per_round counts drafts only, tokens_per_round the token of the target as well. Nothing
-behind a stop is counted, the token from prefill and prefill's layers are outside rounds.
+after a stop is counted, the token from prefill and prefill's layers are outside rounds.
 """
 
 from __future__ import annotations

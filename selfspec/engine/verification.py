@@ -1,8 +1,8 @@
 """Steps 3 and 4 of a round on the host: the full model's rows are judged in order, no further than the text can go.
 
-A row counts only if its token is committed. Plain decoding never sees a row behind a rejected draft or behind a stop, so
+A row counts only if its token is committed. Plain decoding never sees a row after a rejected draft or after a stop, so
 nothing that is wrong with such a row may break a call: logits that hold NaN, a sampled row in which every token is masked,
-or a logits processor that raises for a text which plain decoding would not have shown it. So rows behind the first
+or a logits processor that raises for a text which plain decoding would not have shown it. So rows after the first
 rejection are not processed one by one at all, and what is wrong with the last row is handed on as a `failure`, which is
 raised only if no stop condition ends the text before it.
 """
@@ -28,7 +28,7 @@ class Verification:
     """What verification says of a round.
 
     block: the accepted drafts and the token that follows them, num_accepted + 1 tokens. failure: why the last of them is
-    no token, if it is none. target_tokens: greedy, the full model's choice for rows 0..m at least.
+    not a token, if it is not. target_tokens: greedy, the full model's choice for rows 0..m at least.
     p: when sampling, float32 [m+1 or more, vocab]. acceptance: when sampling, min(1, p/q) of each draft whose fate is known.
     """
 
@@ -72,7 +72,7 @@ def judge_greedy(sampler: Sampler, logits: Tensor, tokens: Tensor, length: int, 
 def judge_choices(
     chosen: list[int], values: Sequence[float], length: int, drafts: Sequence[int], failure: Exception | None = None
 ) -> Verification:
-    """The same, from each row's argmax and its logit. failure: why the last row has none."""
+    """Like `judge_greedy`, from each row's argmax and its logit. failure: why the last row has none."""
     sound = len(chosen) - (failure is not None)
     accepted = accept_greedy(drafts[:sound], chosen)
     for index, value in enumerate(values[: accepted + 1]):

@@ -157,7 +157,7 @@ def test_too_long_says_by_how_much(engine: SelfSpecGenerator) -> None:
         engine.generate(prompt, max_new_tokens=20)
     with pytest.raises(ValueError, match="by 37"):
         engine.generate([1] * 100)
-    with pytest.raises(ValueError, match="max_length=10 leaves no room behind a prompt of 50 tokens"):
+    with pytest.raises(ValueError, match="max_length=10 leaves no room after a prompt of 50 tokens"):
         engine.generate(prompt, generation_config=GenerationConfig(max_length=10))
 
 

@@ -5,7 +5,8 @@ when texts differ in what they accept. Matrices see all rows at once and their w
 different layers, a row runs as far as its own text wants: it leaves a draft's pass at its exit layer, and joins the
 verification there.
 
-On our own kernels a row's numbers do not depend on its company, so a text in company is the text alone, bit for bit.
+On our own kernels a row's numbers do not depend on the other rows of a pass, so a text in a batch is the text alone, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class EagerRunner:
         return draft
 
     def _steps_for(self, rows: int) -> NativeForward | None:
-        """What runs a pass over so many rows in a single call."""
+        """The kernels that run a pass over this many rows in a single call, or None."""
         return self._fast if rows <= STEP_ROWS else None
 
     def _look(self, drafts: Sequence[Draft]) -> list[tuple[Sequence[HeadOutput], Tensor | None]]:
@@ -279,7 +280,7 @@ class EagerRunner:
         else:
             verdict = judge_greedy(sampler, scores.logits, seq_round.tokens, seq_round.length, drafts)
         if drafts and not sampler.do_sample and _spoilt(verdict, scores):
-            # A row that overflows may spoil the rows before it, behind whose mask it is: nobody needs it but the draft.
+            # A row that overflows may spoil earlier rows, which mask it: 0 times NaN is NaN. Only the draft needs it.
             return self._plainly(seq_round)
         return RoundResult(
             draft_tokens=tuple(drafts),
@@ -375,7 +376,7 @@ class EagerRunner:
         return self._outputs, 0
 
     def _hand_out(self, groups: Sequence[_RowGroup], start: int, stop: int) -> None:
-        """Of several texts, give each that watches the outputs of its rows."""
+        """Give each text that watches the outputs of its own rows."""
         first = 0
         for group in groups if len(groups) > 1 else ():
             if group.states is not None:
@@ -423,7 +424,7 @@ def _cut(tokens: list[int], values: list[float], sizes: Sequence[int]) -> list[_
 
 
 def _most_detail(drafts: Sequence[Draft]) -> Detail:
-    """What is enough for each of these."""
+    """The detail that is enough for all of these drafts."""
     return drafts[0].detail if len(drafts) == 1 else max((draft.detail for draft in drafts), key=_DETAILS.index)
 
 
@@ -450,6 +451,6 @@ def _spoilt(verdict: Verification, scores: _Scores) -> bool:
 
 
 def _common_exit(drafts: Sequence[Draft]) -> int:
-    """The layer at which all of these exit; 0 if there is none."""
+    """The exit layer that all of these drafts share; 0 if they differ."""
     exit_layer = drafts[0].exit_layer
     return exit_layer if all(draft.exit_layer == exit_layer for draft in drafts) else 0

@@ -51,7 +51,7 @@ class SequenceRound:
     """One text's part in a round.
 
     cache: of the text; it holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, the last of
-    them is `pending`, not yet run; drafts are written behind them. remaining: tokens that may still be committed.
+    them is `pending`, not yet run; drafts are written after them. remaining: tokens that may still be committed.
     exit_layer, max_speculations: of the plan; None and 0 if nothing is drafted. copied: tokens that were copied from the
         text, to be looked at after exit_layer layers, or to be verified; match_length: how many before them are alike.
     eos: ends a draft. states: sees hidden states on the policy's behalf, None if it does not look at any in this round.
@@ -103,7 +103,7 @@ class Runner(Protocol):
         ...
 
     def accept(self, seq_rounds: Sequence[SequenceRound]) -> list[RoundResult]:
-        """Which drafts hold, and the token behind them, text by text."""
+        """Return which drafts are accepted and the token that follows, sequence by sequence."""
         ...
 
     def learning(self) -> AbstractContextManager[None]:
@@ -111,7 +111,7 @@ class Runner(Protocol):
         ...
 
     def states(self, states: HiddenStates, rows: int) -> HiddenStates:
-        """What keeps hidden states in a round of so many rows: a text's own, or what the passes have in its place."""
+        """Return what keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
         ...
 
     def clear(self) -> None:
