@@ -142,7 +142,7 @@ class IdlePlaces:
         del self._entries[number]
 
     def oldest(self, *, but: CacheSlot | None = None, captured: bool = True) -> CacheSlot | None:
-        """The slot used longest ago, without captures unless `captured`; None if empty. `but` comes only if there is no other."""
+        """The slot used longest ago; None if there is none. `but` comes last. Slots with captures only if `captured`."""
         found = None
         for entry in self._entries.values():
             if captured or entry.place.captured is None:
