@@ -88,7 +88,7 @@ class StoppingPolicy(Learner, Protocol):
         ...
 
     def keep_copied(self, row: CopiedRow) -> bool:
-        """False: this copied token and those behind it are dropped. Asked before any row of the round is looked at."""
+        """False: this copied token and those after it are dropped. Asked before any row of the round is looked at."""
         ...
 
     def threshold(self, exit_layer: int) -> float | None:
@@ -96,7 +96,7 @@ class StoppingPolicy(Learner, Protocol):
         ...
 
     def spent(self) -> Spent:
-        """What its decisions cost in this round beside the rows that it looked at."""
+        """What its decisions cost in this round, in addition to the rows that it looked at."""
         ...
 
 
@@ -179,11 +179,11 @@ class Policy:
 
     @property
     def learns_together(self) -> bool:
-        """Whether texts that are decoded together shall learn in one state (`beside`)."""
+        """Whether texts that are decoded together learn in one state (`clone_for_sequence`)."""
         return bool(getattr(self.exit, "learns_together", False))
 
-    def beside(self) -> Policy:
-        """For one more text of the same company: the same exit policy, and a stopping policy with a round of its own."""
+    def clone_for_sequence(self) -> Policy:
+        """The policy for one more text of the batch: the same exit policy, and a stopping policy with a round of its own."""
         make = getattr(self.exit, "own_stopping", None)
         own = None if make is None else make()
         return replace(self, stopping=own if type(own) is type(self.stopping) else deepcopy(self.stopping))

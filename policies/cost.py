@@ -44,7 +44,7 @@ class CostModel(Protocol):
         ...
 
     def for_batch_size(self, texts: int) -> CostModel:
-        """What each of so many texts pays that share their passes."""
+        """The cost for each of `texts` texts that share their passes."""
         ...
 
 
@@ -76,7 +76,7 @@ class LayerCost:
         return float(self.num_layers)
 
     def for_batch_size(self, texts: int) -> LayerCost:
-        """The same: rows are free, so company divides all costs alike."""
+        """The same cost: rows are free, so a batch divides all costs alike."""
         return self
 
 
@@ -86,10 +86,10 @@ class MeasuredCost:
 
     layer_seconds: of one layer over 1, 2, ... rows; head_seconds: of norm + head over 1, 2, ... rows; a round of more rows
         than were timed goes on along the line of the last two.
-    draft_seconds: what a draft step costs beside its layers and head (token choice, bookkeeping); below 0 if the head that
+    draft_seconds: what a draft step costs besides its layers and head (token choice, bookkeeping); below 0 if the head that
         drafts are chosen with is faster by more than that.
-    adapter_seconds: by exit layer, what an adapter behind that exit adds to each look; exits that are not named have none.
-    round_seconds: what a speculative round costs beside its draft steps and verification, compared with a plain one.
+    adapter_seconds: by exit layer, what an adapter after that exit adds to each look; exits that are not named have none.
+    round_seconds: what a speculative round costs in addition to its draft steps and verification, compared with a plain one.
     description: of model, device and threads, for the record.
     fixed: True keeps the costs as they are, whatever rounds take (`policies.auto.drift`): for runs that must decide alike.
     Raises ValueError for timings that are missing or not positive.
@@ -119,7 +119,7 @@ class MeasuredCost:
         return self.head_seconds[0] + self.draft_seconds + self.adapter(exit_layer)
 
     def adapter(self, exit_layer: int) -> float:
-        """Of this exit's adapter, over one row or a few; 0 without one."""
+        """Seconds of this exit's adapter, over one row or a few; 0 without one."""
         return next((seconds for layer, seconds in self.adapter_seconds if layer == exit_layer), 0.0)
 
     def drafting(self, exit_layer: int, num_drafts: int) -> float:
@@ -136,7 +136,7 @@ class MeasuredCost:
         return self._copying(exit_layer, tried + 1, kept + 1)
 
     def _copying(self, exit_layer: int, tried_rows: int, kept_rows: int) -> float:
-        """Of all rows of a pass."""
+        """Seconds of all rows of a pass."""
         seconds = (self.num_layers - exit_layer) * _at(self.layer_seconds, kept_rows) + _at(
             self.head_seconds, kept_rows
         )
@@ -170,7 +170,7 @@ class BatchedCost:
     """What each of `texts` texts pays for its part of passes that they share.
 
     Few rows cost little more than one, since the weights are read once; many cost what their arithmetic costs. So plain steps
-    become cheap in company, and drafts gain less, down to nothing. All draft from one exit and verify together; they stop
+    become cheap in a batch, and drafts gain less, down to nothing. All draft from one exit and verify together; they stop
     drafting at different tokens, so the later steps of a draft are shared by few (`DRAFTING_ON`).
     """
 
@@ -215,13 +215,13 @@ class BatchedCost:
         return self.alone.for_batch_size(texts)
 
     def _pass(self, layers: int, rows: int) -> float:
-        """A text's share of so many layers over so many rows."""
+        """A text's share of the cost of these layers over these rows."""
         return layers * _at(self.alone.layer_seconds, rows) / self.texts
 
 
 @dataclass(frozen=True, slots=True)
 class PacerCost:
-    """A cost with Pacer's pre-verifier added: a pass behind every `block` drafts.
+    """A cost with Pacer's pre-verifier added: a pass after every `block` drafts.
 
     pass_cost: of one pass, in the unit of `cost`; None for a layer, the L-th part of a plain step.
     """
@@ -249,7 +249,7 @@ class PacerCost:
         return self.cost.round(exit_layer, num_drafts) + num_drafts // self.block * each
 
     def copying(self, exit_layer: int, tried: int, kept: int) -> float:
-        """What is copied is not judged."""
+        """Copied tokens are not judged."""
         return self.cost.copying(exit_layer, tried, kept)
 
     def for_batch_size(self, texts: int) -> PacerCost:
@@ -258,7 +258,7 @@ class PacerCost:
 
 
 def _at(seconds: Sequence[float], rows: float) -> float:
-    """Entry for `rows` rows, between two the line between them, and behind the last the last two's (never downwards)."""
+    """Entry for `rows` rows, between two the line between them, and beyond the last that of the last two (never falling)."""
     if rows >= len(seconds):
         return seconds[-1] + max(seconds[-1] - seconds[-2], 0.0) * (rows - len(seconds))
     below = seconds[int(rows) - 1]
@@ -268,7 +268,7 @@ def _at(seconds: Sequence[float], rows: float) -> float:
 def draft_passes(record: RoundRecord) -> tuple[int, bool]:
     """(Passes through the exit's layers that were looked at, whether verification finds all rows there already).
 
-    What was copied goes through them in one pass. Where drafting stopped before a draw, or nothing was drafted behind a copy,
+    What was copied goes through them in one pass. Where drafting stopped before a draw, or nothing was drafted after a copy,
     the last row was looked at too; else verification runs that row through the first layers.
     """
     if record.exit_layer is None:

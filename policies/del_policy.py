@@ -325,8 +325,8 @@ class DelThreshold(NeverStop):
 
     layers: that drafts may come from; None for all. on_stop: "drop" does not draw from that row (the paper's Algorithm 1),
     "keep" draws and verifies the token (what code that descends from the authors' release does). state, prompt: see
-    `DelEstimates`. shared: the estimates of a `DelExit` that runs beside it and keeps them; without, it keeps its own.
-    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1, lines 9 and 28.
+    `DelEstimates`. shared: the estimates of the `DelExit` that runs with it and updates them. Without them it keeps its own.
+    Source: DEL (Entezari Zarch et al. 2025), section 4.4 and Algorithm 1 (appendix A).
     """
 
     def __init__(

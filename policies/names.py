@@ -233,7 +233,7 @@ def _parse(setup: Setup, text: str) -> tuple[ExitPolicy, StoppingPolicy | None]:
     if name not in STOPPINGS:
         raise ValueError(f"unknown policy {name!r}{_suggestion(name, list({**EXITS, **STOPPINGS}))}")
     if plus:
-        raise ValueError(f"{name!r} ends drafts itself: put {tail!r} behind an exit policy, as in ls:3-18+{tail}")
+        raise ValueError(f"{name!r} ends drafts itself: put {tail!r} after an exit policy, as in ls:3-18+{tail}")
     return _with_fixed_exit(setup, name, arguments)
 
 
@@ -261,7 +261,7 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
     stopping: StoppingPolicy | None = None
     if other == "pacer":  # it says which layers may be chosen, not the other way round
         if "exit_layer" in other_values:
-            raise ValueError(f"exit_layer= changes nothing behind {name!r}, which chooses the exit layer")
+            raise ValueError(f"exit_layer= changes nothing after {name!r}, which chooses the exit layer")
         stopping = STOPPINGS[other].build(setup, **other_values)
         assert isinstance(stopping, PacerStopping)
         setup = replace(setup, ends=stopping)
@@ -272,7 +272,7 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
     if stopping is None:
         stopping = STOPPINGS[other].build(replace(setup, exit_layers=built.exit_layers), **other_values)
     _check_schedule(values, built.observes, stopping.observes, f"before +{other}")
-    _check_schedule(other_values, stopping.observes, built.observes, f"behind {name!r}")
+    _check_schedule(other_values, stopping.observes, built.observes, f"after {name!r}")
     return built, stopping
 
 
@@ -297,7 +297,7 @@ def _keep_to_layers(values: dict[str, Any], layers: tuple[int, ...], chooses: bo
 
 
 def _with_fixed_exit(setup: Setup, name: str, arguments: str) -> tuple[ExitPolicy, StoppingPolicy]:
-    """A stopping policy behind a fixed exit layer, which comes first: "dv:3", "fs:3-6"; "pacer" knows its own."""
+    """A stopping policy after a fixed exit layer, which comes first: "dv:3", "fs:3-6"; "pacer" knows its own."""
     if name == "pacer":
         values = _values(name, STOPPINGS[name], arguments)
         stopped = PacerStopping.from_args(setup, **values)

@@ -47,7 +47,7 @@ class ObservationSpec:
     copies: Copies = "none"
 
     def learns(self, rows_learned: int, rows_seen: int) -> bool:
-        """Whether shadow tokens are asked for in the coming round, when so many of a call's rows have got them."""
+        """Whether to ask for shadow tokens in the coming round, given how many rows of the call have had them."""
         if not self.shadow_layers or not self.learn_every:
             return False
         return rows_learned < self.learn_first or rows_learned * self.learn_every <= rows_seen
@@ -83,7 +83,7 @@ class Plan:
     exit_layer: in [1, L-1], or None: nothing is drafted. Without copies the round is then one autoregressive step.
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
     copied: most tokens to copy before anything is drafted, >= 0. They go through the first exit_layer layers in one pass,
-        where `StoppingPolicy.keep_copied` may cut them, and drafting goes on behind them; without an exit layer they go
+        where `StoppingPolicy.keep_copied` may cut them, and drafting goes on after them; without an exit layer they go
         straight to verification. The engine may lower it, too.
     acceptance: the acceptance per exit layer that the plan was made with, for the trace; None where none is estimated.
     learn: False if there is nothing to be gained from learning in this round, whatever `ObservationSpec` say.
@@ -100,7 +100,7 @@ class Plan:
 class RoundContext:
     """What is known before a round: its number, counted from 0, and how long the text is (tokens).
 
-    company: how many texts share the round's passes, this one among them. A row costs less in company, and so does a draft
+    batch_size: how many texts share the round's passes, this one included. A row costs less in a batch, and so does a draft
     gain less.
     match_length: how many of the last tokens occurred before, so that what followed can be copied; 0 if nothing can.
     """
@@ -166,7 +166,7 @@ class CopiedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What a stopping policy itself ran in a round: layers loaded beside the model's, and seconds."""
+    """What a stopping policy itself ran in a round: layers loaded in addition to the model's, and seconds."""
 
     layers: int = 0
     seconds: float = 0.0
@@ -201,7 +201,7 @@ class Shadow(Protocol):
     def num_rows(self) -> int: ...
 
     def rows_of(self, layer: int) -> list[tuple[bool, float]]:
-        """Of one layer, row by row: whether its token is the full model's choice, and its confidence."""
+        """For one layer, row by row: whether its token is the full model's choice, and its confidence."""
         ...
 
     def compute(self, layer: int, others: Sequence[Shadow]) -> None:
@@ -210,7 +210,7 @@ class Shadow(Protocol):
 
 
 def read_matches(tokens: Tensor, target_tokens: Tensor, confidences: Tensor) -> list[tuple[bool, float]]:
-    """Of each row, whether its token is the target's, and its confidence; [rows] each. In one copy from a device, since each
+    """For each row, whether its token is the target's, and its confidence; [rows] each. In one copy from a device, since each
     copy waits for it."""
     matches = tokens == target_tokens
     if matches.is_cpu:
@@ -266,7 +266,7 @@ class RoundRecord:
         round's start; None where a policy has no such thing.
     preverifier_layers, preverify_seconds: layers that the stopping policy loaded itself (Pacer's, one per pass; not among
         loaded_layers), and their time (not in draft_seconds).
-    company: how many texts shared the round's passes; draft_seconds and verify_seconds are this text's share of the time.
+    batch_size: how many texts shared the round's passes; draft_seconds and verify_seconds are this text's share of the time.
     """
 
     index: int
@@ -302,7 +302,7 @@ class RoundRecord:
     def without_copies(self) -> RoundRecord:
         """As whoever drafts at the exit sees it: the copied tokens belong to what was there before.
 
-        Where one of them was rejected, nothing is known of what was drafted behind it.
+        Where one of them was rejected, nothing is known of what was drafted after it.
         """
         if self.num_tried == 0:
             return self
@@ -321,7 +321,7 @@ class RoundRecord:
 
     @property
     def counted_drafts(self) -> tuple[int, int]:
-        """(drafted, accepted) as statistics count them: nothing behind a stop inside the round."""
+        """(drafted, accepted) as statistics count them: nothing after a stop inside the round."""
         if len(self.tokens) > self.num_accepted:
             return self.num_drafted, self.num_accepted
         return len(self.tokens), len(self.tokens)

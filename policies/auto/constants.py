@@ -1,4 +1,4 @@
-"""The numbers that `auto` was tuned to, in one place; docs/log.md has the measurements behind them."""
+"""The numbers that `auto` was tuned to, in one place; docs/log.md has the measurements."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Tuning:
     """While kinds are compared, one round in so many is of a kind that there are too few of."""
     compare_every: int = 1024
     """Rounds from one comparison to the next."""
-    compare_every_in_company: int = 256
+    compare_every_in_batch: int = 256
     """The same for many texts: their tokens come from fewer rounds."""
 
 

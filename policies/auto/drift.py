@@ -4,7 +4,7 @@ A calibration takes a fraction of a second. Was the machine busy just then, its 
 draft step may look dear and a plain step cheap. Then a policy drafts nothing, or far too much, for the rest of the process.
 Rounds are timed anyway, so their seconds are compared with what the cost predicts: of plain rounds, of draft steps and of
 verifications. A common factor does not matter, since only ratios of costs decide; where the three disagree by more than
-`TUNING.tolerance`, drafting and verifying are scaled to agree with plain rounds. Each number of texts in company has a
+`TUNING.tolerance`, drafting and verifying are scaled to agree with plain rounds. Each batch size has a
 comparison of its own: what sixteen rows take says little about what two take.
 """
 
@@ -96,7 +96,7 @@ class CostDrift:
         self._texts = texts
         alone = texts == 1
         self._tolerance = TUNING.tolerance if alone else TUNING.tolerance_in_batch
-        self._every = TUNING.compare_every if alone else TUNING.compare_every_in_company
+        self._every = TUNING.compare_every if alone else TUNING.compare_every_in_batch
         self._current = _Round()
         self._plain = cost.autoregressive()
         # Of drafting and verifying, by kind of round: exit layer, drafts, whether it stopped before a draw.

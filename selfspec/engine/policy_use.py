@@ -74,7 +74,7 @@ class SharedPolicies:
             shared = self._shared[id(policy)] = _Shared(*held.enter_context(use(policy)), held)
         shared.texts += 1
         try:
-            yield shared.policy.beside(), shared.round
+            yield shared.policy.clone_for_sequence(), shared.round
         finally:
             shared.texts -= 1
             if not shared.texts:

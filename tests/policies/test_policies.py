@@ -104,7 +104,7 @@ def test_bad_arguments_show_a_good_one(text: str) -> None:
         ("del:on_stop=keep+spide", r"on_stop= changes nothing before \+spide"),
         ("del:on_stop=drop+del", r"on_stop= changes nothing before \+del"),
         ("del:length=tpl,on_stop=keep", "on_stop= changes nothing with length=tpl"),
-        ("del+spide:learn_every=4", "learn_every= changes nothing behind 'del'"),
+        ("del+spide:learn_every=4", "learn_every= changes nothing after 'del'"),
         ("spide:3,learn_every=4", "learn_every= changes nothing without shadow tokens"),
         ("spide:3,prompt_rows=8,learn_every=4", "learn_every= changes nothing without shadow tokens"),
         ("spide:3,shadow=off,learn_every=4", "learn_every= changes nothing without shadow tokens"),
