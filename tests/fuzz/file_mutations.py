@@ -136,6 +136,7 @@ def _tensor(place: Path, random: Random) -> Change:
             shapes.append(value.reshape(2, -1))
         tensors[name] = random.choice(shapes).contiguous()
         about = f" {[*tensors[name].shape]} instead of {[*value.shape]}"
+        changes = tensors[name].shape == value.shape  # a transposed square one is another matrix, and looks right
     elif value.numel() and (kind == "numbers" or value.is_floating_point()):
         flat = value.view(-1)
         at = random.randrange(len(flat))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from random import Random
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("gguf")
+from tests.fuzz import file_mutations
 from tests.fuzz.mutated_files import try_one
 from tests.fuzz.small_checkpoints import FORMATS
 
@@ -17,3 +23,18 @@ ALWAYS = ("safetensors, sharded", "gptq", "packed, zero points", "gguf Q4_0", "a
 def test_one_change_of_each_format(name: str) -> None:
     about, found = try_one(name, 7)
     assert not found.startswith("WRONG"), f"{name}:7 {about}: {found}"
+
+
+def test_another_matrix_of_the_same_shape_is_known_to_be_a_change(tmp_path: Path) -> None:
+    """A transposed square matrix: no reader can refuse it, so it must not count as refused or equal."""
+    square = torch.arange(4.0).view(2, 2)
+    seen = set()
+    for seed in range(300):
+        save_file({"square": square}, tmp_path / "model.safetensors")
+        about, changes = file_mutations._tensor(tmp_path, Random(seed))
+        found = load_file(tmp_path / "model.safetensors").get("square")
+        if "shape" in about and found is not None:
+            other = found.shape == square.shape and not found.equal(square)
+            assert changes or not other
+            seen.add(other)
+    assert seen == {True, False}
