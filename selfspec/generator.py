@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol
@@ -20,19 +18,19 @@ from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.exits.lean import ExitsChoice
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.spread_loading import load_spread
-from policies import MeasuredCost, Policy, RoundRecord, autoregressive, check_exit_layer, parse_policy
+from policies import Policy, RoundRecord
 from policies.base import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import make_store, store_for
 from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
-from selfspec.defaults import DEFAULT_POLICY, fixed_setting
+from selfspec.defaults import DEFAULT_POLICY
 from selfspec.distributed.launch import TensorParallel, divides
-from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.call import run_calls
 from selfspec.engine.engine import BoundRequest, Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
+from selfspec.engine.policy_store import PolicyStore
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.runners.runner import CaptureError, RunnerChoice, RunnerName
@@ -95,11 +93,9 @@ class SelfSpecGenerator:
     ) -> None:
         self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache), exits, kv_dtype)
         self.tokenizer = tokenizer
-        self._lock = threading.Lock()  # of `_policies`
-        self._policies: dict[Hashable, Policy] = {}  # by name, dtype and device
-        self._default = policy
+        self._policies = PolicyStore(policy)
         if policy is not None:
-            self._named_policy(self._models.current, policy)  # fail now for a wrong one, not at the first call
+            self._policies.resolve(self.bound)  # fail now for a wrong one, not at the first call
 
     @classmethod
     def from_pretrained(
@@ -258,7 +254,8 @@ class SelfSpecGenerator:
 
     def __repr__(self) -> str:
         model = self.model
-        policy = DEFAULT_POLICY if self._default is None else getattr(self._default, "name", self._default)
+        default = self._policies.default
+        policy = DEFAULT_POLICY if default is None else getattr(default, "name", default)
         return (
             f"SelfSpecGenerator({model.name or 'a model'}: {model.num_layers} layers, {str(model.dtype)[6:]}, "
             f"{model.device}, policy={policy!r}, runner={self.runner!r})"
@@ -311,7 +308,7 @@ class SelfSpecGenerator:
         started = perf_counter()
         bound = self._models.bind()
         resolving = perf_counter()
-        chosen = self._resolve(bound, **speculation)
+        chosen = self._policies.resolve(bound, **speculation)
         # Calibration takes time the first time only.
         return _Binding(bound, chosen, started, perf_counter() - resolving, self._models.called)
 
@@ -332,7 +329,7 @@ class SelfSpecGenerator:
         Returns the number of captures and the seconds they took.
         """
         bound = self._models.bind()
-        chosen = self._resolve(bound, policy)
+        chosen = self._policies.resolve(bound, policy)
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
@@ -357,14 +354,19 @@ class SelfSpecGenerator:
         self._models.refresh()
 
     @property
+    def bound(self) -> BoundModel:
+        """The model that the next call runs on, unless its weights change before, with its KV caches and pre-verifiers."""
+        return self._models.current
+
+    @property
     def model(self) -> LayerSkipModel:
         """The model that the next call runs on, unless its weights change before."""
-        return self._models.current.model
+        return self.bound.model
 
     @property
     def kept_texts(self) -> KeptTexts:
         """The number of texts kept for reuse, and their memory."""
-        return self._models.current.runners.kept_texts
+        return self.bound.runners.kept_texts
 
     def free_idle_memory(self) -> None:
         """Free the KV cache that waits for the next text, except the rows of kept texts.
@@ -372,22 +374,22 @@ class SelfSpecGenerator:
         Does nothing for a model that is divided over processes, since these must agree on what is kept.
         """
         if self.model.num_ranks == 1:
-            self._models.current.runners.give_back()
+            self.bound.runners.give_back()
 
     @property
     def runner(self) -> RunnerName:
         """How passes are run: "eager" or "captured"."""
-        return self._models.current.runners.kind
+        return self.bound.runners.kind
 
     @property
     def load_preverifier(self) -> PreVerifiers:
         """Loads Pacer's pre-verifiers for the model; for policies by name."""
-        return self._models.current.preverifiers
+        return self.bound.preverifiers
 
     @property
     def policy(self) -> Policy:
         """The policy of calls that name none: "auto" unless another was given. Calibrates at the first use."""
-        return self._default_policy(self._models.current)
+        return self._policies.resolve(self.bound)
 
     def resolve_policy(
         self,
@@ -399,46 +401,7 @@ class SelfSpecGenerator:
 
         Raises ValueError as `generate` does.
         """
-        return self._resolve(self._models.current, policy, exit_layer, num_speculations)
-
-    def _resolve(
-        self,
-        bound: BoundModel,
-        policy: str | Policy | None = None,
-        exit_layer: int | None = None,
-        num_speculations: int | None = None,
-    ) -> Policy:
-        num_layers = bound.model.num_layers
-        if exit_layer is not None:
-            check_exit_layer(exit_layer, num_layers)
-        if num_speculations == 0 and not isinstance(num_speculations, bool):
-            return autoregressive(num_layers)
-        if exit_layer is None and num_speculations is None:
-            return self._default_policy(bound) if policy is None else self._named_policy(bound, policy)
-        if policy is not None:
-            raise ValueError("give policy, or exit_layer with num_speculations, not both")
-        default_exit, default_length = fixed_setting(bound.model.name, num_layers)
-        chosen_exit = default_exit if exit_layer is None else exit_layer
-        chosen_length = default_length if num_speculations is None else num_speculations
-        return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=num_layers)
-
-    def _default_policy(self, bound: BoundModel) -> Policy:
-        default = DEFAULT_POLICY if bound.model.num_layers > 1 else "ar"
-        return self._named_policy(bound, default if self._default is None else self._default)
-
-    def _named_policy(self, bound: BoundModel, policy: str | Policy) -> Policy:
-        """A policy by name, made once: what it learns is kept between calls."""
-        if isinstance(policy, Policy):
-            return policy
-        name = policy.strip()
-        with self._lock:  # two simultaneous first calls share one calibration and policy
-            key = name, bound.model.dtype, bound.model.device
-            if key not in self._policies:
-                measure = partial(_measured_cost, bound)
-                self._policies[key] = parse_policy(
-                    name, num_layers=bound.model.num_layers, measure=measure, preverifier=bound.preverifiers
-                )
-            return self._policies[key]
+        return self._policies.resolve(self.bound, policy, exit_layer, num_speculations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,15 +423,6 @@ class _Binding:
             keep_trace=keep_trace,
             **{item.name: getattr(self, item.name) for item in fields(self)},
         )
-
-
-def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
-    try:
-        return measured_cost(bound.model, bound.runners.kind)
-    except CaptureError as error:
-        bound.runners.give_up_graphs(error)
-        return measured_cost(bound.model, bound.runners.kind)
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,25 +18,26 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from layerskip_models.parallel.rank_watch import RankWatch
 from layerskip_models.parallel.ranks import RankError, Ranks
-from policies import Policy, parse_policy
+from policies import Policy
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import Owner
-from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.engine.request import Request
 from selfspec.engine.results import StepOutput
 from selfspec.engine.stopping import StopConditions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.inference import PreVerifiers
 
-_KEPT = 64  # policies that workers remember, besides the server's own
+_KEPT = 64
+"""Policies that the workers keep, besides the server's own. Rank 0 and the workers forget old ones in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyMessage:
     """A policy.
 
-    key: its number on rank 0, 0 for the server's own. state: what it has learned, if the workers do not know it yet.
+    key: its `id` on rank 0, 0 for the server's own. state: what it has learned, if the workers do not know it yet.
     pass_seconds: rank 0's measured seconds for a pass of the pre-verifier, by number of drafts.
     """
 
@@ -79,7 +78,7 @@ class StepMessage:
 class Rank0Engine(Engine):
     """Rank 0's engine: it does what `Engine` does, and tells the workers first. For one thread, the only one on the model.
 
-    own: the server's policy. told: the last `_KEPT` other policies that the workers know, by number. preverifiers: the
+    own: the server's policy. told: the other policies that the workers know, by their `id`. preverifiers: the
     model's. shared: objects that processors may hold and every worker has too.
     """
 
@@ -87,7 +86,7 @@ class Rank0Engine(Engine):
         self,
         ranks: Ranks,
         own: Policy,
-        told: OrderedDict[int, Policy],
+        told: PolicyStore,
         preverifiers: PreVerifiers,
         shared: Sequence[object],
     ) -> None:
@@ -129,13 +128,12 @@ class Rank0Engine(Engine):
     def _described(self, policy: Policy) -> PolicyMessage:
         if policy is self._own:
             return PolicyMessage(0, policy.name, None)
-        key = next((key for key, known in self._told.items() if known is policy), None)
-        if key is None:
-            key = max(self._told, default=0) + 1
-            _keep(self._told, key, policy)
-            return PolicyMessage(key, policy.name, policy.state(), dict(self._preverifiers.pass_seconds))
-        self._told.move_to_end(key)
-        return PolicyMessage(key, policy.name, None)
+        key = id(policy)
+        known = key in self._told
+        self._told.keep(key, policy)
+        if known:
+            return PolicyMessage(key, policy.name, None)
+        return PolicyMessage(key, policy.name, policy.state(), dict(self._preverifiers.pass_seconds))
 
     def cancel(self, ticket: int) -> None:
         if ticket in self._slots and not self._stepping:
@@ -166,13 +164,6 @@ class Rank0Engine(Engine):
         except RankError:
             self._alone = True  # do not wait for the workers a second time
             raise
-
-
-def _keep(policies: OrderedDict[int, Policy], key: int, policy: Policy) -> None:
-    """Remember a policy. Rank 0 and the workers forget old ones in the same order."""
-    policies[key] = policy
-    if len(policies) > _KEPT:
-        policies.popitem(last=False)
 
 
 class _Packer(pickle.Pickler):
@@ -208,7 +199,7 @@ def rank0_engines(generator: SelfSpecGenerator, own: str | None, shared: Sequenc
     ranks = generator.model.ranks
     if ranks is None:
         return Engine
-    policy, told = generator.resolve_policy(own), OrderedDict[int, Policy]()
+    policy, told = generator.resolve_policy(own), PolicyStore(most=_KEPT)
     return lambda: Rank0Engine(ranks, policy, told, generator.load_preverifier, shared)
 
 
@@ -273,26 +264,18 @@ class _Policies:
 
     def __init__(self, generator: SelfSpecGenerator, own: str | None) -> None:
         self._generator, self._own = generator, generator.resolve_policy(own)
-        self._known: OrderedDict[int, Policy] = OrderedDict()
+        self._known = PolicyStore(most=_KEPT)
 
     def find(self, told: PolicyMessage) -> Policy:
         """The counterpart of a policy; a new one if the worker does not know it yet."""
         if told.key == 0:
             return self._own
         if told.state is None:
-            self._known.move_to_end(told.key)
             return self._known[told.key]
-        generator = self._generator
-        generator.load_preverifier.pass_seconds.update(told.pass_seconds)
-        policy = parse_policy(
-            told.name,
-            num_layers=generator.model.num_layers,
-            measure=partial(measured_cost, generator.model, generator.runner),
-            preverifier=generator.load_preverifier,
-        )
+        self._generator.load_preverifier.pass_seconds.update(told.pass_seconds)
+        policy = make_policy(self._generator.bound, told.name)
         policy.restore(told.state)
-        _keep(self._known, told.key, policy)
-        return policy
+        return self._known.keep(told.key, policy)
 
 
 def _checked(

@@ -15,7 +15,7 @@ from layerskip_models.prefill import MOST_ROWS
 from policies import Policy, RoundRecord
 from selfspec.engine.agreement import agree_on_call
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.policy_use import SharedPolicies
+from selfspec.engine.policy_store import BatchPolicies
 from selfspec.engine.request import Request
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.round import Found, read_prompts, run_round, tell
@@ -66,7 +66,7 @@ class Engine:
         self._check = check
         self._next = 0
         self._slots: dict[int, BatchSlot] = {}
-        self._company = SharedPolicies()
+        self._policies = BatchPolicies()
         self._runners: dict[
             BoundModel, tuple[Runner, ExitStack]
         ] = {}  # eager ones, for each copy of the weights in use
@@ -94,7 +94,7 @@ class Engine:
     def join(self, checked: BoundRequest, following: int = 0) -> int:
         """Let an already checked call join. following: others that join before the next step, so that policies know."""
         self._next += 1
-        self._slots[self._next] = BatchSlot(self._next, checked, self._company, len(self._slots) + 1 + following)
+        self._slots[self._next] = BatchSlot(self._next, checked, self._policies, len(self._slots) + 1 + following)
         return self._next
 
     def cancel(self, ticket: int) -> None:
@@ -259,7 +259,7 @@ class _Locked:
 class BatchSlot:
     """A text in the engine, with what it holds on to, and what its result will say."""
 
-    def __init__(self, ticket: int, checked: BoundRequest, policies: SharedPolicies, texts: int) -> None:
+    def __init__(self, ticket: int, checked: BoundRequest, policies: BatchPolicies, texts: int) -> None:
         self.ticket, self.checked = ticket, checked
         self._held = ExitStack()
         self._records: list[RoundRecord] = []
@@ -278,7 +278,7 @@ class BatchSlot:
                 )
             )
             agree_on_call(bound.model, request, checked.policy)
-            policy, self.at_work = self._held.enter_context(policies.use(checked.policy))
+            policy, self.at_work = self._held.enter_context(policies.lend(checked.policy))
             self._captured = self._place.captured  # None where it cannot run from captures
             self._is_away = False  # from its captures, because it shares a batch
             self._ran_eagerly = self._captured is None

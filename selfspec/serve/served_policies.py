@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from policies import CostModel, Policy, PreVerifier, parse_policy
+from policies import CostModel, Policy, PreVerifier
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.serve.server_settings import ANY_POLICY
 
 REPEATING = "auto:cost=layers"
@@ -38,8 +37,7 @@ class ServedPolicies:
         if generator.model.num_ranks > 1:  # together with the other processes, whose model it is checked against
             with suppress(ValueError, FileNotFoundError):  # none, or one that requests then cannot name
                 generator.load_preverifier(None)
-        self._named: OrderedDict[str, Policy] = OrderedDict()
-        self._lock = threading.Lock()
+        self._named = PolicyStore(most=_KEPT)
 
     def choose(self, name: str | None, *, repeats: bool) -> Policy:
         """repeats: whether the same request must be drafted the same way every time.
@@ -56,13 +54,7 @@ class ServedPolicies:
             return self._fresh(name)
         assert name is not None
         name = name.strip()
-        with self._lock:
-            if name not in self._named:
-                self._named[name] = self._parse(name, measured=True)
-            self._named.move_to_end(name)
-            if len(self._named) > _KEPT:
-                self._named.popitem(last=False)
-            return self._named[name]
+        return self._named.find(name, partial(self._parse, name, measured=True))
 
     def _fresh(self, name: str | None) -> Policy:
         if name is not None:
@@ -74,9 +66,8 @@ class ServedPolicies:
             return self._parse(REPEATING if layers > 1 else "ar", measured=False)
 
     def _parse(self, name: str, *, measured: bool) -> Policy:
-        model = self._generator.model
-        measure = partial(measured_cost, model, self._generator.runner) if measured else _refuse_measuring
-        return parse_policy(name, num_layers=model.num_layers, measure=measure, preverifier=self._beside_the_model)
+        measure = None if measured else _refuse_measuring
+        return make_policy(self._generator.bound, name, measure=measure, preverifier=self._beside_the_model)
 
     def _beside_the_model(self, path: str | None) -> PreVerifier:
         if path is not None:

@@ -123,7 +123,7 @@ def test_calibration_is_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
         sleep(wait)
         return MeasuredCost(num_layers=model.num_layers, layer_seconds=(1e-3, 1e-3), head_seconds=(1e-3, 1e-3))
 
-    monkeypatch.setattr("selfspec.generator.measured_cost", calibrate)
+    monkeypatch.setattr("selfspec.engine.policy_store.measured_cost", calibrate)
     generator = SelfSpecGenerator(from_transformers(tiny_llama(num_layers=NUM_LAYERS, seed=5)))
     first, second = (generator.generate([1, 2, 3], max_new_tokens=8).stats for _ in range(2))
     assert first.calibration_seconds >= wait > second.calibration_seconds

@@ -1,0 +1,202 @@
+"""Policies by name: made once, kept with what they have learned, and lent to one call at a time.
+
+Policies keep state: what they have learned, and what they know of the current text and round. If two calls used one state at
+the same time, each would decide by the other's drafts. The output would still be the model's own, but a stopping policy that
+finds another round than the one it started may fail. A call therefore borrows a policy (`lend`). A second call that comes
+meanwhile gets a copy, unless the policy wants to learn from all texts of a batch together (`BatchPolicies`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
+
+from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
+from selfspec.defaults import DEFAULT_POLICY, fixed_setting
+from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.model_source import BoundModel
+from selfspec.engine.runners.runner import CaptureError
+
+
+class PolicyStore:
+    """Keeps policies between calls, with what they have learned.
+
+    default: for calls that name none; None for "auto". most: how many policies are kept, None for all. When there are more,
+    the one that was not used for the longest time is forgotten.
+    """
+
+    def __init__(self, default: str | Policy | None = None, *, most: int | None = None) -> None:
+        self.default, self._most = default, most
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, Policy] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def __getitem__(self, key: Hashable) -> Policy:
+        with self._lock:
+            return self._keep(key, self._kept[key])
+
+    def find(self, key: Hashable, make: Callable[[], Policy]) -> Policy:
+        """The policy that is kept under this key; `make` is called if there is none."""
+        with self._lock:  # two simultaneous first calls share one calibration and policy
+            policy = self._kept.get(key)
+            return self._keep(key, make() if policy is None else policy)
+
+    def keep(self, key: Hashable, policy: Policy) -> Policy:
+        """Keep a policy under this key, in place of an earlier one."""
+        with self._lock:
+            return self._keep(key, policy)
+
+    def _keep(self, key: Hashable, policy: Policy) -> Policy:
+        self._kept[key] = policy
+        self._kept.move_to_end(key)
+        if self._most is not None and len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return policy
+
+    def resolve(
+        self,
+        bound: BoundModel,
+        policy: str | Policy | None = None,
+        exit_layer: int | None = None,
+        num_speculations: int | None = None,
+    ) -> Policy:
+        """The policy of a call with these arguments.
+
+        Raises ValueError for a policy that does not fit the model, or for arguments that contradict each other.
+        """
+        model = bound.model
+        if exit_layer is not None:
+            check_exit_layer(exit_layer, model.num_layers)
+        if num_speculations == 0 and not isinstance(num_speculations, bool):
+            return autoregressive(model.num_layers)
+        if exit_layer is None and num_speculations is None:
+            policy = self.default if policy is None else policy
+            if isinstance(policy, Policy):
+                return policy
+            name = (DEFAULT_POLICY if model.num_layers > 1 else "ar") if policy is None else policy.strip()
+            return self.find((name, model.dtype, model.device), partial(make_policy, bound, name))
+        if policy is not None:
+            raise ValueError("give policy, or exit_layer with num_speculations, not both")
+        default_exit, default_length = fixed_setting(model.name, model.num_layers)
+        chosen_exit = default_exit if exit_layer is None else exit_layer
+        chosen_length = default_length if num_speculations is None else num_speculations
+        return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=model.num_layers)
+
+
+def make_policy(
+    bound: BoundModel,
+    name: str,
+    *,
+    measure: Callable[[], CostModel] | None = None,
+    preverifier: Callable[[str | None], PreVerifier] | None = None,
+) -> Policy:
+    """A new policy for the model.
+
+    measure, preverifier: as for `parse_policy`; by default the model's calibration and its loader of pre-verifiers.
+    """
+    return parse_policy(
+        name,
+        num_layers=bound.model.num_layers,
+        measure=measure or partial(_measured_cost, bound),
+        preverifier=preverifier or bound.preverifiers,
+    )
+
+
+def _measured_cost(bound: BoundModel) -> MeasuredCost:
+    """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
+    try:
+        return measured_cost(bound.model, bound.runners.kind)
+    except CaptureError as error:
+        bound.runners.give_up_graphs(error)
+        return measured_cost(bound.model, bound.runners.kind)
+
+
+class _Loan:
+    """One call's use of a policy. round: held while the policy is at work, so that nobody copies it half changed."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.round = threading.RLock()  # a logits processor may itself make a call
+
+
+_lent: WeakValueDictionary[int, _Loan] = WeakValueDictionary()  # by the id of an exit or stopping policy
+_lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
+
+
+@contextmanager
+def lend(policy: Policy) -> Iterator[tuple[Policy, threading.RLock]]:
+    """The policy for one call, and a lock that the call holds during each of its rounds.
+
+    It is the policy itself, or a copy if another call is using it (or another `Policy` of the same parts). A copy knows what
+    the policy has learned so far; what it learns itself is lost. Raises RuntimeError for a policy that cannot be copied.
+    """
+    parts = [part for part in (policy.exit, policy.stopping) if part is not None]
+    with _lock:
+        busy = next((_lent[id(part)] for part in parts if id(part) in _lent), None)
+        if busy is None:
+            own = _Loan(policy)
+            for part in parts:
+                _lent[id(part)] = own
+    if busy is not None:
+        with busy.round:
+            own = _Loan(_copied(policy))
+        parts = []
+    try:
+        yield own.policy, own.round
+    finally:
+        with _lock:
+            for part in parts:
+                _lent.pop(id(part), None)
+
+
+class BatchPolicies:
+    """Lends policies to the texts of one engine. Texts with the same policy learn in one state if the policy wants that."""
+
+    def __init__(self) -> None:
+        self._shared: dict[int, _SharedLoan] = {}
+
+    @contextmanager
+    def lend(self, policy: Policy) -> Iterator[tuple[Policy, threading.RLock]]:
+        """As the function `lend`, for one text of the batch."""
+        if not policy.learns_together:
+            with lend(policy) as found:
+                yield found
+            return
+        shared = self._shared.get(id(policy))
+        if shared is None:
+            held = ExitStack()
+            shared = self._shared[id(policy)] = _SharedLoan(*held.enter_context(lend(policy)), held)
+        shared.texts += 1
+        try:
+            yield shared.policy.clone_for_sequence(), shared.round
+        finally:
+            shared.texts -= 1
+            if not shared.texts:
+                del self._shared[id(policy)]
+                shared.held.close()
+
+
+@dataclass(slots=True, eq=False)
+class _SharedLoan:
+    policy: Policy
+    round: threading.RLock
+    held: ExitStack
+    texts: int = 0
+
+
+def _copied(policy: Policy) -> Policy:
+    try:
+        return deepcopy(policy)
+    except Exception as error:
+        raise RuntimeError(
+            f"policy {policy.name!r} is in use by another call, and copy.deepcopy cannot copy it ({error}): "
+            "give each call that runs at the same time a policy of its own"
+        ) from error
