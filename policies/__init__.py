@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from policies.acceptance_table import AcceptanceTable
 from policies.auto.policy import AutoExit, AutoStopping
-from policies.base import ExitPolicy, NeverStop, Policy, StatelessPolicy, StoppingPolicy, check_exit_layer
+from policies.base import ExitPolicy, NeverStop, Policy, StatelessPolicy, StoppingPolicy
+from policies.bounds import check_exit_layer
 from policies.copying import CopyExit, CopyThenExit, copying_first
 from policies.cost import (
     CostModel,
     LayerCost,
     MeasuredCost,
-    PacerCost,
     best_setting,
     cost_of_round,
     draft_passes,
@@ -26,13 +26,14 @@ from policies.entropy import AdaEdlThreshold, SvipThreshold
 from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
 from policies.names import EXITS, STOPPINGS, kept_between_texts, parse_policy
-from policies.pacer import PacerStopping, PreVerifier
+from policies.pacer import PacerStopping
 from policies.records import (
     ContextStates,
     CopiedRow,
     DraftRow,
     ObservationSpec,
     Plan,
+    PreVerifier,
     RoundContext,
     RoundRecord,
     Shadow,
@@ -64,7 +65,6 @@ __all__ = [
     "MeasuredCost",
     "NeverStop",
     "ObservationSpec",
-    "PacerCost",
     "PacerStopping",
     "Plan",
     "Policy",

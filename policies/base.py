@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from policies.building import Setup
 from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow, Spent
-
-if TYPE_CHECKING:
-    from policies.building import Setup
 
 
 class Learner(Protocol):
@@ -250,17 +247,3 @@ class Policy:
             found = saved.get("policy") if isinstance(saved, dict) else None
             raise ValueError(f"{path} holds the state of policy {found!r}, this one is {self.name!r}")
         self.restore(saved)
-
-
-def check_exit_layer(exit_layer: int, num_layers: int) -> int:
-    """Return `exit_layer` if a model of `num_layers` layers can exit there; ValueError with the range if not."""
-    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int) or not 1 <= exit_layer < num_layers:
-        raise ValueError(
-            f"exit_layer must be in [1, {num_layers - 1}] for this {num_layers}-layer model, got {exit_layer!r}"
-        )
-    return exit_layer
-
-
-def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Sorted, distinct exit layers, each checked by `check_exit_layer`."""
-    return tuple(sorted({check_exit_layer(layer, num_layers) for layer in layers}))

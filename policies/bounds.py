@@ -1,6 +1,8 @@
-"""Upper bounds for the numbers of a policy: what memory and time one round may take, whoever names the policy."""
+"""Checks of a policy's numbers. Upper bounds limit the memory and time that one round may take, whoever names the policy."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 MOST_DRAFTS = 64
 """Drafts in a round. Nothing that was measured gains from more than about 20, and memory and time grow with them."""
@@ -20,3 +22,17 @@ def check_number(name: str, value: int, least: int, most: int) -> int:
 def _short(value: object) -> str:
     shown = "an integer of many digits" if isinstance(value, int) and abs(value) > 10**30 else repr(value)
     return shown if len(shown) <= 40 else shown[:40] + "..."
+
+
+def check_exit_layer(exit_layer: int, num_layers: int) -> int:
+    """Return `exit_layer` if a model of `num_layers` layers can exit there; ValueError with the range if not."""
+    if isinstance(exit_layer, bool) or not isinstance(exit_layer, int) or not 1 <= exit_layer < num_layers:
+        raise ValueError(
+            f"exit_layer must be in [1, {num_layers - 1}] for this {num_layers}-layer model, got {exit_layer!r}"
+        )
+    return exit_layer
+
+
+def check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Sorted, distinct exit layers, each checked by `check_exit_layer`."""
+    return tuple(sorted({check_exit_layer(layer, num_layers) for layer in layers}))

@@ -1,29 +1,30 @@
-"""What a policy is built for when it is named: the model's layers, costs, a pre-verifier, the policy that it runs beside."""
+"""What a named policy is built for: the model's layers, its costs and pre-verifier, and the policy that it runs with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from policies.cost import CostModel, LayerCost, PacerCost
-
-if TYPE_CHECKING:
-    from policies.pacer import PacerStopping, PreVerifier
+from policies.cost import CostModel, LayerCost
+from policies.records import PreVerifier
 
 COSTS = ("layers", "measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a name is resolved for: the model's layers, and how to get its measured cost and a pre-verifier (None: neither can
-    be had). ends: Pacer, if it ends the drafts: the passes of its pre-verifier are part of the cost. exit_layers: those
-    that the exit policy may choose, for a stopping policy behind it; None for any."""
+    """What a name is resolved for.
+
+    measure, preverifier: get the model's measured cost, and a pre-verifier; None where there is none.
+    ended_by: the pre-verifier that ends the drafts after every `block` of them, if one does: its passes are part of the cost.
+    exit_layers: those that the exit policy may choose, for the stopping policy that runs with it; None for any.
+    """
 
     num_layers: int
     measure: Callable[[], CostModel] | None = None
     preverifier: Callable[[str | None], PreVerifier] | None = None
-    ends: PacerStopping | None = None
+    ended_by: PreVerifier | None = None
+    block: int = 0
     exit_layers: tuple[int, ...] | None = None
 
     @property
@@ -34,10 +35,10 @@ class Setup:
     def cost(self, kind: str) -> CostModel:
         """The cost model of a `cost=` option."""
         cost = self._cost(kind)
-        if self.ends is None:
+        if self.ended_by is None:
             return cost
-        block = self.ends.b
-        return PacerCost(cost, block, self.ends.preverifier.pass_seconds(block) if kind == "measured" else None)
+        seconds = self.ended_by.pass_seconds(self.block) if kind == "measured" else None
+        return replace(cost, block=self.block, block_seconds=seconds)
 
     def _cost(self, kind: str) -> CostModel:
         if kind == "layers":

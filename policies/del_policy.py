@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from policies.base import NeverStop, check_layers
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.base import NeverStop
+from policies.bounds import MOST_DRAFTS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
 from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow

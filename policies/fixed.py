@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policies.base import StatelessPolicy, check_exit_layer
-from policies.bounds import MOST_DRAFTS, check_number
+from policies.base import StatelessPolicy
+from policies.bounds import MOST_DRAFTS, check_exit_layer, check_number
 from policies.building import Setup
 from policies.records import Plan, RoundContext
 

@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from policies.auto.policy import AutoExit
-from policies.base import ExitPolicy, Policy, StoppingPolicy, check_exit_layer
+from policies.base import ExitPolicy, Policy, StoppingPolicy
+from policies.bounds import check_exit_layer
 from policies.building import Setup
 from policies.copying import CopyExit, copying_first
 from policies.cost import CostModel
@@ -21,8 +22,8 @@ from policies.draft_verify import DraftVerifyThreshold
 from policies.entropy import AdaEdlThreshold, SvipThreshold
 from policies.finite_state import FiniteStateLength
 from policies.fixed import FixedExit
-from policies.pacer import PacerStopping, PreVerifier
-from policies.records import ObservationSpec
+from policies.pacer import PacerStopping
+from policies.records import ObservationSpec, PreVerifier
 from policies.spide import SpideStopping
 
 Convert = Callable[[str], Any]
@@ -264,7 +265,7 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
             raise ValueError(f"exit_layer= changes nothing after {name!r}, which chooses the exit layer")
         stopping = STOPPINGS[other].build(setup, **other_values)
         assert isinstance(stopping, PacerStopping)
-        setup = replace(setup, ends=stopping)
+        setup = replace(setup, ended_by=stopping.preverifier, block=stopping.b)
         _keep_to_layers(values, stopping.exit_layers, "layers" in EXITS[name].options)
     built = EXITS[name].build(setup, **values)
     if built.exit_layers == ():

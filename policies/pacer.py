@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, check_number
 from policies.building import Setup
-from policies.records import ContextStates, DraftRow, ObservationSpec, Plan, Spent
+from policies.records import DraftRow, ObservationSpec, Plan, PreVerifier, Spent
 
 BLOCK = 4
 THRESHOLD = 0.7
 GROWTH = 1.05
 MAX_LENGTH = 32
 CRITERIA = ("mean", "any", "last")
-
-
-class PreVerifier(Protocol):
-    """What the stopping rule asks; the engine's is `selfspec.pacer.inference.PreVerification`."""
-
-    @property
-    def exit_layers(self) -> tuple[int, ...]:
-        """The layers whose drafts it was trained on."""
-        ...
-
-    @property
-    def defaults(self) -> Mapping[str, float]:
-        """Its own best settings: exit_layer, and b, t, rho of the rule; any may be missing."""
-        ...
-
-    def estimate(
-        self,
-        context: ContextStates,
-        exit_layer: int,
-        position: int,
-        first_index: int,
-        hidden: Tensor,
-        features: Tensor,
-        scope: str | None,
-    ) -> list[float]:
-        """Chance that each draft of a block is accepted (so all before it are), one pass over the block.
-
-        position: of the row that produced the block's first draft. first_index: that draft's number in the round, from 1; the
-        blocks of a round come in order. hidden [rows, hidden], features [rows, F]: of the rows that produced the drafts.
-        scope: which rows they may attend to; None for the one it was trained with.
-        """
-        ...
-
-    def pass_seconds(self, block: int) -> float:
-        """What one pass over a block of so many drafts takes on this machine."""
-        ...
 
 
 class PacerStopping(NeverStop):

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from policies.acceptance_table import BINS, PRIOR_COUNT, AcceptanceTable
-from policies.base import NeverStop, check_layers
-from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_number
+from policies.base import NeverStop
+from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
 from policies.records import DraftRow, ObservationSpec, Plan, RoundRecord, Shadow
 

@@ -19,7 +19,7 @@ from layerskip_models.exits.lean import ExitsChoice
 from layerskip_models.parallel.shard_loading import load_shard
 from layerskip_models.parallel.spread_loading import load_spread
 from policies import Policy, RoundRecord
-from policies.base import check_layers
+from policies.bounds import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import make_store, store_for

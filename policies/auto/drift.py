@@ -21,45 +21,6 @@ from policies.cost import CostModel
 from policies.records import RoundRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledCost:
-    """A cost whose draft steps and verifications take other multiples of what it says, plain rounds none."""
-
-    cost: CostModel
-    draft_factor: float
-    verify_factor: float
-
-    @property
-    def num_layers(self) -> int:
-        """As of the cost that is scaled."""
-        return self.cost.num_layers
-
-    def autoregressive(self) -> float:
-        """As of the cost that is scaled."""
-        return self.cost.autoregressive()
-
-    def look(self, exit_layer: int) -> float:
-        """Part of a draft step."""
-        return self.draft_factor * self.cost.look(exit_layer)
-
-    def drafting(self, exit_layer: int, num_drafts: int) -> float:
-        return self.draft_factor * self.cost.drafting(exit_layer, num_drafts)
-
-    def round(self, exit_layer: int, num_drafts: int) -> float:
-        """Its draft steps by the one factor, all else by the other."""
-        drafting = self.cost.drafting(exit_layer, num_drafts)
-        verifying = self.cost.round(exit_layer, num_drafts) - drafting
-        return self.draft_factor * drafting + self.verify_factor * verifying
-
-    def copying(self, exit_layer: int, tried: int, kept: int) -> float:
-        """As a verification, whose rows most of it is."""
-        plain = self.cost.autoregressive()
-        return plain + self.verify_factor * (self.cost.copying(exit_layer, tried, kept) - plain)
-
-    def for_batch_size(self, texts: int) -> ScaledCost:
-        return replace(self, cost=self.cost.for_batch_size(texts))
-
-
 def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[float, float]:
     """Of a round: its draft steps, and its verification. early: it stopped before a draw, so that one more row went through
     the first E layers and was looked at, which verification then need not do."""
@@ -176,5 +137,5 @@ class CostDrift:
         if all(abs(math.log(new / old)) < math.log(self._tolerance) for new, old in zip(wanted, self._factors)):
             return False
         self._factors = wanted
-        self.cost = ScaledCost(cost=self._measured, draft_factor=wanted[0], verify_factor=wanted[1])
+        self.cost = replace(self._measured, draft_factor=wanted[0], verify_factor=wanted[1])
         return True

@@ -12,7 +12,7 @@ from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
 from policies.auto.copy_values import CopyCosts, CopyTable, CutTable, detection
 from policies.auto.draft_values import DraftValues
-from policies.cost import CostModel, cost_of_round
+from policies.cost import CostModel, cost_of_round, round_costs
 from policies.records import RoundRecord, Shadow
 
 
@@ -40,9 +40,7 @@ class AutoLearner:
         """Decide by this cost from the next solution on. margin: by which part drafts must beat plain steps."""
         self.cost = cost
         self._margin = margin
-        counts = range(self.max_speculations + 1)
-        rounds = np.array([[cost.round(layer, count) for count in counts] for layer in self.layers])
-        self._rounds = rounds
+        self._rounds = rounds = round_costs(cost, self.layers, self.max_speculations)
         self._look = np.array([cost.look(layer) for layer in self.layers])
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens

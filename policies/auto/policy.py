@@ -25,11 +25,11 @@ from policies.auto.constants import TUNING
 from policies.auto.copy_values import best_copy, copied_chance
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
-from policies.base import NeverStop, check_layers
-from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_number
+from policies.base import NeverStop
+from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
 from policies.copying import MOST
-from policies.cost import CostModel, LayerCost, MeasuredCost, PacerCost
+from policies.cost import CostModel, LayerCost, MeasuredCost
 from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
 
 
@@ -89,8 +89,7 @@ class AutoExit:
         self._texts, self._hopeless = 1, False
         self._plans = 0  # of all texts in company
         # Decided by time already, so texts that learn together may decide by each other's experience as well.
-        timed = cost.cost if isinstance(cost, PacerCost) else cost
-        self.learns_together = isinstance(timed, MeasuredCost) and not timed.fixed
+        self.learns_together = isinstance(cost, MeasuredCost) and not cost.fixed
 
     @classmethod
     def from_args(
@@ -99,7 +98,7 @@ class AutoExit:
         """Built from its name's ARGS (`policies.names`)."""
         found = setup.cost(cost)
         # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
-        repair = cost == "measured" and setup.ends is None and not getattr(found, "fixed", False)
+        repair = cost == "measured" and not found.block and not found.fixed
         return cls(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
 
     def own_stopping(self) -> AutoStopping:

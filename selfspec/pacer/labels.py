@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policies.base import check_exit_layer
+from policies.bounds import check_exit_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,7 +28,7 @@ from layerskip_models.training.resumable_run import (
     quiet_console,
 )
 from layerskip_models.training.saving import write_folder
-from policies.base import check_exit_layer
+from policies.bounds import check_exit_layer
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_demo
-from policies import DraftRow, LayerCost, MeasuredCost, PacerCost, PacerStopping, Plan, Policy, parse_policy
+from policies import DraftRow, LayerCost, MeasuredCost, PacerStopping, Plan, Policy, parse_policy
 from policies.fixed import FixedExit
 from preverifiers import random_module, random_preverification
 from selfspec import SelfSpecGenerator
@@ -131,7 +131,7 @@ def test_names() -> None:
     assert parse("pacer:exit_layer=1").exit.plan(None).exit_layer == 1
     both = parse("auto:cost=layers+pacer:b=4")
     assert both.exit.learner.layers == (1, 2)
-    assert both.exit.learner.cost == PacerCost(LayerCost(4), 4)
+    assert both.exit.learner.cost == LayerCost(4, block=4)
     with pytest.raises(ValueError, match="exit layers 1, 2 only"):
         parse("ls:3-8+pacer")
     with pytest.raises(ValueError, match="exit layers 1, 2 only"):
@@ -144,10 +144,10 @@ def test_names() -> None:
 
 def test_cost_with_a_preverifier() -> None:
     """9 drafts at layer 2 of 8: 9 * 2 + 8, and a pass behind the 4th and the 8th."""
-    cost = PacerCost(LayerCost(8), 4)
+    cost = LayerCost(8, block=4)
     assert cost.round(2, 9) == 9 * 2 + 8 + 2
     assert (cost.autoregressive(), cost.look(2), cost.num_layers) == (8.0, 0.0, 8)
-    assert PacerCost(LayerCost(8), 4, 2.5).round(2, 9) == 9 * 2 + 8 + 2 * 2.5
+    assert LayerCost(8, block=4, block_seconds=2.5).round(2, 9) == 9 * 2 + 8 + 2 * 2.5
 
 
 def test_a_measured_cost_charges_what_a_pass_takes() -> None:
@@ -166,8 +166,8 @@ def test_a_measured_cost_charges_what_a_pass_takes() -> None:
             f"auto:cost={kind}+pacer:b=3", num_layers=4, measure=lambda: measured, preverifier=lambda _: Timed(network)
         )
         costs[kind] = policy.exit.learner.cost
-    assert costs["layers"] == PacerCost(LayerCost(4), 3)
-    assert costs["measured"] == PacerCost(measured, 3, 300.0)
+    assert costs["layers"] == LayerCost(4, block=3)
+    assert costs["measured"] == replace(measured, block=3, block_seconds=300.0)
     assert 0 < PreVerification(network).pass_seconds(3) < 60
 
 

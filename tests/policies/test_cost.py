@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import CostModel, LayerCost, MeasuredCost, best_setting, tokens_per_cost
-from policies.cost import PacerCost
 
 MEASURED = MeasuredCost(
     num_layers=4, layer_seconds=(1.0, 1.5, 1.75), head_seconds=(2.0, 2.25, 2.5), draft_seconds=0.5, round_seconds=0.25
@@ -110,7 +111,7 @@ def test_company_by_hand() -> None:
 @pytest.mark.parametrize("texts", [1, 2, 5])
 def test_draft_steps_are_part_of_a_round(texts: int) -> None:
     """What a draft more costs is its step, and a row more in the verification, whose rows never become cheaper."""
-    for cost in (LayerCost(4), MEASURED.for_batch_size(texts), PacerCost(MEASURED, 2)):
+    for cost in (LayerCost(4), MEASURED.for_batch_size(texts), replace(MEASURED, block=2)):
         assert cost.drafting(3, 0) == 0
         for drafts in range(6):
             more = cost.round(3, drafts + 1) - cost.round(3, drafts)

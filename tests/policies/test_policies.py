@@ -20,7 +20,7 @@ from policies import (
     check_exit_layer,
     parse_policy,
 )
-from policies.base import check_layers
+from policies.bounds import check_layers
 from records import row, shadow
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
 
