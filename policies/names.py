@@ -6,8 +6,8 @@ ARGS is a list separated by commas: the exit layer and length first where a poli
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -29,31 +29,14 @@ from policies.spide import SpideStopping
 Convert = Callable[[str], Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """One name: what its ARGS may be, and what it builds.
-
-    build: given a Setup and ARGS as keywords. own_stopping: makes the stopping policy that an exit policy comes with, if any.
-    position: what comes first in ARGS, "" for nothing, "E", "E-G" or "G" (exit layer, length). options: name -> converter.
-    """
-
-    about: str
-    example: str
-    build: Callable[..., Any]
-    own_stopping: Callable[..., StoppingPolicy | None] | None = None
-    position: str = ""
-    position_optional: bool = False
-    options: Mapping[str, Convert] = field(default_factory=dict)
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    return tuple(_integer(part) for part in text.split("/"))
-
-
 def _integer(text: str) -> int:
     if not re.fullmatch(r"-?\d+", text):
         raise ValueError(f"a whole number is needed, got {text!r}")
     return int(text)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(_integer(part) for part in text.split("/"))
 
 
 def _switch(text: str) -> bool:
@@ -62,114 +45,88 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
-EXITS: dict[str, Named] = {
-    "ar": Named(about="plain decoding", example="ar", build=FixedExit.from_args),
-    "copy": Named(
-        about="what followed the same words earlier, alone or before another policy's drafts",
-        example="copy:10",
-        build=CopyExit.from_args,
-        position="G",
-        position_optional=True,
-        options={"min": _integer},
+_CONVERT: dict[str, Convert] = {
+    **dict.fromkeys(("cost", "length", "on_stop", "state", "prompt", "bins", "criterion", "scope"), str),
+    **dict.fromkeys(("omega", "decay", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
+    **dict.fromkeys(("no_speculation", "copy", "shadow"), _switch),
+    **dict.fromkeys(
+        ("min", "d_max", "max_length", "prompt_rows", "learn_every", "learn_first", "exit_layer", "b"), _integer
     ),
-    "ls": Named(about="fixed exit layer and length", example="ls:3-6", build=FixedExit.from_args, position="E-G"),
+    "layers": _layers,
+}
+"""How the value of each option is read. An option means the same wherever it occurs."""
+
+_POSITIONS = {"E-G": "an exit layer and a length", "G": "a length", "PATH": "a folder"}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """One name: what it builds, and what its ARGS may be.
+
+    build: given a Setup and ARGS as keywords. takes: the names of its options, separated by blanks.
+    position: what comes first in ARGS, a key of `_POSITIONS`, in brackets if it may be left out; "" for nothing.
+    own_stopping: makes the stopping policy that an exit policy comes with, if any.
+    """
+
+    about: str
+    example: str
+    build: Callable[..., Any]
+    takes: str = ""
+    position: str = ""
+    own_stopping: Callable[..., StoppingPolicy | None] | None = None
+
+    @property
+    def options(self) -> dict[str, Convert]:
+        """How the value of each of its options is read."""
+        return {option: _CONVERT[option] for option in self.takes.split()}
+
+
+EXITS = {
+    "ar": Named("plain decoding", "ar", FixedExit.from_args),
+    "copy": Named(
+        "what followed the same words earlier, alone or before another policy's drafts",
+        "copy:10",
+        CopyExit.from_args,
+        "min",
+        position="[G]",
+    ),
+    "ls": Named("fixed exit layer and length", "ls:3-6", FixedExit.from_args, position="E-G"),
     "del": Named(
-        about="DEL: exit layer by tokens per layer, dynamic threshold",
-        example="del:on_stop=keep",
-        build=DelExit.from_args,
+        "DEL: exit layer by tokens per layer, dynamic threshold",
+        "del:on_stop=keep",
+        DelExit.from_args,
+        "cost layers d_max omega length no_speculation on_stop state prompt",
         own_stopping=DelExit.own_stopping,
-        options={
-            "cost": str,
-            "layers": _layers,
-            "d_max": _integer,
-            "omega": float,
-            "length": str,
-            "no_speculation": _switch,
-            "on_stop": str,
-            "state": str,
-            "prompt": str,
-        },
     ),
     "auto": Named(
-        about="exit layer and length by tokens per cost",
-        example="auto:cost=layers",
-        build=AutoExit.from_args,
+        "exit layer and length by tokens per cost",
+        "auto:cost=layers",
+        AutoExit.from_args,
+        "cost layers d_max decay prompt_rows learn_every learn_first copy",
         own_stopping=AutoExit.own_stopping,
-        options={
-            "cost": str,
-            "layers": _layers,
-            "d_max": _integer,
-            "decay": float,
-            "prompt_rows": _integer,
-            "learn_every": _integer,
-            "learn_first": _integer,
-            "copy": _switch,
-        },
     ),
 }
 """Policies that choose the exit layer."""
 
-STOPPINGS: dict[str, Named] = {
-    "fs": Named(
-        about="finite-state length",
-        example="fs:3-6",
-        build=FiniteStateLength.from_args,
-        position="G",
-        position_optional=True,
-    ),
-    "dv": Named(
-        about="Draft&Verify's threshold",
-        example="dv:3",
-        build=DraftVerifyThreshold.from_args,
-        options={"start": float, "target": float, "step": float, "max_length": _integer},
-    ),
-    "svip": Named(
-        about="SVIP's entropy bound",
-        example="svip:3,threshold=0.6",
-        build=SvipThreshold.from_args,
-        options={"threshold": float, "max_length": _integer},
-    ),
-    "adaedl": Named(
-        about="AdaEDL's entropy bound",
-        example="adaedl:3",
-        build=AdaEdlThreshold.from_args,
-        options={"start": float, "max_length": _integer},
-    ),
+STOPPINGS = {
+    "fs": Named("finite-state length", "fs:3-6", FiniteStateLength.from_args, position="[G]"),
+    "dv": Named("Draft&Verify's threshold", "dv:3", DraftVerifyThreshold.from_args, "start target step max_length"),
+    "svip": Named("SVIP's entropy bound", "svip:3,threshold=0.6", SvipThreshold.from_args, "threshold max_length"),
+    "adaedl": Named("AdaEDL's entropy bound", "adaedl:3", AdaEdlThreshold.from_args, "start max_length"),
     "spide": Named(
-        about="SPIDE's reliability",
-        example="spide:3,tau=0.7",
-        build=SpideStopping.from_args,
-        options={
-            "tau": float,
-            "max_length": _integer,
-            "learn_every": _integer,
-            "shadow": _switch,
-            "prompt_rows": _integer,
-            "bins": str,
-        },
+        "SPIDE's reliability",
+        "spide:3,tau=0.7",
+        SpideStopping.from_args,
+        "tau max_length learn_every shadow prompt_rows bins",
     ),
     "pacer": Named(
-        about="Pacer's pre-verifier",
-        example="pacer:FOLDER,t=0.7",
-        build=PacerStopping.from_args,
-        position="PATH",
-        position_optional=True,
-        options={
-            "exit_layer": _integer,
-            "b": _integer,
-            "t": float,
-            "rho": float,
-            "criterion": str,
-            "scope": str,
-            "max_length": _integer,
-        },
+        "Pacer's pre-verifier",
+        "pacer:FOLDER,t=0.7",
+        PacerStopping.from_args,
+        "exit_layer b t rho criterion scope max_length",
+        position="[PATH]",
     ),
-    "del": Named(
-        about="DEL's dynamic threshold",
-        example="ls:3-18+del",
-        build=DelThreshold.from_args,
-        options={"on_stop": str, "omega": float, "state": str, "prompt": str},
-    ),
+    "del": Named("DEL's dynamic threshold", "ls:3-18+del", DelThreshold.from_args, "on_stop omega state prompt"),
 }
 """Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""
 
@@ -327,39 +284,36 @@ def _split(part: str) -> tuple[str, str]:
 
 
 def _values(name: str, named: Named, arguments: str) -> dict[str, Any]:
-    """ARGS as keyword arguments; ValueError for what the name does not take."""
+    """ARGS as keyword arguments. Raises ValueError for what the name does not take."""
     parts = [part.strip() for part in arguments.split(",")] if arguments else []
     values: dict[str, Any] = {}
-    if named.position and parts and "=" not in parts[0]:
-        values.update(_position(name, named, parts.pop(0)))
-    elif named.position and not named.position_optional:
-        raise ValueError(f"{name!r} needs {_POSITIONS[named.position]} first, as in {named.example}")
+    position, options = named.position.strip("[]"), named.options
+    if position and parts and "=" not in parts[0]:
+        values.update(_position(name, position, named.example, parts.pop(0)))
+    elif position and named.position == position:
+        raise ValueError(f"{name!r} needs {_POSITIONS[position]} first, as in {named.example}")
     for part in parts:
         key, equals, value = part.partition("=")
-        if not equals or key not in named.options:
-            takes = ", ".join(f"{option}=" for option in named.options) or "no further arguments"
+        if not equals or key not in options:
+            takes = ", ".join(f"{option}=" for option in options) or "no further arguments"
             raise ValueError(f"{name!r} takes {takes}, not {part!r}")
         if key in values:
             raise ValueError(f"{key}= is given twice")
         try:
-            values[key] = named.options[key](value)
+            values[key] = options[key](value)
         except ValueError as error:
             raise ValueError(f"{key}={value}: {error}") from None
     return values
 
 
-_POSITIONS = {"E-G": "an exit layer and a length", "G": "a length", "PATH": "a folder"}
-
-
-def _position(name: str, named: Named, text: str) -> dict[str, Any]:
-    if named.position == "PATH":
+def _position(name: str, position: str, example: str, text: str) -> dict[str, Any]:
+    if position == "PATH":
         return {"path": text}
-    match = re.fullmatch(r"(\d+)-(\d+)" if named.position == "E-G" else r"(\d+)", text)
+    match = re.fullmatch(r"(\d+)-(\d+)" if position == "E-G" else r"(\d+)", text)
     if match is None:
-        raise ValueError(f"{name!r} takes {_POSITIONS[named.position]} first, as in {named.example}, not {text!r}")
-    if named.position == "E-G":
-        return {"exit_layer": int(match[1]), "length": int(match[2])}
-    return {"length": int(match[1])}
+        raise ValueError(f"{name!r} takes {_POSITIONS[position]} first, as in {example}, not {text!r}")
+    keys = ("exit_layer", "length") if position == "E-G" else ("length",)
+    return dict(zip(keys, map(int, match.groups())))
 
 
 def _suggestion(name: str, known: list[str]) -> str:
