@@ -34,14 +34,10 @@ class AcceptanceModel:
     def __init__(self, layers: Sequence[int], num_layers: int) -> None:
         self._size = len(layers)
         depth = np.log2(1 + 24 * np.asarray(layers) / num_layers)
-        spread = (
-            TUNING.height_spread**2
-            + TUNING.step_spread**2 * np.minimum.outer(depth, depth)
-            + TUNING.own_spread**2 * np.eye(self._size)
-        )
+        spread = TUNING.height_spread**2 + TUNING.spread**2 * (np.minimum.outer(depth, depth) + np.eye(self._size))
         self._precision = np.zeros((self._size + 1, self._size + 1))
         self._precision[:-1, :-1] = np.linalg.inv(spread)
-        self._precision[-1, -1] = 1 / TUNING.slope_spread**2
+        self._precision[-1, -1] = 1 / TUNING.spread**2
         self._prior = np.array([TUNING.height] * self._size + [TUNING.slope])
         self.reset()
 
@@ -50,29 +46,27 @@ class AcceptanceModel:
         self._parameters = self._prior.copy()
 
     def fit(self, accepted: Array, seen: Array) -> None:
-        """Heights and slope from counts, [layers, bins], fractions allowed: a logistic regression with a Gaussian prior."""
-        reached = self._log_probability(self._parameters, accepted, seen)
-        for _ in range(TUNING.iterations):
-            expected = self._line()
-            missing = accepted - seen * expected
-            weight = seen * expected * (1 - expected)
-            gradient = -self._precision @ (self._parameters - self._prior)
-            gradient[:-1] += missing.sum(axis=1)
-            gradient[-1] += (missing * _LOG_ODDS).sum()
-            curvature = self._precision.copy()
-            curvature[range(self._size), range(self._size)] += weight.sum(axis=1)
-            shared = (weight * _LOG_ODDS).sum(axis=1)
-            curvature[:-1, -1] += shared
-            curvature[-1, :-1] += shared
-            curvature[-1, -1] += (weight * _LOG_ODDS**2).sum()
-            step, before = np.linalg.solve(curvature, gradient), reached
-            reached = self._log_probability(self._parameters + step, accepted, seen)
-            while reached < before and np.abs(step).max() > 1e-6:
-                step *= 0.25  # far from the optimum Newton's steps overshoot
-                reached = self._log_probability(self._parameters + step, accepted, seen)
-            self._parameters += step
-            if np.abs(step).max() < TUNING.near:
-                return
+        """Bring heights and slope nearer to counts, [layers, bins], fractions allowed: a step of a logistic regression.
+
+        The prior is Gaussian. One step of Newton's method from where the last fit ended decides as well as several.
+        """
+        expected = self._line()
+        missing = accepted - seen * expected
+        weight = seen * expected * (1 - expected)
+        gradient = -self._precision @ (self._parameters - self._prior)
+        gradient[:-1] += missing.sum(axis=1)
+        gradient[-1] += (missing * _LOG_ODDS).sum()
+        curvature = self._precision.copy()
+        curvature[range(self._size), range(self._size)] += weight.sum(axis=1)
+        shared = (weight * _LOG_ODDS).sum(axis=1)
+        curvature[:-1, -1] += shared
+        curvature[-1, :-1] += shared
+        curvature[-1, -1] += (weight * _LOG_ODDS**2).sum()
+        step = np.linalg.solve(curvature, gradient)
+        before = self._log_probability(self._parameters, accepted, seen)
+        while np.abs(step).max() > 1e-6 and self._log_probability(self._parameters + step, accepted, seen) < before:
+            step *= 0.25  # far from the optimum Newton's steps overshoot
+        self._parameters += step
 
     def acceptance(self, accepted: Array, seen: Array) -> Array:
         """The estimate for every layer and bin, in (0, 1): the mean of what the fit says and what was seen there."""

@@ -1,4 +1,4 @@
-"""The numbers that `auto` was tuned to, in one place; docs/log.md has the measurements."""
+"""The numbers that `auto` was tuned to, and what each came from. Dates and machines are those of docs/log.md."""
 
 from __future__ import annotations
 
@@ -7,90 +7,70 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Each was chosen on recorded texts of several models; most of them matter by a percent or two."""
+    """Most of them matter by a percent or two. "By replay": on the demo's recorded texts, 24, Z4."""
 
-    # What it learns from, and when it thinks again.
+    # What it learns from, and when it solves its equations again.
     max_speculations: int = 10
-    """A longer draft of a layer that good gains a few percent at most."""
+    """Longest draft. A longer one of a layer that is this good gains a few percent at most."""
     prompt_rows: int = 8
-    """How many of a prompt's last rows teach what every layer would have said."""
+    """Last rows of a prompt that teach what every layer would have said (22, Z3: 12 and 4 are worse)."""
     prompt_rows_taught: int = 4
-    """The same once earlier calls taught more than `taught`."""
+    """The same once earlier calls taught more than `taught` (22, Z3). By replay 8 decides no better."""
     taught: int = 24
-    """Observations per layer."""
+    """Observations per layer from which on prompts teach with fewer rows and a batch may be idle. Chosen, not measured."""
     prompt_every: int = 8
-    """So many tokens have to come for each row of the prompt: a short text learns from fewer."""
+    """New tokens that must be to come for each row of the prompt: a short text learns from fewer (22, Z5: time)."""
     learn_every: int = 32
-    """One row in so many teaches every layer, not its own alone."""
+    """One row in this many teaches every layer, and not only its own (22, I: counted in rows, not in rounds)."""
     idle: int = 4
-    """Texts in company that know that drafts do not pay learn from one row in so many of those that would teach them."""
+    """Texts of a batch that know that drafts do not pay learn this many times less often (23, Z3: four texts)."""
     margin_in_batch: float = 0.05
-    """By which part drafts must beat plain steps in company: texts that draft end at different times, so the last are less
-    in company than they were promised."""
+    """How much better than plain steps drafts must be in a batch (23, Z3): its texts end at different times, so the last are
+    in a smaller batch than they were promised."""
     memory: int = 128
-    """Observations per layer that earlier calls count for, at most, when a call begins."""
+    """Observations per layer that earlier calls count for, at most, when a call begins (22, Z5: 64 to 512 are within 1 %)."""
     news: float = 4.0
-    """Values are solved anew at so many times as many rows: a solution costs one or two milliseconds."""
+    """Values are solved again at this many times as many rows; a solution takes one or two milliseconds (22, Z3)."""
     settled: float = 0.1
-    """Relative change of the rate below which another step towards it is not worth its time."""
+    """Relative change of the rate below which another of Dinkelbach's steps is not worth its time (22, Z5)."""
     passes: int = 5
-    """Most such steps at a time."""
+    """Most such steps at a time. By replay 2 and 99 decide as well: this only keeps the loop finite."""
 
-    # The acceptance model (`policies.auto.acceptance_model`).
+    # The acceptance model (`policies.auto.acceptance_model`). Twice or half as much changes 1.3 % at most (by replay).
     height: float = 1.0
     """Prior mean of a layer's acceptance above its confidence, in log odds: an exit is right more often than it is sure."""
     slope: float = 1.0
-    """Prior mean of the slope of acceptance over confidence, both in log odds."""
+    """Prior mean of the slope of acceptance over confidence, both in log odds: confidence is calibrated."""
     height_spread: float = 1.0
-    """Prior: standard deviation of all layers' heights together."""
-    step_spread: float = 0.3
-    """Prior: standard deviation of the way from a layer to one twice as deep, in a model of 24 layers."""
-    own_spread: float = 0.3
-    """Prior: standard deviation of a layer from that line."""
-    slope_spread: float = 0.3
-    """Prior: standard deviation of the slope."""
+    """Prior standard deviation of all layers' heights together."""
+    spread: float = 0.3
+    """Prior standard deviation of the slope, of a layer's height from its neighbours' line, and of the way from a layer to
+    one twice as deep (in a model of 24 layers)."""
     fit_count: float = 8.0
-    """How many observations the fit is worth in a bin."""
-    iterations: int = 3
-    """Most steps of Newton's method, each time from where the last fit ended."""
-    near: float = 0.01
-    """A step shorter than this, in log odds, is the last."""
+    """Observations that the fit is worth in a bin. By replay 2 is 1.5 % worse, 32 no better."""
 
     # Copied tokens (`policies.auto.copy_values`).
     copy_prior: float = 4.0
-    """How many observations the usual acceptance of a match length is worth."""
+    """Observations that the usual acceptance of a match length is worth (23, Z3: 2 and 8 are within 1 %)."""
     copy_memory: float = 64.0
-    """Observations of a match length at which the older ones are halved: a text changes from prose to a list."""
-    copy_least: float = 0.1
-    """Chance of a whole copy below which it grows no longer."""
-    copy_usual: float = 0.85
-    """Chance of a copied token for which it is reckoned how well an exit tells right from wrong ones."""
-    copy_needed: float = 0.3
-    """Chance below which a copied token is not worth its row, for the same."""
-    wrong_alike: float = 0.2
-    """How often a wrong copy and a wrong exit say the same."""
-    cut_prior: float = 6.0
-    """How many observations what an exit's confidences say of its cuts is worth."""
-    cut_usual: float = 0.3
-    """Of the wrong copies that it should cut by its confidences, the part that it does cut, until it is known."""
-    copy_rounds: float = 32.0
-    """Rounds whose tokens and costs tell the rate that a text with copies is decoded at."""
+    """Observations of a match length at which the older ones are halved, because a text may turn from prose to a list. By
+    replay, all of them are no worse; only this follows a change."""
 
     # Costs repaired by what rounds take (`policies.auto.drift`).
     window: int = 64
-    """Rounds that are compared with each other: of one load of the machine, more or less."""
+    """Rounds that are compared with each other: of one load of the machine, more or less. Chosen, not measured."""
     fewest: int = 8
-    """Fewest rounds of each kind; their median counts, so that one in which the thread lost its core is nothing."""
+    """Fewest rounds of each kind. Their median counts, so one round in which the thread lost its core does not matter."""
     tolerance: float = 1.3
-    """A calibration in quiet is right within a tenth; acting on less would make decisions follow noise."""
+    """A calibration on a quiet machine is right within a tenth. Acting on less would make decisions follow noise."""
     tolerance_in_batch: float = 1.1
-    """Costs of many texts are interpolated, and near the number from which on drafts cease to pay a tenth decides."""
+    """Costs of many texts are interpolated. Near the batch size at which drafts cease to pay, a tenth decides (23, Z3)."""
     probe_every: int = 4
-    """While kinds are compared, one round in so many is of a kind that there are too few of."""
+    """While kinds are compared, one round in this many is of a kind that there are too few of."""
     compare_every: int = 1024
-    """Rounds from one comparison to the next."""
+    """Rounds from one comparison to the next, each of which may take `fewest` rounds of a kind that does not pay."""
     compare_every_in_batch: int = 256
-    """The same for many texts: their tokens come from fewer rounds."""
+    """The same for many texts, whose tokens come from fewer rounds (23, Z3)."""
 
 
 TUNING = Tuning()

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from policies.acceptance_table import DOUBT_BINS, AcceptanceTable
 from policies.auto.acceptance_model import AcceptanceModel
 from policies.auto.constants import TUNING
-from policies.auto.copy_values import CopyCosts, CopyTable, CutTable, detection
+from policies.auto.copy_values import CopyTable
 from policies.auto.draft_values import DraftValues
+from policies.copying import MOST
 from policies.cost import CostModel, cost_of_round, round_costs
 from policies.records import RoundRecord, Shadow
 
@@ -31,7 +32,6 @@ class AutoLearner:
         self.model = AcceptanceModel(layers, cost.num_layers)
         self._decay = decay
         self.copies = CopyTable()
-        self.cuts = CutTable()
         self._index = {layer: index for index, layer in enumerate(layers)}
         self.use_cost(cost)
         self.reset()
@@ -46,7 +46,7 @@ class AutoLearner:
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
         self._step_list: list[list[float]] = self._steps.tolist()
         self._round_list: list[list[float]] = rounds.tolist()
-        self._copy_costs: CopyCosts | None = None
+        self.copy_costs = [cost.copying(0, copied, copied) for copied in range(MOST + 1)]
 
     @property
     def hopeless(self) -> bool:
@@ -58,7 +58,6 @@ class AutoLearner:
         """Back to the prior."""
         self.table.reset()
         self.copies.reset()
-        self.cuts.reset()
         self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
         self.model.reset()
         self._rows = self._solved_at = 0  # observed, of whatever layer
@@ -143,15 +142,7 @@ class AutoLearner:
         if not pays:
             self.best_tokens, self.best_cost = 1.0, plain
         self.likeliest_layer = self.layers[best]
-        self.detected = detection(frequency[best].tolist(), self._chances[best], TUNING.copy_needed)
         self.best_layer = self.likeliest_layer if pays else None
-
-    @property
-    def copy_costs(self) -> CopyCosts:
-        """Of rounds that copy, by the present cost; cut at the exit layer that is drafted at, if any is."""
-        if self._copy_costs is None or self._copy_costs.exit_layer != self.likeliest_layer:
-            self._copy_costs = CopyCosts(self.cost, self.likeliest_layer)
-        return self._copy_costs
 
     def round_cost(self, record: RoundRecord) -> float:
         """What a round has cost, by the present cost."""
@@ -188,7 +179,6 @@ class AutoLearner:
             "rate": self.rate,
             "rows": self._rows,
             "copies": self.copies.state(),
-            "cuts": self.cuts.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -201,7 +191,6 @@ class AutoLearner:
         self.table.restore(state["table"])
         self.model.restore(state["fit"])
         self.copies.restore(state["copies"])
-        self.cuts.restore(state["cuts"])
         self.frequency = frequency
         self._next_rate = float(state["rate"])
         self._rows = self._solved_at = int(state["rows"])

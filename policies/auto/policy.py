@@ -18,19 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from policies.auto.constants import TUNING
-from policies.auto.copy_values import best_copy, copied_chance
+from policies.auto.copy_values import best_copy
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
-from policies.copying import MOST
 from policies.cost import CostModel, LayerCost, MeasuredCost
-from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -75,7 +73,7 @@ class AutoExit:
         self._cost = self.learner.cost
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by how many texts share the passes
-        self._earned = self._spent = 0.0  # tokens and cost of the latest rounds
+        self._earned = self._spent = 0.0  # tokens and cost of the text's rounds
         self._needs = ObservationSpec(
             confidence=True,
             copies="welcome" if copy else "none",
@@ -174,7 +172,7 @@ class AutoExit:
         )
 
     def _copying(self, context: RoundContext) -> Plan | None:
-        """A copy, if that is worth more than drafting is; at the rate at which the text has been decoded of late.
+        """A copy, if that is worth more than drafting is; at the rate at which the text has been decoded so far.
 
         Where much is copied, that rate is well above the one of drafts, and time has a higher price.
         """
@@ -184,18 +182,10 @@ class AutoExit:
         rate = tokens / cost
         if self._spent > 0:
             rate = max(rate, self._earned / self._spent)
-        layer = learner.likeliest_layer
-        detected = learner.cuts.detection(layer, learner.detected)
-        drafting = partial(learner.going_on, layer, 0)
-        choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate, MOST, detected, drafting)
+        choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate)
         if choice.value <= tokens - rate * cost:
             return None
-        return Plan(
-            exit_layer=choice.exit_layer,
-            max_speculations=0 if choice.exit_layer is None or self._hopeless else learner.max_speculations,
-            copied=choice.copied,
-            acceptance=learner.layer_acceptance,
-        )
+        return Plan(exit_layer=None, max_speculations=0, copied=choice.copied, acceptance=learner.layer_acceptance)
 
     def _learns_now(self) -> bool:
         """Of texts that learn together one learns in a round at most: together they learn as much as a text alone."""
@@ -220,10 +210,8 @@ class AutoExit:
         """Learn from a round."""
         if self._needs.copies != "none":
             self.learner.copies.observe(record.copies)
-            self.learner.cuts.observe(record)
-            kept = 1 - 1 / TUNING.copy_rounds
-            self._earned = kept * self._earned + len(record.tokens)
-            self._spent = kept * self._spent + self.learner.round_cost(record)
+            self._earned += len(record.tokens)
+            self._spent += self.learner.round_cost(record)
         self.learner.observe(record.without_copies)
         drift = self._drift
         if drift is not None and drift.observe(record):
@@ -256,31 +244,14 @@ class AutoStopping(NeverStop):
         self.observes = ObservationSpec(confidence=True)
         self._learner = learner
         self._reliability = 1.0
-        self._copied, self._cut = 0, False
 
     def start_round(self, plan: Plan) -> None:
         """Nothing is drafted yet: reliability 1."""
         self._reliability = 1.0
-        self._copied, self._cut = 0, False
-
-    def keep_copied(self, row: CopiedRow) -> bool:
-        """While the copy is still likely enough to be worth its row in the layers behind the exit."""
-        assert row.confidence is not None
-        learner = self._learner
-        exit_chance = learner.chance(row.exit_layer, row.confidence)
-        chance = copied_chance(learner.copies.chance(row.match_length), row.agrees, exit_chance)
-        if self._reliability * chance < learner.rate * learner.copy_costs.row(self._copied + 1):
-            self._cut = True
-            return False
-        self._reliability *= chance
-        self._copied += 1
-        return True
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         """When the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
-        if self._copied and not self._cut:
-            return True  # the next round copies on, for less than it costs to draft
         reliability = self._reliability * self._learner.chance(row.exit_layer, row.confidence)
         if self._learner.gain(row.exit_layer, row.num_drafted, reliability) < 0:
             return True

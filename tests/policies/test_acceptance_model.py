@@ -43,7 +43,7 @@ def test_a_line_is_found() -> None:
     odds = np.log(np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999)) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
     truth = sigmoid(np.array([-3.0, 0.3, 0.7, 1.2, 2.0, 2.8])[:, None] + 1.3 * odds)
     model = AcceptanceModel(LAYERS, 16)
-    for _ in range(4):
+    for _ in range(12):
         model.fit(*counts(truth, 500.0))
     assert model.acceptance(*NOTHING) == pytest.approx(truth, abs=0.02)
 

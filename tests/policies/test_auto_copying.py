@@ -10,14 +10,13 @@ import torch
 
 from companies import shared_model
 from layerskip_models.kv_cache import KVCache
-from policies import CopiedRow, LayerCost, MeasuredCost, Plan, Policy, RoundContext, RoundRecord, parse_policy
+from policies import LayerCost, MeasuredCost, Policy, RoundContext, RoundRecord, parse_policy
 from policies.auto.constants import TUNING
-from policies.auto.copy_values import CopyCosts, CopyTable, CutTable, Detection, best_copy, copied_chance, detection
+from policies.auto.copy_values import CopyTable, best_copy
 from policies.auto.drift import CostDrift
 from policies.auto.policy import AutoExit
 from policies.copying import MOST
 from records import finished
-from records import row as draft_row
 from scripted_policies import made_up_cost
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.round import decode
@@ -60,37 +59,9 @@ def test_learns_how_often_a_match_of_each_length_is_right() -> None:
         again.restore({"right": [1.0], "seen": [2.0]})
 
 
-@pytest.mark.parametrize("chance", [0.3, 0.8, 0.97])
-def test_a_copied_token_by_bayes_rule(chance: float) -> None:
-    """Against the four things that can be: the copy is right or wrong, and so is the exit's choice."""
-    for exit_chance in (0.05, 0.6, 0.99):
-        alike = TUNING.wrong_alike
-        joint = {}
-        for copy_right, exit_right in product((True, False), repeat=2):
-            p = (chance if copy_right else 1 - chance) * (exit_chance if exit_right else 1 - exit_chance)
-            if copy_right == exit_right == False:  # noqa: E712
-                joint[copy_right, True], joint[copy_right, False] = (
-                    joint.get((copy_right, True), 0) + p * alike,
-                    joint.get((copy_right, False), 0) + p * (1 - alike),
-                )
-            else:
-                agrees = copy_right and exit_right
-                joint[copy_right, agrees] = joint.get((copy_right, agrees), 0) + p
-        for agrees in (True, False):
-            right, wrong = joint.get((True, agrees), 0.0), joint.get((False, agrees), 0.0)
-            assert copied_chance(chance, agrees, exit_chance) == pytest.approx(right / (right + wrong))
-    assert copied_chance(chance, True, 0.9) > chance > copied_chance(chance, False, 0.9)
-
-
-def test_an_exit_that_knows_detects_and_one_that_guesses_does_not() -> None:
-    sure, guess = detection([1.0], [0.99], 0.3), detection([1.0], [0.2], 0.3)
-    assert sure.wrong > 0.9 and sure.right < 0.02
-    assert guess == Detection(0.0, 0.0)  # it would cut more right ones than wrong ones
-
-
 def test_copies_as_long_as_it_pays() -> None:
-    """Brute force over the lengths, without an exit: tokens less rate times cost."""
-    table, costs = CopyTable(), CopyCosts(ROWS, None)
+    """Brute force over the lengths: tokens less rate times cost."""
+    table, costs = CopyTable(), [ROWS.copying(0, copied, copied) for copied in range(MOST + 1)]
     table.observe([(4, True)] * 9 + [(4, False)])
     for rate, length in product((0.05, 0.14, 0.3, 1.0), (2, 4, 8, 33)):
         values = []
@@ -99,71 +70,9 @@ def test_copies_as_long_as_it_pays() -> None:
             for index in range(copied):
                 reliability *= table.chance(length + index)
                 tokens += reliability
-            if reliability >= TUNING.copy_least:
-                values.append((tokens - rate * ROWS.copying(0, copied, copied), copied))
-        choice = best_copy(table, costs, length, rate, MOST, Detection(0.0, 0.0), nothing)
+            values.append((tokens - rate * ROWS.copying(0, copied, copied), copied))
+        choice = best_copy(table, costs, length, rate)
         assert (choice.value, choice.copied) == pytest.approx(max(values))
-        assert choice.exit_layer is None
-
-
-def test_an_exit_that_detects_well_cuts_copies_that_are_often_wrong() -> None:
-    table, costs = CopyTable(), CopyCosts(replace(ROWS, head_seconds=(0.1, 0.1)), 1)
-    for length in range(2, 40):
-        table.observe([(length, True), (length, True), (length, False)] * 15)
-    rate = 1 / ROWS.autoregressive()
-    assert best_copy(table, costs, 8, rate, MOST, Detection(0.99, 0.0), nothing).exit_layer == 1
-    assert best_copy(table, costs, 8, rate, MOST, Detection(0.2, 0.2), nothing).exit_layer is None
-
-
-def nothing(reliability: float) -> float:
-    """What drafting on behind a cut is worth to somebody who does not."""
-    return 0.0
-
-
-def test_drafting_on_behind_a_cut_makes_cutting_worth_more() -> None:
-    table, costs = CopyTable(), CopyCosts(ROWS, 1)
-    rate, detected = 1 / ROWS.autoregressive(), Detection(0.9, 0.05)
-    alone = best_copy(table, costs, 3, rate, MOST, detected, nothing)
-    with_drafts = best_copy(table, costs, 3, rate, MOST, detected, lambda reliability: 3 * reliability)
-    assert with_drafts.exit_layer == 1
-    assert with_drafts.value > alone.value
-
-
-def test_learns_how_often_an_exit_cuts_what_is_wrong() -> None:
-    table, expected = CutTable(), Detection(0.8, 0.1)
-    assert table.detection(1, expected) == pytest.approx((0.8 * TUNING.cut_usual, 0.1))
-    base = replace(finished(5, 5, exit_layer=1), num_copied=5, num_tried=5)
-    for _ in range(50):
-        table.observe(replace(base, num_accepted=2))  # the third one was wrong, and was kept
-    assert table.detection(1, expected).wrong < 0.05
-    cut = replace(base, draft_tokens=(0, 1), num_copied=2, num_accepted=2, copies=((4, True), (5, True), (6, False)))
-    for _ in range(200):
-        table.observe(cut)
-    assert table.detection(1, expected).wrong > 0.7
-    before = table.detection(1, expected).right
-    for _ in range(100):
-        table.observe(replace(cut, copies=((4, True), (5, True), (6, True))))  # it was right
-    assert table.detection(1, expected).right > before
-    assert table.detection(2, expected) == pytest.approx((0.8 * TUNING.cut_usual, 0.1))  # each exit for itself
-    again = CutTable()
-    again.restore(table.state())
-    assert again.detection(1, expected) == table.detection(1, expected)
-
-
-def test_a_copy_that_was_kept_whole_is_verified_at_once() -> None:
-    """The next round copies on, for less than the exit would draft for; behind a cut the exit goes on."""
-    policy = taught(True)
-    stopping = policy.own_stopping()
-    row = CopiedRow(exit_layer=1, match_length=8, agrees=True, confidence=0.99)
-    behind = draft_row(exit_layer=1, confidence=0.9999)
-    for agrees in (True, False):
-        stopping.start_round(Plan(exit_layer=1, max_speculations=3, copied=4))
-        assert stopping.keep_copied(row)
-        if not agrees:
-            for length in (2, 3, 4, 5, 6, 8, 12, 16, 32):
-                policy.learner.copies.observe([(length, False)] * 200)
-            assert not stopping.keep_copied(replace(row, agrees=False))
-        assert stopping.stop_before_draw(behind) == agrees
 
 
 def test_plans_a_copy_where_it_was_right_and_none_where_it_was_wrong() -> None:
@@ -188,18 +97,6 @@ def test_a_rate_that_copies_have_raised_is_a_higher_price() -> None:
 
 def copied_record(copied: int, accepted: int) -> RoundRecord:
     return replace(finished(copied, accepted), exit_layer=None, num_copied=copied, num_tried=copied)
-
-
-def test_keeps_a_copied_token_by_what_it_is_worth() -> None:
-    policy = taught(True)
-    stopping = policy.own_stopping()
-    stopping.start_round(Plan(exit_layer=1, max_speculations=3, copied=4))
-    row = CopiedRow(exit_layer=1, match_length=8, agrees=True, confidence=0.9)
-    assert all(stopping.keep_copied(row) for _ in range(4))
-    policy = taught(False)
-    stopping = policy.own_stopping()
-    stopping.start_round(Plan(exit_layer=1, max_speculations=3, copied=4))
-    assert not stopping.keep_copied(replace(row, agrees=False))
 
 
 def run(
@@ -253,11 +150,6 @@ def test_costs_of_copies_by_hand() -> None:
     assert ROWS.copying(0, 0, 0) == ROWS.autoregressive()
     assert ROWS.for_batch_size(2).copying(0, 1, 1) == pytest.approx(7 * 1.45 / 2)
     assert LayerCost(6).copying(2, 9, 3) == 6
-    costs = CopyCosts(ROWS, 2)
-    assert costs.straight[4] == ROWS.copying(0, 4, 4)
-    assert costs.cut(4, 1) == pytest.approx(ROWS.copying(2, 4, 1))
-    assert costs.cut(4, 1.5) == pytest.approx((ROWS.copying(2, 4, 1) + ROWS.copying(2, 4, 2)) / 2)
-    assert costs.row(3) == pytest.approx(ROWS.copying(2, 5, 3) - ROWS.copying(2, 5, 2))
 
 
 def test_what_was_learned_of_copies_is_kept_with_the_rest() -> None:
