@@ -24,12 +24,7 @@ from policies.records import CopiedRow, DraftRow, ObservationSpec, Plan, RoundCo
 
 
 class Learner(Protocol):
-    """What both kinds of policy have: they look at outcomes, and what they learned can be dropped, kept and taken up."""
-
-    @property
-    def observes(self) -> ObservationSpec:
-        """What the engine shall compute; asked once per call, after `begin_text`."""
-        ...
+    """Looks at outcomes. What it learned can be dropped, saved and restored."""
 
     def begin_text(self) -> None:
         """Called at the start of every call, before anything else: what was seen so far belongs to earlier texts."""
@@ -44,11 +39,11 @@ class Learner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget all that was learned."""
+        """Forget everything that was learned."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What was learned, as JSON can hold it."""
+        """What was learned, for JSON."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -56,7 +51,14 @@ class Learner(Protocol):
         ...
 
 
-class ExitPolicy(Learner, Protocol):
+class _Observer(Learner, Protocol):
+    @property
+    def observes(self) -> ObservationSpec:
+        """What the engine computes for it; asked once per call, after `begin_text`."""
+        ...
+
+
+class ExitPolicy(_Observer, Protocol):
     """Chooses the exit layer, and a cap on the length, once per round."""
 
     @property
@@ -69,7 +71,7 @@ class ExitPolicy(Learner, Protocol):
         ...
 
 
-class StoppingPolicy(Learner, Protocol):
+class StoppingPolicy(_Observer, Protocol):
     """Decides at every drafted token whether to go on."""
 
     def start_round(self, plan: Plan) -> None:
@@ -124,12 +126,36 @@ class StatelessPolicy:
             raise ValueError(f"{type(self).__name__} learns nothing, but the saved state holds {sorted(state)}")
 
 
+class DelegatingPolicy:
+    """Defaults for a policy that leaves all learning to another object, `learner`."""
+
+    learner: Learner
+
+    def begin_text(self) -> None:
+        self.learner.begin_text()
+
+    def observe_prompt(self, shadow: Shadow) -> None:
+        self.learner.observe_prompt(shadow)
+
+    def observe(self, record: RoundRecord) -> None:
+        self.learner.observe(record)
+
+    def reset(self) -> None:
+        self.learner.reset()
+
+    def state(self) -> dict[str, Any]:
+        return self.learner.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.learner.restore(state)
+
+
 class NeverStop(StatelessPolicy):
     """Defaults for a stopping policy: drafts to the plan's cap and learns nothing."""
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> NeverStop:
-        """The policy that a name's ARGS stand for (`policies.names`); override it to use the setup."""
+        """Build it from the ARGS of its name (`policies.names`). Override it to use the setup."""
         return cls(**options)
 
     def start_round(self, plan: Plan) -> None:
@@ -142,7 +168,7 @@ class NeverStop(StatelessPolicy):
         return False
 
     def keep_copied(self, row: CopiedRow) -> bool:
-        """Where the exit head says the same."""
+        """True where the exit head says the same."""
         return row.agrees
 
     def threshold(self, exit_layer: int) -> float | None:

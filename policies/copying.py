@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from policies.base import ExitPolicy, Policy, StatelessPolicy
+from policies.base import DelegatingPolicy, ExitPolicy, Policy, StatelessPolicy
 from policies.bounds import check_number
 from policies.building import Setup
-from policies.records import ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import ObservationSpec, Plan, RoundContext, RoundRecord
 
 LENGTH = 10
 """Tokens that are copied at most, as in prompt lookup decoding (Saxena 2023)."""
@@ -52,7 +52,7 @@ class CopyExit(_Copying, StatelessPolicy):
         return Plan(exit_layer=None, max_speculations=0, copied=self.copied(context))
 
 
-class CopyThenExit(_Copying):
+class CopyThenExit(_Copying, DelegatingPolicy):
     """Copy first, then what another exit policy plans: its exit cuts the copy where it disagrees, and drafts on from there.
 
     inner: sees rounds as if the copied tokens had been committed before them.
@@ -60,37 +60,22 @@ class CopyThenExit(_Copying):
 
     def __init__(self, inner: ExitPolicy, length: int = LENGTH, shortest: int = SHORTEST) -> None:
         super().__init__(length, shortest)
-        self.inner = inner
+        self.learner: ExitPolicy = inner
 
     @property
     def observes(self) -> ObservationSpec:
-        return self.inner.observes | CopyExit.observes
+        return self.learner.observes | CopyExit.observes
 
     @property
     def exit_layers(self) -> tuple[int, ...] | None:
-        return self.inner.exit_layers
+        return self.learner.exit_layers
 
     def plan(self, context: RoundContext) -> Plan:
         """The inner policy's, with copies before it; without an exit layer they go straight to verification."""
-        return replace(self.inner.plan(context), copied=self.copied(context))
-
-    def begin_text(self) -> None:
-        self.inner.begin_text()
-
-    def observe_prompt(self, shadow: Shadow) -> None:
-        self.inner.observe_prompt(shadow)
+        return replace(self.learner.plan(context), copied=self.copied(context))
 
     def observe(self, record: RoundRecord) -> None:
-        self.inner.observe(record.without_copies)
-
-    def reset(self) -> None:
-        self.inner.reset()
-
-    def state(self) -> dict[str, Any]:
-        return self.inner.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.inner.restore(state)
+        self.learner.observe(record.without_copies)
 
 
 def copying_first(policy: Policy, length: int = LENGTH, **options: Any) -> Policy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from policies.base import NeverStop
+from policies.base import DelegatingPolicy, Learner, NeverStop, StatelessPolicy
 from policies.bounds import MOST_DRAFTS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, best_setting
@@ -157,7 +157,7 @@ _MEANS = ("matches", "matched", "mismatched")
 
 
 class DelEstimates:
-    """What DEL goes by: a prompt's last rows in a text's first round, and from then on the rounds.
+    """What DEL decides by (`current`): a prompt's last rows in a text's first round, and from then on the rounds.
 
     layers: those to learn. state: "fresh" forgets the rounds when a new text begins, as Algorithm 1 starts with empty lists;
     "kept" goes on with those of earlier texts. prompt: "first" uses the prompt's rows for the first round only, "counted"
@@ -176,10 +176,10 @@ class DelEstimates:
         self._prompt = DecayedMatches(self.layers, omega)
         self._forgets = state == "fresh"
         self._counts_prompt = prompt == "counted"
-        self._current = self.rounds
+        self.current = self.rounds
 
     def begin_text(self) -> None:
-        self._current = self.rounds
+        self.current = self.rounds
         if self._forgets:
             self.rounds.reset()
 
@@ -189,28 +189,16 @@ class DelEstimates:
             return
         self._prompt.reset()
         self._prompt.observe(shadow)
-        self._current = self._prompt
+        self.current = self._prompt
 
     def observe(self, record: RoundRecord) -> None:
         if record.shadow is not None:
             self.rounds.observe(record.shadow)
-            self._current = self.rounds
-
-    def acceptance(self, layer: int) -> float | None:
-        return self._current.acceptance(layer)
-
-    def most_accepted(self, layer: int) -> float | None:
-        return self._current.most_accepted(layer)
-
-    def knows(self, layer: int) -> bool:
-        return self._current.knows(layer)
-
-    def threshold(self, layer: int) -> float:
-        return self._current.threshold(layer)
+            self.current = self.rounds
 
     def reset(self) -> None:
         self.rounds.reset()
-        self._current = self.rounds
+        self.current = self.rounds
 
     def state(self) -> dict[str, Any]:
         """What lasts from one text to the next: the rounds' means if they are kept, else nothing."""
@@ -224,7 +212,7 @@ class DelEstimates:
             raise ValueError("del forgets at every prompt and takes up no saved state: say state=kept")
 
 
-class DelExit:
+class DelExit(DelegatingPolicy):
     """Exit at the layer whose TPL(l, d) is highest over all candidate layers and lengths 0 .. d_max.
 
     layers: candidates; None for all of 1 .. L-1. cost: `LayerCost` is the paper's; a `MeasuredCost` maximises tokens a
@@ -252,7 +240,7 @@ class DelExit:
             raise ValueError(f"length must be one of {', '.join(LENGTHS)}, got {length!r}")
         check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
         self.exit_layers = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
-        self.estimates = DelEstimates(self.exit_layers, omega=omega, state=state, prompt=prompt)
+        self.estimates = self.learner = DelEstimates(self.exit_layers, omega=omega, state=state, prompt=prompt)
         self.observes = ObservationSpec(shadow_layers=self.exit_layers, prompt_rows=PROMPT_ROWS)
         self._cost = cost or LayerCost(num_layers)
         self._max_speculations = max_speculations
@@ -268,10 +256,6 @@ class DelExit:
         if self._length == "tpl":
             return None
         return DelThreshold(num_layers=self._cost.num_layers, on_stop=on_stop, shared=self.estimates)
-
-    def begin_text(self) -> None:
-        """Forget the text before, unless its rounds are kept."""
-        self.estimates.begin_text()
 
     def plan(self, context: RoundContext) -> Plan:
         """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
@@ -291,7 +275,7 @@ class DelExit:
         A layer whose TPL could not be the highest even if all its unseen rows matched is not looked at: the choice is the
         same as with all of them.
         """
-        estimates = self.estimates
+        estimates = self.estimates.current
         most = {layer: estimates.most_accepted(layer) for layer in self.exit_layers}
         bounds = {layer: value for layer, value in most.items() if value is not None}
         if not bounds:
@@ -304,23 +288,8 @@ class DelExit:
             assert exact is not None
             bounds[layer] = exact
 
-    def observe_prompt(self, shadow: Shadow) -> None:
-        self.estimates.observe_prompt(shadow)
 
-    def observe(self, record: RoundRecord) -> None:
-        self.estimates.observe(record)
-
-    def reset(self) -> None:
-        self.estimates.reset()
-
-    def state(self) -> dict[str, Any]:
-        return self.estimates.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.estimates.restore(state)
-
-
-class DelThreshold(NeverStop):
+class DelThreshold(DelegatingPolicy, NeverStop):
     """Draft until a row's confidence is below tau of its exit layer.
 
     layers: that drafts may come from; None for all. on_stop: "drop" does not draw from that row (the paper's Algorithm 1),
@@ -342,10 +311,10 @@ class DelThreshold(NeverStop):
     ) -> None:
         if on_stop not in ON_STOP:
             raise ValueError(f"on_stop must be one of {', '.join(ON_STOP)}, got {on_stop!r}")
-        self._own: DelEstimates | None = None
+        self.learner: Learner = StatelessPolicy()
         if shared is None:
             candidates = check_layers(tuple(range(1, num_layers) if layers is None else layers), num_layers)
-            shared = self._own = DelEstimates(candidates, omega=omega, state=state, prompt=prompt)
+            shared = self.learner = DelEstimates(candidates, omega=omega, state=state, prompt=prompt)
         self.estimates = shared
         self.observes = ObservationSpec(confidence=True, shadow_layers=shared.layers, prompt_rows=PROMPT_ROWS)
         self._drops = on_stop == "drop"
@@ -353,11 +322,6 @@ class DelThreshold(NeverStop):
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> DelThreshold:
         return cls(num_layers=setup.num_layers, layers=setup.layers_to_learn, **options)
-
-    def begin_text(self) -> None:
-        """Forget the text before, unless its rounds are kept."""
-        if self._own is not None:
-            self._own.begin_text()
 
     def stop_before_draw(self, row: DraftRow) -> bool:
         return self._drops and self._below(row)
@@ -367,29 +331,8 @@ class DelThreshold(NeverStop):
 
     def threshold(self, exit_layer: int) -> float:
         """The current tau of a layer, in [0, 1]."""
-        return self.estimates.threshold(exit_layer)
+        return self.estimates.current.threshold(exit_layer)
 
     def _below(self, row: DraftRow) -> bool:
         assert row.confidence is not None
         return row.confidence < self.threshold(row.exit_layer)
-
-    def observe_prompt(self, shadow: Shadow) -> None:
-        if self._own is not None:
-            self._own.observe_prompt(shadow)
-
-    def observe(self, record: RoundRecord) -> None:
-        if self._own is not None:
-            self._own.observe(record)
-
-    def reset(self) -> None:
-        if self._own is not None:
-            self._own.reset()
-
-    def state(self) -> dict[str, Any]:
-        return {} if self._own is None else self._own.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        if self._own is not None:
-            self._own.restore(state)
-        else:
-            super().restore(state)

@@ -6,7 +6,7 @@ import math
 
 from policies.base import NeverStop
 from policies.bounds import MOST_DRAFTS, check_number
-from policies.draft_verify import AdaptiveStopping, AdaptiveThreshold
+from policies.draft_verify import AdaptiveStopping
 from policies.records import DraftRow, ObservationSpec
 
 SVIP_THRESHOLD = 0.6
@@ -45,9 +45,10 @@ class AdaEdlThreshold(AdaptiveStopping):
     Source: AdaEDL (Agrawal et al. 2024), section 3, gamma = 0.2; lambda's adaptation with Draft&Verify's constants.
     """
 
+    observes = ObservationSpec(entropy=True)
+
     def __init__(self, start: float = ADAEDL_START, *, max_length: int = MAX_LENGTH) -> None:
-        super().__init__(AdaptiveThreshold(start), max_length)
-        self.observes = ObservationSpec(entropy=True)
+        super().__init__(start, max_length=max_length)
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.entropy is not None

@@ -24,11 +24,11 @@ from policies.auto.constants import TUNING
 from policies.auto.copy_values import best_copy
 from policies.auto.drift import CostDrift
 from policies.auto.learner import AutoLearner
-from policies.base import NeverStop
+from policies.base import DelegatingPolicy, NeverStop
 from policies.bounds import MOST_DRAFTS, MOST_LEARN_EVERY, MOST_PROMPT_ROWS, check_layers, check_number
 from policies.building import Setup
 from policies.cost import CostModel, LayerCost, MeasuredCost
-from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord, Shadow
+from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, RoundRecord
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return (*range(1, quarter + 1), *range(quarter + 2, half + 1, 2))
 
 
-class AutoExit:
+class AutoExit(DelegatingPolicy):
     """Exit at the layer whose round is worth most at the current rate; a plain step where none is.
 
     layers: candidates; None for those of `default_layers`.
@@ -49,6 +49,8 @@ class AutoExit:
     repair: correct the cost by the seconds that rounds take (`policies.auto.drift`).
     Deterministic: same records, same cost, same plans. Records hold seconds only where rounds were timed.
     """
+
+    learner: AutoLearner
 
     def __init__(
         self,
@@ -202,10 +204,6 @@ class AutoExit:
         """Whether texts in company know that drafts do not pay: learning is then most of what `auto` costs."""
         return self._sharing > 1 and self.learner.best_layer is None and self.learner.known >= TUNING.taught
 
-    def observe_prompt(self, shadow: Shadow) -> None:
-        """The prompt's last positions are the first observations."""
-        self.learner.observe_prompt(shadow)
-
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round."""
         if self._needs.copies != "none":
@@ -224,14 +222,6 @@ class AutoExit:
         self._earned = self._spent = 0.0
         self.learner.use_cost(self._cost)
         self.learner.reset()
-
-    def state(self) -> dict[str, Any]:
-        """What was learned."""
-        return self.learner.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
-        self.learner.restore(state)
 
 
 class AutoStopping(NeverStop):

@@ -67,14 +67,16 @@ def test_del_decides_the_same_with_all_shadow_tokens_and_with_those_it_asks_for(
     for shadow in text[1:]:
         chosen = lazy.plan(CONTEXT)
         for layer in LAYERS:
-            eager.estimates.acceptance(layer)
+            eager.estimates.current.acceptance(layer)
         expected = eager.plan(CONTEXT)
         assert (chosen.exit_layer, chosen.max_speculations) == (expected.exit_layer, expected.max_speculations)
         if chosen.exit_layer is not None:
             assert chosen.acceptance is not None
             assert expected.acceptance is not None
             assert chosen.acceptance[chosen.exit_layer] == expected.acceptance[chosen.exit_layer]
-            assert lazy.estimates.threshold(chosen.exit_layer) == eager.estimates.threshold(chosen.exit_layer)
+            assert lazy.estimates.current.threshold(chosen.exit_layer) == eager.estimates.current.threshold(
+                chosen.exit_layer
+            )
         for policy in (lazy, eager):
             policy.observe(finished(1, 1, exit_layer=1, seen=shadow))
     assert lazy.estimates.rounds.state() == eager.estimates.rounds.state()

@@ -93,14 +93,14 @@ def test_the_prompt_decides_the_first_round_only() -> None:
     for estimates in (only_first, counted):
         estimates.begin_text()
         estimates.observe_prompt(prompt)
-        assert [estimates.acceptance(layer) for layer in (1, 2)] == [1.0, 0.0]
-        assert estimates.threshold(1) == pytest.approx(0.9)
+        assert [estimates.current.acceptance(layer) for layer in (1, 2)] == [1.0, 0.0]
+        assert estimates.current.threshold(1) == pytest.approx(0.9)
         estimates.observe(first)
     # Empty lists, then this round: 0 and 1. With the prompt as a round of half the weight: 1 / 3 and 2 / 3.
-    assert [only_first.acceptance(layer) for layer in (1, 2)] == [0.0, 1.0]
-    assert only_first.threshold(1) == pytest.approx(0.4)
-    assert [counted.acceptance(layer) for layer in (1, 2)] == pytest.approx([1 / 3, 2 / 3])
-    assert counted.threshold(1) == pytest.approx((0.9 + 0.4) / 2)
+    assert [only_first.current.acceptance(layer) for layer in (1, 2)] == [0.0, 1.0]
+    assert only_first.current.threshold(1) == pytest.approx(0.4)
+    assert [counted.current.acceptance(layer) for layer in (1, 2)] == pytest.approx([1 / 3, 2 / 3])
+    assert counted.current.threshold(1) == pytest.approx((0.9 + 0.4) / 2)
 
 
 @pytest.mark.parametrize("name", ["del", "ls:1-9+del"])
