@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +22,13 @@ from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import fault
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
-from policies import Policy, parse_policy
+from policies import Policy
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.analysis.inspection import kernels_in_words
-from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.request import GenerationHost, Request, make_request
-from selfspec.engine.round import decode
-from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.engine import Engine
+from selfspec.engine.policy_store import make_policy
 from selfspec.engine.sequence import Sequence
-from selfspec.pacer.inference import PreVerifiers
+from selfspec.generator import SelfSpecGenerator
 
 LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.15, torch.bfloat16: 1.0}
 """Largest difference of a logit (of size 10, say) that sums in another order may make."""
@@ -143,7 +142,8 @@ def verify_engine(
     prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: called `num_steps` times.
     """
     reference = ask_reference(llama, prompts, max_new_tokens, advance)
-    model = from_transformers(llama, release=True)
+    generator = SelfSpecGenerator(from_transformers(llama, release=True), runner="eager", prefix_cache=0)
+    model = generator.model
     names = list(policies or every_policy(model.num_layers))
     yield check_kernels(model)
     yield check_logits(model, reference)
@@ -151,11 +151,11 @@ def verify_engine(
     yield check_acceptance(model, reference)
     advance("logits")
     for name in names:
-        yield check_greedy(model, reference, name)
+        yield check_greedy(generator, reference, name)
         advance(name)
     if draws:
         for name in sampled_policies(model.num_layers):
-            yield check_sampling(model, reference, name, draws, advance)
+            yield check_sampling(generator, reference, name, draws, advance)
 
 
 def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int | None = None) -> int:
@@ -242,19 +242,13 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
     )
 
 
-def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Check:
+def check_greedy(generator: SelfSpecGenerator, reference: Reference, policy: str) -> Check:
     """Every text equals the reference's but for near-ties, and the KV cache afterwards a fresh pass over the text."""
     near_ties = rejected = 0
     worst = 0.0
-    load_preverifier = PreVerifiers(model)
     for prompt, text, logits in zip(reference.prompts, reference.texts, reference.logits):
-        chosen = parse_policy(
-            policy,
-            num_layers=model.num_layers,
-            measure=lambda: measured_cost(model),
-            preverifier=load_preverifier,
-        )
-        decoding = _decode(model, prompt, chosen, max_new_tokens=len(text), do_sample=False)
+        chosen = make_policy(generator.bound, policy)
+        decoding = _decode(generator, prompt, chosen, max_new_tokens=len(text), do_sample=False)
         new = decoding.tokens[0, prompt.numel() : decoding.length].tolist()
         rejected += decoding.stats.num_drafted - decoding.stats.num_accepted
         position = first_difference(text, new)
@@ -264,8 +258,8 @@ def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Ch
                 detail = f"differs at new token {position}, where the top two logits are {gap:.3g} apart"
                 return Check(name=f"greedy, {policy}", passed=False, detail=detail)
             near_ties += 1
-        worst = max(worst, _cache_error(model, decoding))
-    allowed = _CACHE_TOLERANCES[model.dtype]
+        worst = max(worst, _cache_error(decoding))
+    allowed = _CACHE_TOLERANCES[generator.model.dtype]
     return Check(
         name=f"greedy, {policy}",
         passed=worst <= allowed,
@@ -275,20 +269,20 @@ def check_greedy(model: LayerSkipModel, reference: Reference, policy: str) -> Ch
 
 
 def check_sampling(
-    model: LayerSkipModel,
+    generator: SelfSpecGenerator,
     reference: Reference,
     policy: str,
     draws: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Check:
     """Drawn courses against their exact probabilities, by Pearson's chi-squared over courses expected five times or more."""
-    chosen = parse_policy(policy, num_layers=model.num_layers)
+    chosen = make_policy(generator.bound, policy)
     counts = dict.fromkeys(reference.sampled, 0)
     outside = 0
     for seed in range(draws):
         chosen.reset()
         decoding = _decode(
-            model, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
+            generator, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
         )
         course = tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())
         if course in counts:
@@ -327,12 +321,12 @@ def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:
     return hidden, model.logits(hidden)
 
 
-def _cache_error(model: LayerSkipModel, decoding: Sequence) -> float:
+def _cache_error(decoding: Sequence) -> float:
     """Largest difference between the rows that decoding left and those of one pass, over their root mean square."""
-    length = decoding.cache.length
+    length = decoding.length - 1  # the last token's row is in no cache yet
     with torch.inference_mode():
-        fresh = KVCache(model, length)
-        prefill(model, decoding.tokens[0, :length], fresh)
+        fresh = KVCache(decoding.model, length)
+        prefill(decoding.model, decoding.tokens[0, :length], fresh)
         worst = 0.0
         cache = decoding.cache
         for got, wanted in ((cache.keys[..., :length], fresh.keys), (cache.values[:, :, :length], fresh.values)):
@@ -341,18 +335,14 @@ def _cache_error(model: LayerSkipModel, decoding: Sequence) -> float:
     return worst
 
 
-def _decode(
-    model: LayerSkipModel, prompt: Tensor, policy: Policy, *, seed: int | None = None, **options: object
-) -> Sequence:
-    """A whole call, its cache and its state kept."""
-    request: Request = make_request(
-        host=GenerationHost(model.config, model.generation_config, model.device),
-        prompt=prompt,
-        tokenizer=None,
-        options={"eos_token_id": [], "temperature": 1.0, "top_p": 1.0, "seed": seed, **options},
-    )
-    with torch.inference_mode():
-        text = Sequence(model, KVCache(model, prompt.numel() + request.stops.max_new_tokens), request, policy)
-        for _ in decode(text, EagerRunner(model)):
-            pass
-    return text
+def _decode(generator: SelfSpecGenerator, prompt: Tensor, policy: Policy, **options: Any) -> Sequence:
+    """A whole call, as a user makes it; the sequence still has its cache and its statistics."""
+    call = generator.check(prompt, policy=policy, eos_token_id=[], temperature=1.0, top_p=1.0, **options)
+    with Engine() as engine:
+        ticket = engine.join(call)
+        sequence = engine.sequences[ticket]
+        while len(engine):
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+    return sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies import CostModel, LayerCost, ObservationSpec, Policy, cost_of_round
-from selfspec.analysis.replay import AgreementTrace, Setting, TraceEveryLayer, agreement_trace, fixed_settings
+from selfspec.analysis.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
 from selfspec.engine.stats import ratio, sources_text
 from selfspec.generator import GenerationResult
 
@@ -15,11 +15,6 @@ def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
     return Policy(
         policy.exit, policy.stopping, policy.name, also=ObservationSpec(shadow_layers=tuple(range(1, num_layers)))
     )
-
-
-def plain_and_watched(num_layers: int) -> Policy:
-    """Plain decoding, every position recorded with the shadow tokens of all layers."""
-    return Policy(TraceEveryLayer(num_layers), name="trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,17 +26,25 @@ WORTH = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithAdapters:
-    """What a short fit of exit adapters (`selfspec.exits.probe`) would change.
+class Prediction:
+    """What a model's own greedy continuations say of every exit and every fixed setting.
 
-    own_agreement: as of the bare exits, for the exits that it fitted. best, predicted_speedup: of all settings with these
-    adapters. layers_speedup: the best by layers loaded alone. tokens, steps: that it was fitted with.
+    own_agreement: by exit layer, share of positions where its argmax is the last layer's. best: the setting with most tokens
+    per measured second. speedup: over plain decoding. layers_speedup: of the best setting by layers loaded alone.
     """
 
     own_agreement: Mapping[int, float]
     best: Setting
-    predicted_speedup: float
+    speedup: float
     layers_speedup: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithAdapters:
+    """What a short fit of exit adapters would change. tokens, steps: how much it was fitted to."""
+
+    predicted: Prediction
+    own_agreement: Mapping[int, float]  # of the exits that were fitted
     tokens: int
     steps: int
 
@@ -46,33 +54,28 @@ class Inspection:
     """What was found.
 
     text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
-    own_agreement: the same along the model's own greedy continuations, which is what drafting meets.
-    best: the fixed setting with most tokens per measured second; predicted_speedup: its, over plain decoding.
-    layers_speedup: the best by layers loaded alone. kernels: what the layers ran on (`LayerSkipModel.kernels`).
-    comparison: `best` really run against plain decoding. adapted: what adapters would give, if a probe was asked for.
+    kernels: what the layers ran on (`LayerSkipModel.kernels`). comparison: the best setting, run against plain decoding.
+    adapted: what adapters would give, if a probe was asked for.
     """
 
     num_layers: int
     text_agreement: tuple[float, ...]
-    own_agreement: tuple[float, ...]
-    best: Setting
-    predicted_speedup: float
-    layers_speedup: float
+    predicted: Prediction
     kernels: str | None
     comparison: Comparison
     adapted: WithAdapters | None = None
 
     def verdict(self) -> str:
-        measured = self.comparison.speedup
+        measured, best = self.comparison.speedup, self.predicted.best.policy
         if measured >= WORTH:
-            return f"worth it: {self.best.policy} runs {measured:.2f} times as fast as plain decoding here"
-        quarter = self.own_agreement[max(self.num_layers // 4, 1) - 1]
-        if self.predicted_speedup < WORTH and quarter < 0.5:
+            return f"worth it: {best} runs {measured:.2f} times as fast as plain decoding here"
+        quarter = self.predicted.own_agreement[max(self.num_layers // 4, 1)]
+        if self.predicted.speedup < WORTH and quarter < 0.5:
             return (
                 f"not worth it: after a quarter of the layers only {quarter:.0%} of the tokens are the last layer's, so"
                 " drafts are mostly rejected; it was probably not trained to exit early (selfspec train --init does that)"
             )
-        return f"hardly worth it here: {self.best.policy}, the best fixed setting, runs {measured:.2f} times as fast as plain"
+        return f"hardly worth it here: {best}, the best fixed setting, runs {measured:.2f} times as fast as plain"
 
 
 def inspect_model(
@@ -106,15 +109,10 @@ def inspect_model(
     for ids in encoded:
         agreements.append(text_agreement(model, ids))
         advance("reading sample text")
-    traces = []
-    for ids in encoded:
-        traces.append(trace_agreement(generator, ids[: max(ids.numel() // 2, 1)], max_new_tokens))
-        advance("tracing every layer")
-    best, predicted = _best(traces, cost)
-    _, by_layers = _best(traces, LayerCost(model.num_layers))
-    prompt = max(encoded, key=lambda ids: ids.numel())
+    predicted = _predicted(generator, encoded, max_new_tokens, cost, lambda: advance("tracing every layer"))
+    best = predicted.best
     generate = partial(
-        generator.generate, prompt[: max(prompt.numel() // 2, 1)], max_new_tokens=max_new_tokens, eos_token_id=[],
+        generator.generate, _first_half(max(encoded, key=len)), max_new_tokens=max_new_tokens, eos_token_id=[],
         do_sample=False, exit_layer=best.exit_layer, num_speculations=best.num_speculations,
     )  # fmt: skip
     warm_up(generate, 8)
@@ -128,10 +126,7 @@ def inspect_model(
     return Inspection(
         num_layers=model.num_layers,
         text_agreement=tuple(mean(row[layer - 1] for row in agreements) or 0.0 for layer in layers),
-        own_agreement=tuple(mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in layers),
-        best=best,
-        predicted_speedup=predicted,
-        layers_speedup=by_layers,
+        predicted=predicted,
         kernels=model.kernels,
         comparison=comparison,
         adapted=adapted,
@@ -145,22 +140,44 @@ def _with_adapters(
     seconds: float,
     say: Callable[[str], None],
 ) -> WithAdapters:
-    """Fit adapters for so long, and trace the model's own text with them."""
+    """Fit adapters for this long, and trace the model's own text with them."""
     probe = probe_exits(generator, texts, seconds, say=say)
     model = generator.model.with_adapters(lean_adapters(probe.adapters, generator.model))
     adapted = SelfSpecGenerator(model, generator.tokenizer, runner=generator.runner, prefix_cache=0)
-    traces = [trace_agreement(adapted, ids[: max(ids.numel() // 2, 1)], max_new_tokens) for ids in texts]
-    best, predicted = _best(traces, measured_cost(model, generator.runner))
-    _, by_layers = _best(traces, LayerCost(model.num_layers))
+    predicted = _predicted(adapted, texts, max_new_tokens, measured_cost(model, generator.runner))
     return WithAdapters(
-        own_agreement={
-            layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in probe.adapters.exit_layers
-        },
-        best=best,
-        predicted_speedup=predicted,
-        layers_speedup=by_layers,
+        predicted=predicted,
+        own_agreement={layer: predicted.own_agreement[layer] for layer in probe.adapters.exit_layers},
         tokens=probe.tokens,
         steps=probe.steps,
+    )
+
+
+def _first_half(ids: torch.Tensor) -> torch.Tensor:
+    return ids[: max(ids.numel() // 2, 1)]
+
+
+def _predicted(
+    generator: SelfSpecGenerator,
+    texts: Sequence[torch.Tensor],
+    max_new_tokens: int,
+    cost: CostModel,
+    traced: Callable[[], object] = lambda: None,
+) -> Prediction:
+    """Trace a continuation of the first half of each text. traced: called after each."""
+    traces = []
+    for ids in texts:
+        traces.append(trace_agreement(generator, _first_half(ids), max_new_tokens))
+        traced()
+    best, speedup = _best(traces, cost)
+    _, layers_speedup = _best(traces, LayerCost(cost.num_layers))
+    return Prediction(
+        own_agreement={
+            layer: mean(trace.agreement(layer) for trace in traces) or 0.0 for layer in range(1, cost.num_layers)
+        },
+        best=best,
+        speedup=speedup,
+        layers_speedup=layers_speedup,
     )
 
 
@@ -205,13 +222,13 @@ def inspection_lines(inspection: Inspection) -> list[str]:
     """The findings as text."""
     adapted = inspection.adapted
     lines = ["exit_layer  agreement on sample text  on its own text" + ("" if adapted is None else "  with an adapter")]
-    for layer, (text, own) in enumerate(zip(inspection.text_agreement, inspection.own_agreement), start=1):
+    for (layer, own), text in zip(inspection.predicted.own_agreement.items(), inspection.text_agreement):
         with_it = None if adapted is None else adapted.own_agreement.get(layer)
         lines.append(f"{layer:10d}  {text:24.3f}  {own:15.3f}" + ("" if with_it is None else f"  {with_it:15.3f}"))
-    comparison = inspection.comparison
+    comparison, predicted = inspection.comparison, inspection.predicted
     lines += [
-        f"best fixed setting by prediction: {inspection.best.policy}; speed-up predicted {inspection.predicted_speedup:.2f}"
-        f" (by layers loaded alone, at the best setting for that, {inspection.layers_speedup:.2f})",
+        f"best fixed setting by prediction: {predicted.best.policy}; speed-up predicted {predicted.speedup:.2f}"
+        f" (by layers loaded alone, at the best setting for that, {predicted.layers_speedup:.2f})",
         f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
         f"layers ran on {kernels_in_words(inspection.kernels)}",
@@ -220,7 +237,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
     if adapted is not None:
         lines += [
             f"with exit adapters fitted for {adapted.steps} steps to {adapted.tokens:,} tokens of the model's own text:"
-            f" {adapted.best.policy} predicted {adapted.predicted_speedup:.2f} (by layers alone"
-            f" {adapted.layers_speedup:.2f}); selfspec train-exit trains them in earnest",
+            f" {adapted.predicted.best.policy} predicted {adapted.predicted.speedup:.2f} (by layers alone"
+            f" {adapted.predicted.layers_speedup:.2f}); selfspec train-exit trains them in earnest",
         ]
     return lines

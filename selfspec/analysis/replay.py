@@ -35,6 +35,11 @@ class TraceEveryLayer(StatelessPolicy):
         return Plan(exit_layer=None, max_speculations=0)
 
 
+def plain_and_watched(num_layers: int) -> Policy:
+    """Plain decoding, every position recorded with the shadow tokens of all layers."""
+    return Policy(TraceEveryLayer(num_layers), name="trace")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgreementTrace:
     """A text and where each layer would have said the same.
@@ -93,7 +98,7 @@ def trace_agreement(generator: SelfSpecGenerator, prompt: Tensor | str, max_new_
         max_new_tokens=max_new_tokens,
         do_sample=False,
         eos_token_id=[],
-        policy=Policy(TraceEveryLayer(num_layers), name="trace"),
+        policy=plain_and_watched(num_layers),
         trace=True,
     )
     return agreement_trace(result, num_layers)

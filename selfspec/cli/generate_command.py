@@ -15,7 +15,8 @@ from transformers import StoppingCriteriaList
 from layerskip_models.parallel.ranks import launched_ranks
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.comparison import Comparison, compare, warm_up
-from selfspec.analysis.explain import explain, explanation_lines, plain_and_watched, watching_all_layers
+from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
+from selfspec.analysis.replay import plain_and_watched
 from selfspec.batch import DEFAULT_BATCH_SIZE
 from selfspec.cli.arguments import (
     check_sampling,

@@ -79,6 +79,11 @@ class Engine:
         return len(self._slots) + len({output.ticket for output in self._outputs} - self._slots.keys())
 
     @property
+    def sequences(self) -> dict[int, Sequence]:
+        """Its texts that are not complete, by ticket."""
+        return {ticket: slot.sequence for ticket, slot in self._slots.items()}
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of the KV caches of its texts."""
         return sum(slot.cache_bytes for slot in self._slots.values())

@@ -7,7 +7,6 @@ Leviathan et al. 2023 (`selfspec.engine.accept`).
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterator
 from time import perf_counter
 
 import torch
@@ -122,19 +121,3 @@ def _show_prompts(sequences: abc.Sequence[Sequence], hidden: abc.Sequence[Tensor
             failed.add(sequence)
             tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
     return failed
-
-
-def decode(sequence: Sequence, runner: Runner) -> Iterator[StepOutput]:
-    """A single text from its prompt to its stop, without an engine: what each step commits. Raises what ends it early."""
-    while sequence.reading:
-        for _, output in read_prompts([sequence]):
-            yield _sound(output)
-    while sequence.stop_reason is None:
-        (output,) = run_round([sequence], runner)
-        yield _sound(output)
-
-
-def _sound(output: StepOutput) -> StepOutput:
-    if output.error is not None:
-        raise output.error
-    return output

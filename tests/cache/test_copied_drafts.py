@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from companies import LAYOUTS, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from decoding import decode
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from policies import (
@@ -33,7 +34,6 @@ from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from selfspec.pacer.inference import PreVerification

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import selfspec.engine.verification
+from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
@@ -34,7 +35,6 @@ from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft
 from selfspec.engine.request import Request
 from selfspec.engine.results import RoundResult
-from selfspec.engine.round import decode
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner, _Scores
 from selfspec.engine.runners.runner import RunnerName, SequenceRound

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decoding import decode
 from layerskip_models import from_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import piece_end, prefill
 from policies import Policy, parse_policy
 from scripted_policies import StopBelow, fixed
 from selfspec import SelfSpecGenerator
-from selfspec.engine.round import decode, read_prompts
+from selfspec.engine.round import read_prompts
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import reference_greedy, request_for, tiny_llama

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.choices import Choices, Detail, HeadOutput
 from layerskip_models.kernels.library import kernels
@@ -18,7 +19,6 @@ from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.linear import Layout
 from policies import Policy, RoundRecord, parse_policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
-from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for, tiny_llama

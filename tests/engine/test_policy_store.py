@@ -7,10 +7,11 @@ import threading
 import pytest
 import torch
 
-from policies import DraftRow, PacerStopping, Plan, Policy
+from policies import DraftRow, PacerStopping, Plan, Policy, parse_policy
 from preverifiers import random_preverification
 from scripted_policies import ScriptedExit, StopBelow
 from selfspec import SelfSpecGenerator
+from selfspec.engine.policy_store import PolicyStore
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPTS = [[5, 1, 7], [9, 2], [3, 3, 8, 1], [11]]
@@ -106,3 +107,31 @@ def test_a_policy_that_cannot_be_copied_says_so() -> None:
         engine.generate(PROMPTS[1], max_new_tokens=5)
     stream.close()
     assert engine.generate(PROMPTS[1], max_new_tokens=5).stats.num_new_tokens == 5
+
+
+def test_a_store_forgets_the_policy_that_was_not_used_for_the_longest_time() -> None:
+    made: list[str] = []
+
+    def make(name: str) -> Policy:
+        made.append(name)
+        return parse_policy(name, num_layers=4)
+
+    store = PolicyStore(most=2)
+    first = store.find("ls:1-1", lambda: make("ls:1-1"))
+    store.find("ls:1-2", lambda: make("ls:1-2"))
+    assert store.find("ls:1-1", lambda: make("ls:1-1")) is first
+    store.find("ls:1-3", lambda: make("ls:1-3"))
+    assert "ls:1-2" not in store and store["ls:1-1"] is first
+    store.keep("ls:1-1", make("ls:2-1"))
+    assert store["ls:1-1"].name == "ls:2-1" and "ls:1-3" in store
+    assert made == ["ls:1-1", "ls:1-2", "ls:1-3", "ls:2-1"]
+
+
+def test_a_policy_that_cannot_be_made_is_not_kept() -> None:
+    engine = SelfSpecGenerator(tiny_llama(num_layers=4, seed=3))
+    with pytest.raises(ValueError, match="unknown policy"):
+        engine.resolve_policy("lss:1-1")
+    assert engine.resolve_policy(" ls:1-1 ") is engine.resolve_policy("ls:1-1")
+    assert engine.resolve_policy(exit_layer=1, num_speculations=1) is not engine.resolve_policy("ls:1-1")
+    with pytest.raises(ValueError, match="not both"):
+        engine.resolve_policy("auto", exit_layer=1)

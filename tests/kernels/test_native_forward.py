@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from decoding import decode
 from layerskip_models import from_transformers
 from layerskip_models.choices import Detail
 from layerskip_models.kernels.library import kernels
@@ -15,7 +16,6 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from policies import NeverStop, ObservationSpec, Policy
 from scripted_policies import ScriptedExit
-from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for, tiny_llama

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers, kv_cache
 from layerskip_models.kv_cache import KVCache
 from policies import Policy
 from scripted_policies import ScriptedExit, StopAtTokens, StopBelow
-from selfspec.engine.round import decode
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from companies import shared_model
+from decoding import decode
 from layerskip_models.kv_cache import KVCache
 from policies import LayerCost, MeasuredCost, Policy, RoundContext, RoundRecord, parse_policy
 from policies.auto.constants import TUNING
@@ -19,7 +20,6 @@ from policies.copying import MOST
 from records import finished
 from scripted_policies import made_up_cost
 from selfspec.cache.copy_index import CopyStore
-from selfspec.engine.round import decode
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.sequence import Sequence
 from tiny_llama import request_for
