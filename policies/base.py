@@ -197,12 +197,12 @@ class Policy:
 
     @property
     def learns(self) -> bool:
-        """Whether anything that it learns lasts from one text to the next."""
+        """True if anything that it learns lasts from one text to the next."""
         return bool(self.exit.state()) or (self.stopping is not None and bool(self.stopping.state()))
 
     @property
     def learns_together(self) -> bool:
-        """Whether texts that are decoded together learn in one state (`clone_for_sequence`)."""
+        """True if texts that are decoded together learn in one state (`clone_for_sequence`)."""
         return bool(getattr(self.exit, "learns_together", False))
 
     def clone_for_sequence(self) -> Policy:

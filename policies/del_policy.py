@@ -99,7 +99,7 @@ class DecayedMatches:
         self._most[layer] = DecayedMean(matches.weight, matches.mean)
 
     def knows(self, layer: int) -> bool:
-        """Whether nothing of this layer waits."""
+        """True if no round of this layer waits."""
         return not self._waiting[layer]
 
     def most_accepted(self, layer: int) -> float | None:

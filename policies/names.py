@@ -141,7 +141,7 @@ def parse_policy(
     """Build a policy from its name.
 
     measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
-    or None for the one beside the checkpoint. The generator passes its calibration and its loader.
+    or None for the one in the checkpoint's folder. The generator passes its calibration and its loader.
     Raises ValueError, one line that names what is possible, for an unknown name or option, a value that does not fit, and an
     option that would change nothing.
     """

@@ -122,7 +122,7 @@ class ContextStates(Protocol):
 
     @property
     def num_committed(self) -> int:
-        """Rows that will not change any more. Behind them there may be rows of the round's copied tokens, which may."""
+        """Rows that will not change any more. After them there may be rows of the round's copied tokens, which may change."""
         ...
 
     def rows(self, exit_layer: int, start: int, stop: int) -> Tensor:
@@ -162,7 +162,7 @@ class PreVerifier(Protocol):
         ...
 
     def pass_seconds(self, block: int) -> float:
-        """What one pass over a block of so many drafts takes on this machine."""
+        """Seconds that one pass over a block of this many drafts takes on this machine."""
         ...
 
 

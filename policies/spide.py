@@ -73,7 +73,7 @@ class SpideStopping(NeverStop):
 
     @property
     def learns_from_shadow_tokens(self) -> bool:
-        """Whether rounds teach it more than the fate of its drafts."""
+        """True if rounds teach it more than the fate of its drafts."""
         return self._shadow
 
     def start_round(self, plan: Plan) -> None:

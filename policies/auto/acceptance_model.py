@@ -42,7 +42,6 @@ class AcceptanceModel:
         self.reset()
 
     def reset(self) -> None:
-        """Back to what is usual."""
         self._parameters = self._prior.copy()
 
     def fit(self, accepted: Array, seen: Array) -> None:
@@ -69,22 +68,21 @@ class AcceptanceModel:
         self._parameters += step
 
     def acceptance(self, accepted: Array, seen: Array) -> Array:
-        """The estimate for every layer and bin, in (0, 1): the mean of what the fit says and what was seen there."""
+        """The estimate for every layer and bin, in (0, 1): a mean of what the fit says and what was seen there."""
         result: Array = (accepted + TUNING.fit_count * self._line()) / (seen + TUNING.fit_count)
         return result
 
     def _line(self) -> Array:
-        """What the parameters say, [layers, bins]."""
+        """Acceptance by the parameters alone, [layers, bins]."""
         line: Array = 1 / (1 + np.exp(-_log_odds(self._parameters)))
         return line
 
     def _log_probability(self, parameters: Array, accepted: Array, seen: Array) -> float:
-        """Of these parameters, given the counts; but for a constant."""
+        """Log probability of these parameters given the counts, up to a constant."""
         odds, off = _log_odds(parameters), parameters - self._prior
         return float((accepted * odds - seen * np.logaddexp(0.0, odds)).sum() - 0.5 * off @ self._precision @ off)
 
     def state(self) -> dict[str, Any]:
-        """Where the last fit ended, for JSON."""
         return {"parameters": self._parameters.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -96,6 +94,6 @@ class AcceptanceModel:
 
 
 def _log_odds(parameters: Array) -> Array:
-    """Of acceptance, [layers, bins]; parameters: heights, then the slope."""
+    """Log odds of acceptance, [layers, bins]. parameters: heights, then the slope."""
     odds: Array = parameters[:-1, None] + parameters[-1] * _LOG_ODDS
     return odds

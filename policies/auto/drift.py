@@ -1,11 +1,11 @@
-"""Measured costs, repaired by what rounds really take.
+"""Measured costs, corrected by what rounds really take.
 
-A calibration takes a fraction of a second. Was the machine busy just then, its costs can be wrong by far, and unevenly: a
-draft step may look dear and a plain step cheap. Then a policy drafts nothing, or far too much, for the rest of the process.
-Rounds are timed anyway, so their seconds are compared with what the cost predicts: of plain rounds, of draft steps and of
-verifications. A common factor does not matter, since only ratios of costs decide; where the three disagree by more than
-`TUNING.tolerance`, drafting and verifying are scaled to agree with plain rounds. Each batch size has a
-comparison of its own: what sixteen rows take says little about what two take.
+A calibration takes a fraction of a second. If the machine is busy just then, its costs can be far off, and unevenly: a draft
+step may look dear and a plain step cheap. A policy would then draft nothing, or far too much, for the rest of the process.
+Rounds are timed anyway, so their seconds are compared with what the cost predicts for plain rounds, for draft steps and for
+verifications. A common factor does not matter, since only ratios of costs decide. Where the three disagree by more than
+`TUNING.tolerance`, drafting and verifying are scaled to agree with plain rounds. Each batch size has a comparison of its own:
+what sixteen rows take says little about what two take.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from policies.records import RoundRecord
 
 
 def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[float, float]:
-    """Of a round: its draft steps, and its verification. early: it stopped before a draw, so that one more row went through
-    the first E layers and was looked at, which verification then need not do."""
+    """Costs of a round's draft steps and of its verification.
+
+    early: it stopped before a draw. One more row then went through the first E layers and was looked at, which verification
+    need not do again.
+    """
     drafting = cost.drafting(exit_layer, drafts)
     verifying = cost.round(exit_layer, drafts) - drafting
     if early:
@@ -34,7 +37,7 @@ def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[
 
 @dataclass(slots=True)
 class _Round:
-    """What the texts of one round took together, and what they should have taken."""
+    """What the texts of one round took together, and what the cost predicts."""
 
     texts: int = 0
     plain: int = 0
@@ -46,21 +49,21 @@ class _Round:
 
 
 class CostDrift:
-    """Compares rounds with a cost, and says what the cost is now.
+    """Compares rounds with a cost, and says what the cost is now (`cost`).
 
-    cost: of one text, for its part of the passes that it shares with others. texts: how many share them.
+    cost: for one text's part of the passes that it shares. texts: how many share them. repair: False leaves the cost alone.
     Deterministic: the same records give the same costs. Records without seconds (of a replay) change nothing.
     """
 
-    def __init__(self, cost: CostModel, texts: int = 1) -> None:
+    def __init__(self, cost: CostModel, texts: int = 1, *, repair: bool = True) -> None:
         self._measured = cost
-        self._texts = texts
+        self._texts, self._repair = texts, repair
         alone = texts == 1
         self._tolerance = TUNING.tolerance if alone else TUNING.tolerance_in_batch
         self._every = TUNING.compare_every if alone else TUNING.compare_every_in_batch
         self._current = _Round()
         self._plain = cost.autoregressive()
-        # Of drafting and verifying, by kind of round: exit layer, drafts, whether it stopped before a draw.
+        # For drafting and verifying, by the kind of round: exit layer, drafts, whether it stopped before a draw.
         self._predicted: dict[tuple[int, int, bool], tuple[float, float]] = {}
         self.cost: CostModel = cost
         self._factors = (1.0, 1.0)
@@ -69,8 +72,8 @@ class CostDrift:
         self._ratios: Mapping[str, deque[tuple[int, float]]] = {"plain": deque(), "draft": deque(), "verify": deque()}
 
     def observe(self, record: RoundRecord) -> bool:
-        """Take a text's round into account; in company those of all texts come in turn. Returns whether the cost changed."""
-        if record.batch_size != self._texts or record.draft_seconds + record.verify_seconds <= 0:
+        """Take a text's round into account; a batch's records come one by one. Returns True if the cost has changed."""
+        if not self._repair or record.batch_size != self._texts or record.draft_seconds + record.verify_seconds <= 0:
             return False
         current = self._current
         current.texts += 1
@@ -94,11 +97,11 @@ class CostDrift:
         return self._complete(current)
 
     def forget_unfinished(self) -> None:
-        """The company has changed: a round of which some text's record never came (it failed) is none."""
+        """The batch has changed: a round in which some text failed, so that its record never came, does not count."""
         self._current = _Round()
 
     def _complete(self, done: _Round) -> bool:
-        """Of all texts. Seconds are shared out evenly, so a round in which texts do different things tells nothing."""
+        """Take a round of all texts. They share its seconds evenly, so one in which they do different things says nothing."""
         self._round += 1
         if done.plain == self._texts:
             self._add("plain", done.draft_seconds + done.verify_seconds, self._texts * self._plain)
@@ -117,7 +120,7 @@ class CostDrift:
     @property
     def due(self) -> str | None:
         """ "plain" or "draft" if the next round should be one, so that kinds can be compared; else None."""
-        if self._compared is not None and self._round - self._compared < self._every:
+        if not self._repair or (self._compared is not None and self._round - self._compared < self._every):
             return None
         for kind in ("plain", "draft"):
             ratios = self._ratios[kind]
@@ -127,7 +130,7 @@ class CostDrift:
         return None
 
     def _compare(self) -> bool:
-        # Once per window: with another cost a policy solves its equations anew, which takes as long as some rounds.
+        # Once per window: for another cost the policy solves its equations again, which takes as long as some rounds.
         waits = self._compared is not None and self._round - self._compared < TUNING.window
         if waits or min(map(len, self._ratios.values())) < TUNING.fewest:
             return False

@@ -1,4 +1,7 @@
-"""What `auto` has learned, and what follows: chances, the rate, the value of every draft. `policies.auto.policy` says why."""
+"""What `auto` has learned, and what follows from it: chances, the rate, the value of every draft.
+
+`policies.auto.policy` says why.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from policies.records import RoundRecord, Shadow
 class AutoLearner:
     """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow.
 
-    best_layer: the exit layer whose round is worth most, None if a plain step is worth as much (or nearly, see `use_cost`).
-    layer_acceptance: by exit layer, over all confidences. Both follow from the last solution, and so do best_tokens and
-    best_cost, of a round that drafts (or of a plain step), and how well its exit would detect a wrong copy.
+    From the last solution: best_layer, the exit layer whose round is worth most, None if a plain step is worth as much (or
+    nearly, see `use_cost`); likeliest_layer, the best one to draft at, even so; best_tokens and best_cost, of the best round;
+    layer_acceptance, by exit layer, over all confidences.
     """
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
@@ -37,7 +40,7 @@ class AutoLearner:
         self.reset()
 
     def use_cost(self, cost: CostModel, margin: float = 0.0) -> None:
-        """Decide by this cost from the next solution on. margin: by which part drafts must beat plain steps."""
+        """Decide by this cost from the next solution on. margin: by how much drafts must beat plain steps, as a fraction."""
         self.cost = cost
         self._margin = margin
         self._rounds = rounds = round_costs(cost, self.layers, self.max_speculations)
@@ -50,12 +53,11 @@ class AutoLearner:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no draft would pay even if all were accepted: then there is nothing to learn for."""
+        """True if no draft would pay even if all were accepted. Then there is nothing to learn for."""
         best = ((np.arange(self.max_speculations + 1) + 1) / self._rounds).max()
         return bool(best <= 1 / self.cost.autoregressive())
 
     def reset(self) -> None:
-        """Back to the prior."""
         self.table.reset()
         self.copies.reset()
         self.frequency = np.zeros((len(self.layers), len(DOUBT_BINS)))
@@ -70,7 +72,7 @@ class AutoLearner:
         return self.table.observations / len(self.layers)
 
     def begin_text(self) -> None:
-        """What earlier texts taught counts less from now on, if it was much."""
+        """Let what earlier texts taught count less from now on, if it was much."""
         if self.known > TUNING.memory:
             kept = TUNING.memory / self.known
             self.table.scale(kept)
@@ -78,12 +80,11 @@ class AutoLearner:
             self._rows, self._solved_at = int(self._rows * kept), int(self._solved_at * kept)
 
     def observe_prompt(self, shadow: Shadow) -> None:
-        """Learn from the prompt's last rows."""
         self._count(shadow.layers, self.table.observe_shadow(shadow))
         self.learn()
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round: what it drafted or dropped always, all layers when it has shadow tokens."""
+        """Learn from what a round drafted or dropped, and about all layers if it has shadow tokens."""
         confidences = self.table.observe(record)
         if record.shadow is not None and confidences is not None:
             self._count(record.shadow.layers, confidences)
@@ -93,8 +94,10 @@ class AutoLearner:
             self.learn()
 
     def _count(self, layers: tuple[int, ...], read: list[list[float]]) -> None:
-        """Confidences of shadow tokens, [layers][rows]."""
-        # Drafts alone would count too few of the confidences at which drafting stopped: shadow rows have them all.
+        """Count the confidences of shadow tokens, [layers][rows].
+
+        Drafts alone would count too few of the confidences at which drafting stopped; shadow rows have them all.
+        """
         self._rows += len(read[0]) if read else 0
         if self._decay < 1:
             self.frequency *= self._decay
@@ -105,7 +108,7 @@ class AutoLearner:
                     self.frequency[index, DOUBT_BINS.index(confidence)] += 1
 
     def learn(self) -> None:
-        """Everything from the counts."""
+        """Fit and solve again."""
         self._solved_at = self._rows
         counts = self._accepted_and_seen()
         self.model.fit(*counts)
@@ -145,7 +148,7 @@ class AutoLearner:
         self.best_layer = self.likeliest_layer if pays else None
 
     def round_cost(self, record: RoundRecord) -> float:
-        """What a round has cost, by the present cost."""
+        """What a round has cost, at present costs."""
         if record.num_tried:
             return cost_of_round(record, self.cost)
         if record.exit_layer is None:
@@ -171,7 +174,6 @@ class AutoLearner:
         return self._chances[self._index[layer]][DOUBT_BINS.index(confidence)]
 
     def state(self) -> dict[str, Any]:
-        """Tables, frequencies and rate, for JSON."""
         return {
             "table": self.table.state(),
             "frequency": self.frequency.tolist(),

@@ -8,7 +8,7 @@ so a draft is worth its cost exactly when
 
 Chances come from SPIDE's confidence -> acceptance tables, one per exit layer, fed with shadow tokens, and from what such
 tables have in common (`acceptance_model.py`). "What going on is worth" is the left side less the right, one draft later,
-averaged over the confidences which that layer has been showing: a small dynamic program, solved anew whenever something was
+averaged over the confidences that the layer has been showing: a small dynamic program, solved again whenever something was
 learned. Its value at the round's start ranks the exit layers, and r falls out of it. So SPIDE's tau is no hyperparameter
 any more (tau = r * cost, less the value of going on), nor are the length and the layer, and DEL's TPL is the special case in
 which confidence says nothing.
@@ -32,8 +32,11 @@ from policies.records import DraftRow, ObservationSpec, Plan, RoundContext, Roun
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Every exit layer up to L/4, then every second one up to L/2: a deeper one costs more than half a pass per draft and
-    was never best, and one layer between two that are learned is worth little more than they are."""
+    """Every exit layer up to L/4, then every second one up to L/2.
+
+    A deeper one costs more than half a pass for each draft and was never best. A layer between two others is worth little
+    more than they are.
+    """
     half, quarter = max(num_layers // 2, 1), max(num_layers // 4, min(num_layers // 2, 4))
     return (*range(1, quarter + 1), *range(quarter + 2, half + 1, 2))
 
@@ -42,12 +45,12 @@ class AutoExit(DelegatingPolicy):
     """Exit at the layer whose round is worth most at the current rate; a plain step where none is.
 
     layers: candidates; None for those of `default_layers`.
-    cost: tokens per what is maximised. copy: whether to copy from the text, where that is worth more.
-    decay: of observations per round; 1 keeps all, which measured best.
-    prompt_rows, learn_first, learn_every: shadow tokens of a prompt's last rows, of a call's first, and of one in so many
-        after them; what it drafts or drops teaches in every round.
+    cost: it maximises tokens per cost. copy: copy from the text where that is worth more.
+    decay: what an observation's weight is multiplied by in every round; 1 keeps all, which measured best.
+    prompt_rows, learn_first, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, of a call's first
+        `learn_first` rows, and of one row in `learn_every` after them. What it drafts or drops teaches in every round.
     repair: correct the cost by the seconds that rounds take (`policies.auto.drift`).
-    Deterministic: same records, same cost, same plans. Records hold seconds only where rounds were timed.
+    Deterministic: the same records and costs give the same plans. Records hold seconds only where rounds were timed.
     """
 
     learner: AutoLearner
@@ -74,9 +77,9 @@ class AutoExit(DelegatingPolicy):
         self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
         self._cost = self.learner.cost
         self._repair = repair
-        self._drifts: dict[int, CostDrift] = {}  # by how many texts share the passes
-        self._earned = self._spent = 0.0  # tokens and cost of the text's rounds
-        self._needs = ObservationSpec(
+        self._drifts: dict[int, CostDrift] = {}  # by batch size
+        self._text_tokens, self._text_cost = 0, 0.0  # of the text's rounds
+        self._observes = ObservationSpec(
             confidence=True,
             copies="welcome" if copy else "none",
             shadow_layers=candidates,
@@ -85,10 +88,9 @@ class AutoExit(DelegatingPolicy):
             learn_every=learn_every,
             learn_first=learn_first,
         )
-        self._needs_taught = replace(self._needs, prompt_rows=min(TUNING.prompt_rows_taught, prompt_rows))
-        self._texts, self._hopeless = 1, False
-        self._plans = 0  # of all texts in company
-        # Decided by time already, so texts that learn together may decide by each other's experience as well.
+        self._batch_size, self._hopeless = 1, False
+        self._plans = 0  # of all texts of the batch
+        # Time decides already, so texts may as well decide by each other's experience.
         self.learns_together = isinstance(cost, MeasuredCost) and not cost.fixed
 
     @classmethod
@@ -102,68 +104,61 @@ class AutoExit(DelegatingPolicy):
         return cls(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
 
     def own_stopping(self) -> AutoStopping:
-        """The half that ends its drafts."""
+        """The stopping policy that ends its drafts."""
         return AutoStopping(self.learner)
 
     @property
     def observes(self) -> ObservationSpec:
         """Fewer of the next prompt's rows when earlier calls have taught enough, none where no draft pays."""
         if self._hopeless or self._idle:
-            return replace(self._needs, prompt_rows=0)
+            return replace(self._observes, prompt_rows=0)
         if self.learner.known < TUNING.taught:
-            return self._needs
-        return replace(self._needs_taught, prompt_rows=-(-self._needs_taught.prompt_rows // self._sharing))
+            return self._observes
+        rows = min(TUNING.prompt_rows_taught, self._observes.prompt_rows)
+        return replace(self._observes, prompt_rows=-(-rows // self._sharing))
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
-        """The candidates."""
         return self.learner.layers
 
     def begin_text(self) -> None:
-        """Make room for what the new text teaches."""
         self.learner.begin_text()
-        self._earned = self._spent = 0.0
+        self._text_tokens, self._text_cost = 0, 0.0
 
     def expect_batch_size(self, texts: int) -> None:
-        """So many texts share the passes from now on: with others a row costs less, and a draft gains less."""
-        if texts != self._texts:
-            self._texts = texts
-            drift = self._drift
-            if drift is not None:
-                drift.forget_unfinished()
+        """This many texts share the passes from now on. The more there are, the less a row costs and a draft gains."""
+        if texts != self._batch_size:
+            self._batch_size = texts
+            self._drift.forget_unfinished()
             self._decide_by_cost()
 
     def _decide_by_cost(self) -> None:
-        """Solve for the present cost in the present company."""
-        drift = self._drift
-        cost = self._cost.for_batch_size(self._texts) if drift is None else drift.cost
-        if cost == self.learner.cost:  # company changes nothing, so nothing may change by company
+        """Solve again for the present cost at the present batch size."""
+        cost = self._drift.cost
+        if cost == self.learner.cost:  # a batch size that changes no cost must change no plan
             return
-        self.learner.use_cost(cost, margin=TUNING.margin_in_batch if self._texts > 1 else 0.0)
-        self._hopeless = self._texts > 1 and self.learner.hopeless
+        self.learner.use_cost(cost, margin=TUNING.margin_in_batch if self._batch_size > 1 else 0.0)
+        self._hopeless = self._batch_size > 1 and self.learner.hopeless
         if not self._hopeless:
             self.learner.learn()
 
     @property
-    def _drift(self) -> CostDrift | None:
-        """What rounds in the present company say about its cost."""
-        if not self._repair:
-            return None
-        if self._texts not in self._drifts:
-            self._drifts[self._texts] = CostDrift(self._cost.for_batch_size(self._texts), self._texts)
-        return self._drifts[self._texts]
+    def _drift(self) -> CostDrift:
+        """What rounds at the present batch size say about its cost."""
+        if self._batch_size not in self._drifts:
+            cost = self._cost.for_batch_size(self._batch_size)
+            self._drifts[self._batch_size] = CostDrift(cost, self._batch_size, repair=self._repair)
+        return self._drifts[self._batch_size]
 
     def plan(self, context: RoundContext) -> Plan:
-        """What to copy, or the best layer and the cap, or a plain step."""
         self.expect_batch_size(context.batch_size)
-        copying = self._copying(context) if context.match_length and self._needs.copies != "none" else None
+        copying = self._copying(context) if context.match_length and self._observes.copies != "none" else None
         if copying is not None:
             return copying
         if self._hopeless:
             return Plan(exit_layer=None, max_speculations=0, learn=False)
         layer = self.learner.best_layer
-        drift = self._drift
-        due = None if drift is None else drift.due
+        due = self._drift.due
         if due is not None:
             layer = self.learner.likeliest_layer if due == "draft" else None
         return Plan(
@@ -174,73 +169,71 @@ class AutoExit(DelegatingPolicy):
         )
 
     def _copying(self, context: RoundContext) -> Plan | None:
-        """A copy, if that is worth more than drafting is; at the rate at which the text has been decoded so far.
+        """A copy, if it is worth more than drafting at the rate of tokens per cost that the text is decoded at.
 
-        Where much is copied, that rate is well above the one of drafts, and time has a higher price.
+        Where much is copied, that rate is well above the rate of drafts, and time has a higher price.
         """
         learner = self.learner
         plain = learner.cost.autoregressive()
         tokens, cost = (1.0, plain) if self._hopeless else (learner.best_tokens, learner.best_cost)
         rate = tokens / cost
-        if self._spent > 0:
-            rate = max(rate, self._earned / self._spent)
+        if self._text_cost > 0:
+            rate = max(rate, self._text_tokens / self._text_cost)
         choice = best_copy(learner.copies, learner.copy_costs, context.match_length, rate)
         if choice.value <= tokens - rate * cost:
             return None
         return Plan(exit_layer=None, max_speculations=0, copied=choice.copied, acceptance=learner.layer_acceptance)
 
     def _learns_now(self) -> bool:
-        """Of texts that learn together one learns in a round at most: together they learn as much as a text alone."""
+        """True for at most one in a round of the texts that learn together: they learn as much as one text alone."""
         self._plans += 1
         return self._plans % (self._sharing * (TUNING.idle if self._idle else 1)) == 0
 
     @property
     def _sharing(self) -> int:
-        """Texts that share what they learn."""
-        return self._texts if self.learns_together else 1
+        """How many texts share what they learn."""
+        return self._batch_size if self.learns_together else 1
 
     @property
     def _idle(self) -> bool:
-        """Whether texts in company know that drafts do not pay: learning is then most of what `auto` costs."""
+        """True if a batch knows that drafts do not pay. Learning is then most of what `auto` costs."""
         return self._sharing > 1 and self.learner.best_layer is None and self.learner.known >= TUNING.taught
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round."""
-        if self._needs.copies != "none":
+        if self._observes.copies != "none":
             self.learner.copies.observe(record.copies)
-            self._earned += len(record.tokens)
-            self._spent += self.learner.round_cost(record)
+            self._text_tokens += len(record.tokens)
+            self._text_cost += self.learner.round_cost(record)
         self.learner.observe(record.without_copies)
-        drift = self._drift
-        if drift is not None and drift.observe(record):
+        if self._drift.observe(record):
             self._decide_by_cost()
 
     def reset(self) -> None:
-        """Back to the prior, and to the cost as it was measured."""
+        """Go back to the prior, and to the cost as it was measured."""
         self._drifts.clear()
-        self._texts, self._hopeless = 1, False
-        self._earned = self._spent = 0.0
+        self._batch_size, self._hopeless = 1, False
+        self._text_tokens, self._text_cost = 0, 0.0
         self.learner.use_cost(self._cost)
         self.learner.reset()
 
 
 class AutoStopping(NeverStop):
-    """Draft on while one more draft is worth its cost; the other half of `AutoExit`, whose learner it asks.
+    """Draft on while one more draft is worth its cost. It belongs to an `AutoExit`, whose learner it asks.
 
     What it looks at is known before the token is drawn, so it may drop (see policies.base).
     """
 
+    observes = ObservationSpec(confidence=True)
+
     def __init__(self, learner: AutoLearner) -> None:
-        self.observes = ObservationSpec(confidence=True)
         self._learner = learner
         self._reliability = 1.0
 
     def start_round(self, plan: Plan) -> None:
-        """Nothing is drafted yet: reliability 1."""
         self._reliability = 1.0
 
     def stop_before_draw(self, row: DraftRow) -> bool:
-        """When the token is not worth one more pass through the exit layer."""
+        """True if the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
         reliability = self._reliability * self._learner.chance(row.exit_layer, row.confidence)
         if self._learner.gain(row.exit_layer, row.num_drafted, reliability) < 0:
@@ -249,7 +242,7 @@ class AutoStopping(NeverStop):
         return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
-        """When not even looking at the next row is worth its head."""
+        """True if not even looking at the next row is worth its head."""
         return self._learner.going_on(row.exit_layer, row.num_drafted + 1, self._reliability) <= 0
 
     def threshold(self, exit_layer: int) -> float:

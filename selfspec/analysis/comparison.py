@@ -32,10 +32,11 @@ class Generate(Protocol):
 class Comparison:
     """What `compare` measured.
 
-    speedup: median over the pairs of self-speculative / autoregressive tokens per second, prefill included; the smallest
-    and largest pair beside it. decode_speedup: likewise without prefill and first token, None where there was only that.
+    speedup: median over the pairs of self-speculative / autoregressive tokens per second, prefill included; speedup_min and
+    speedup_max are the smallest and the largest pair. decode_speedup: without prefill and first token, None if there was
+    nothing else.
     runs, baseline_runs: each run's statistics, in order.
-    outputs_equal: whether all runs wrote the same tokens; None when sampling, where only their distribution is the same.
+    outputs_equal: True if all runs wrote the same tokens; None when sampling, where only their distribution is the same.
     first_difference: index of the first new token that differs, None if none does.
     """
 

@@ -137,7 +137,7 @@ def verify_engine(
     policies: abc.Sequence[str] | None = None,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Iterator[Check]:
-    """Yield one check after the other; takes the model's weights over, which it cannot be used without afterwards.
+    """Yield one check after the other. Takes over the weights of the model, which cannot be used afterwards.
 
     prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: called `num_steps` times.
     """
@@ -165,12 +165,12 @@ def num_steps(num_layers: int, num_prompts: int, draws: int, num_policies: int |
 
 
 def sampled_policies(num_layers: int) -> list[str]:
-    """Whose draws are counted: one that keeps every draft, one that stops by what it sees."""
+    """Policies whose draws are counted: one that keeps every draft, one that stops by what it sees."""
     return [f"ls:{max(num_layers // 4, 1)}-2", "auto:cost=layers"]
 
 
 def check_kernels(model: LayerSkipModel) -> Check:
-    """What the layers run on; our own kernels must compute a row the same, bit for bit, in any company."""
+    """What the layers run on; our own kernels must compute a row the same, bit for bit, in any batch."""
     wrong = None if model.kernels is None else fault()
     return Check(name="kernels", passed=wrong is None, detail=wrong or kernels_in_words(model.kernels))
 

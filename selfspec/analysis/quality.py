@@ -21,8 +21,8 @@ _CHUNK = 128  # rows whose logits exist at a time, of both models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quality:
-    """Of all tokens but the first of each text. Divergences in nats.
+class WeightQuality:
+    """Over all tokens but the first of each text. Divergences in nats.
 
     perplexity, full_perplexity: of the model, and of the one with all bits. divergence: KL(full || model), the mean over
     positions. agreement: share of positions at which both have the same likeliest token. num_tokens: how many were predicted.
@@ -35,7 +35,7 @@ class Quality:
     num_tokens: int
 
 
-def quality(model: LayerSkipModel, full: LayerSkipModel, texts: Sequence[Tensor]) -> Quality:
+def quality(model: LayerSkipModel, full: LayerSkipModel, texts: Sequence[Tensor]) -> WeightQuality:
     """Compare two models on texts, int64 [n] each, cut to the context. Raises ValueError without a text of 2 tokens."""
     texts = [text[: min(model.max_positions, full.max_positions)] for text in texts if len(text) > 1]
     if not texts:
@@ -63,7 +63,7 @@ def quality(model: LayerSkipModel, full: LayerSkipModel, texts: Sequence[Tensor]
                 ).double()
                 count += len(rows)
     own, others, divergence, same = (sums / count).tolist()
-    return Quality(
+    return WeightQuality(
         perplexity=math.exp(own),
         full_perplexity=math.exp(others),
         divergence=divergence,

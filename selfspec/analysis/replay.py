@@ -65,14 +65,14 @@ class AgreementTrace:
 
     @cached_property  # a grid asks for every cell
     def is_complete(self) -> bool:
-        """Whether `replay` is exact: every position recorded, of a greedy run."""
+        """True if `replay` is exact: every position of a greedy run was recorded."""
         return (bool(self.agrees) or len(self.tokens) <= 1) and all(
             value in (0.0, 1.0) for row in self.agrees.values() for value in row
         )
 
 
 def agreement_trace(result: GenerationResult, num_layers: int) -> AgreementTrace:
-    """What a run that kept its trace recorded. Rows of tokens behind a stop inside a round are left out."""
+    """What a run that kept its trace recorded. Tokens after a stop inside a round are left out."""
     assert result.trace is not None, "generate with trace=True"
     size = max(len(result.new_tokens) - 1, 0)
     first = result.stats.num_prompt_tokens + 1
@@ -203,5 +203,5 @@ def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int
 
 
 def _leading(flags: Sequence[float | None]) -> int:
-    """How many are true before the first that is not."""
+    """Number of leading flags that are true."""
     return next((i for i, flag in enumerate(flags) if not flag), len(flags))

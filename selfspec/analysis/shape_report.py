@@ -19,7 +19,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 
 
 def shape_config(shape: str) -> PreTrainedConfig:
-    """Of a name out of `SHAPES`, or of a folder with a config.json. ValueError for another name."""
+    """The configuration of a name in `SHAPES`, or of a folder with a config.json. ValueError for any other name."""
     if shape in SHAPES:
         return LlamaConfig(**{name: dict(v) if isinstance(v, dict) else v for name, v in SHAPES[shape].items()})
     if not (Path(shape) / "config.json").is_file():
@@ -28,10 +28,10 @@ def shape_config(shape: str) -> PreTrainedConfig:
 
 
 def shape_lines(shape: str, ranks: int, dtype: str, device: str, context: int | None) -> list[str]:
-    """What to print. dtype: "auto" is bfloat16. device: "auto" is a GPU, whether or not there is one here.
+    """The report's lines. dtype: "auto" is bfloat16. device: "auto" is a GPU, whether or not there is one here.
 
     context: tokens of the text whose KV cache is counted, None for the longest that the model takes.
-    Raises ValueError for what there is not, or for a number of ranks that the model cannot be divided by.
+    Raises ValueError for an unknown name, or for a number of ranks that the model cannot be divided by.
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype must be one of auto, {', '.join(DTYPES)} with --shape, got {dtype!r}")
@@ -64,9 +64,9 @@ def shape_lines(shape: str, ranks: int, dtype: str, device: str, context: int | 
 def training_lines(
     shape: str, ranks: int, dtype: str, context: int | None, micro_batch_tokens: int, optimizer: str
 ) -> list[str]:
-    """What to print of `selfspec train --shard` in so many processes. dtype: "auto" is bfloat16.
+    """The report's lines for `selfspec train --shard` in this many processes. dtype: "auto" is bfloat16.
 
-    context: tokens of a sequence, None for one sequence a micro batch. Raises ValueError for what there is not.
+    context: tokens of a sequence, None for one sequence a micro batch. Raises ValueError for an unknown name.
     """
     precisions = {"auto": "bf16", "bfloat16": "bf16", "float32": "fp32"}
     if dtype not in precisions:

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from policies import RoundRecord
 
 _FATES = {(False, True): "+", (False, False): "-", (True, True): "=", (True, False): "x"}
-"""Of a draft: whether it was copied, whether it was accepted."""
+"""What to print for a draft, by whether it was copied and whether it was accepted."""
 
 
 def plot_trace(records: Sequence[RoundRecord], num_layers: int, policy: str, path: Path) -> None:
