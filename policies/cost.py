@@ -165,13 +165,21 @@ def _at(seconds: Sequence[float], rows: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def round_costs(cost: CostModel, layers: tuple[int, ...], max_speculations: int) -> NDArray[np.float64]:
-    """`cost.round` for each exit layer and each number of drafts from 0 to max_speculations; read only."""
-    for layer in layers:
-        check_exit_layer(layer, cost.num_layers)
-    found = np.array([[cost.round(layer, drafts) for drafts in range(max_speculations + 1)] for layer in layers])
+def round_costs(cost: CostModel, max_speculations: int) -> NDArray[np.float64]:
+    """`cost.round` for every exit layer 1 .. L-1 and each number of drafts from 0 to max_speculations; read only."""
+    layers, drafts = range(1, cost.num_layers), range(max_speculations + 1)
+    found = np.array([[cost.round(layer, count) for count in drafts] for layer in layers])
     found.flags.writeable = False
     return found
+
+
+@lru_cache(maxsize=256)
+def _setting_costs(cost: CostModel, layers: tuple[int, ...], max_speculations: int) -> NDArray[np.float64]:
+    """`round_costs` of these layers; without drafts a round is a plain step."""
+    rows = [check_exit_layer(layer, cost.num_layers) - 1 for layer in layers]
+    costs = round_costs(cost, max_speculations)[rows]
+    costs[:, 0] = cost.autoregressive()
+    return costs
 
 
 def draft_passes(record: RoundRecord) -> tuple[int, bool]:
@@ -226,11 +234,9 @@ def best_setting(
     layers = tuple(sorted(acceptance))
     if not layers or first > max_speculations:
         raise ValueError("there must be at least one candidate exit layer and one length")
-    costs = round_costs(cost, layers, max_speculations)
+    costs = _setting_costs(cost, layers, max_speculations)
     powers = np.ones(costs.shape)
     powers[:, 1:] = np.array([acceptance[layer] for layer in layers])[:, None]
-    rates = powers.cumprod(axis=1).cumsum(axis=1) / costs
-    rates[:, 0] = 1 / cost.autoregressive()
-    rates = rates[:, first:]
+    rates = (powers.cumprod(axis=1).cumsum(axis=1) / costs)[:, first:]
     index, length = divmod(int(rates.argmax()), rates.shape[1])
     return layers[index], first + length, float(rates[index, length])

@@ -259,7 +259,7 @@ class DelExit(DelegatingPolicy):
 
     def plan(self, context: RoundContext) -> Plan:
         """The layer of the highest TPL; before anything was seen, the lowest candidate with one draft."""
-        cost = self._cost.for_batch_size(context.batch_size)
+        cost = self._cost = self._cost.for_batch_size(context.batch_size)
         known = self._contenders(cost)
         if not known:
             return Plan(exit_layer=self.exit_layers[0], max_speculations=1)

@@ -43,7 +43,7 @@ class AutoLearner:
         """Decide by this cost from the next solution on. margin: by how much drafts must beat plain steps, as a fraction."""
         self.cost = cost
         self._margin = margin
-        self._rounds = rounds = round_costs(cost, self.layers, self.max_speculations)
+        self._rounds = rounds = round_costs(cost, self.max_speculations)[[layer - 1 for layer in self.layers]]
         self._look = np.array([cost.look(layer) for layer in self.layers])
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
