@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from policies.base import DelegatingPolicy, Learner, NeverStop, StatelessPolicy
@@ -23,6 +24,7 @@ _MOST_WAITING = 256  # rows of a layer: their hidden states are kept until then
 _ROUNDING = 1e-9  # by which a bound may be too low
 
 
+@dataclass(slots=True)
 class DecayedMean:
     """S(x) / S(n): the mean of all values seen, each round's weighing omega times as much as the next one's.
 
@@ -30,10 +32,8 @@ class DecayedMean:
     the last value was, where two sums would end as 0 / 0.
     """
 
-    __slots__ = ("mean", "weight")
-
-    def __init__(self, weight: float = 0.0, mean: float | None = None) -> None:
-        self.weight, self.mean = weight, mean
+    weight: float = 0.0
+    mean: float | None = None
 
     def add(self, count: float, total: float, omega: float) -> None:
         """One round: `count` values that sum to `total`."""
@@ -62,75 +62,67 @@ class DecayedMatches:
         self.reset()
 
     def reset(self) -> None:
-        self.matches = {layer: DecayedMean() for layer in self.layers}  # S(c) / S(n)
-        self.matched = {layer: DecayedMean() for layer in self.layers}  # S(tcs) / S(c)
-        self.mismatched = {layer: DecayedMean() for layer in self.layers}  # S(fcs) / S(n - c)
-        self._most = {layer: DecayedMean() for layer in self.layers}  # S(c) / S(n) if all that waits matched
-        self._waiting: dict[int, list[Shadow]] = {layer: [] for layer in self.layers}
-        self._rows_waiting = dict.fromkeys(self.layers, 0)
+        self._of = {layer: _LayerMeans() for layer in self.layers}
 
     def observe(self, shadow: Shadow) -> None:
         rows = shadow.num_rows
         for layer in shadow.layers:
-            if layer not in self.matches:
-                continue
-            self._waiting[layer].append(shadow)
-            self._most[layer].add(rows, rows, self._omega)
-            self._rows_waiting[layer] += rows
-            if self._rows_waiting[layer] > _MOST_WAITING:
-                self.learn(layer)
+            if layer in self._of:
+                own = self._of[layer]
+                own.waiting.append(shadow)
+                own.most.add(rows, rows, self._omega)
+                own.rows_waiting += rows
+                if own.rows_waiting > _MOST_WAITING:
+                    self._learn(layer)
 
-    def learn(self, layer: int) -> None:
-        waiting = self._waiting[layer]
-        if not waiting:
-            return
-        if len(waiting) > 1:
-            waiting[0].compute(layer, waiting[1:])
-        matches, matched, mismatched = self.matches[layer], self.matched[layer], self.mismatched[layer]
-        for shadow in waiting:
+    def _learn(self, layer: int) -> _LayerMeans:
+        """The layer's means, with all its rounds in them."""
+        own = self._of[layer]
+        if not own.waiting:
+            return own
+        if len(own.waiting) > 1:
+            own.waiting[0].compute(layer, own.waiting[1:])
+        for shadow in own.waiting:
             rows = shadow.rows_of(layer)
             right = [confidence for match, confidence in rows if match]
             wrong = [confidence for match, confidence in rows if not match]
-            matches.add(len(rows), len(right), self._omega)
-            matched.add(len(right), sum(right), self._omega)
-            mismatched.add(len(wrong), sum(wrong), self._omega)
-        self._waiting[layer] = []
-        self._rows_waiting[layer] = 0
-        self._most[layer] = DecayedMean(matches.weight, matches.mean)
+            own.matches.add(len(rows), len(right), self._omega)
+            own.matched.add(len(right), sum(right), self._omega)
+            own.mismatched.add(len(wrong), sum(wrong), self._omega)
+        own.waiting, own.rows_waiting = [], 0
+        own.most = DecayedMean(own.matches.weight, own.matches.mean)
+        return own
 
     def knows(self, layer: int) -> bool:
         """True if no round of this layer waits."""
-        return not self._waiting[layer]
+        return not self._of[layer].waiting
 
     def most_accepted(self, layer: int) -> float | None:
         """What `acceptance` can come to at most; itself where nothing waits. None before any row was compared."""
-        mean = self._most[layer].mean
+        mean = self._of[layer].most.mean
         if mean is None or self.knows(layer):
             return self.acceptance(layer)
         return min(mean + _ROUNDING, 1.0)
 
     def acceptance(self, layer: int) -> float | None:
         """alpha: matched over compared rows, in [0, 1]; None before any was compared."""
-        self.learn(layer)
-        mean = self.matches[layer].mean
+        mean = self._learn(layer).matches.mean
         return None if mean is None else min(max(mean, 0.0), 1.0)
 
     def threshold(self, layer: int) -> float:
         """tau: half of the mean confidences of matched and of mismatched rows.
 
-        Of one kind alone its mean, before any row the documented default: the paper divides 0 by 0 there.
+        If there is only one kind, its mean; before any row, the default. The paper divides 0 by 0 there.
         """
-        self.learn(layer)
-        means = [kind[layer].mean for kind in (self.matched, self.mismatched)]
-        seen = [mean for mean in means if mean is not None]
+        own = self._learn(layer)
+        seen = [kind.mean for kind in (own.matched, own.mismatched) if kind.mean is not None]
         return sum(seen) / len(seen) if seen else DEFAULT_THRESHOLD
 
     def state(self) -> dict[str, Any]:
         """[weight, mean] of the three means per layer, for JSON."""
-        for layer in self.layers:
-            self.learn(layer)
+        known = {layer: self._learn(layer) for layer in self.layers}
         return {
-            name: {str(layer): [kept.weight, kept.mean] for layer, kept in getattr(self, name).items()}
+            name: {str(layer): [getattr(own, name).weight, getattr(own, name).mean] for layer, own in known.items()}
             for name in _MEANS
         }
 
@@ -138,22 +130,32 @@ class DecayedMatches:
         """Take up what `state` gave. Raises ValueError if it is for other layers, or from another version."""
         if missing := [name for name in _MEANS if name not in state]:
             raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
-        means = {
-            name: {int(layer): DecayedMean(float(weight), mean) for layer, (weight, mean) in state[name].items()}
-            for name in _MEANS
-        }
-        for values in means.values():
-            if set(values) != set(self.layers):
+        for name in _MEANS:
+            if (saved := {int(layer) for layer in state[name]}) != set(self.layers):
                 raise ValueError(
-                    f"the saved state is for exit layers {sorted(values)}, this policy for {list(self.layers)}"
+                    f"the saved state is for exit layers {sorted(saved)}, this policy for {list(self.layers)}"
                 )
-        self.reset()
-        for name, values in means.items():
-            setattr(self, name, values)
-        self._most = {layer: DecayedMean(known.weight, known.mean) for layer, known in self.matches.items()}
+
+        def mean(name: str, layer: int) -> DecayedMean:
+            weight, value = state[name][str(layer)]
+            return DecayedMean(float(weight), value)
+
+        self._of = {layer: _LayerMeans(*(mean(name, layer) for name in (*_MEANS, "matches"))) for layer in self.layers}
 
 
 _MEANS = ("matches", "matched", "mismatched")
+
+
+@dataclass(slots=True)
+class _LayerMeans:
+    """What is known of one layer. waiting: rounds that are not in its means yet, of `rows_waiting` rows."""
+
+    matches: DecayedMean = field(default_factory=DecayedMean)  # S(c) / S(n)
+    matched: DecayedMean = field(default_factory=DecayedMean)  # S(tcs) / S(c)
+    mismatched: DecayedMean = field(default_factory=DecayedMean)  # S(fcs) / S(n - c)
+    most: DecayedMean = field(default_factory=DecayedMean)  # S(c) / S(n) if all that waits matched
+    waiting: list[Shadow] = field(default_factory=list, init=False)
+    rows_waiting: int = field(default=0, init=False)
 
 
 class DelEstimates:
