@@ -49,9 +49,9 @@ PAPER_BINS = Bins(
 )
 """SPIDE's twenty (section 3.2): nine of width 0.1 up to 0.9, ten of width 0.01 up to 1.0, and {1.0}.
 
-In the paper's bfloat16 all above 0.998 is 1.0. In float32 nearly nothing is, so that the last bin stays empty there."""
+In the paper's bfloat16 everything above 0.998 is 1.0. In float32 almost nothing is, so the last bin stays empty there."""
 DOUBT_BINS = _doubt_bins((0.07, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0003, 0.0001))
-"""Ours: twenty as well, those above 0.9 in steps of 1 - confidence that shrink down to 0.0001.
+"""Ours: also twenty. Above 0.9 they are bins of 1 - confidence that shrink down to 0.0001.
 
 A float32 confidence gives 1 - confidence there to within 2 % (measured), far less than the width of a bin."""
 BINS = {"doubt": DOUBT_BINS, "paper": PAPER_BINS}
@@ -112,7 +112,7 @@ class AcceptanceTable:
 
     @property
     def observations(self) -> float:
-        """What was seen and still counts, of all layers together."""
+        """Observations that still count, over all layers."""
         return sum(map(sum, self.seen.values()))
 
     def observe(self, record: RoundRecord) -> list[list[float]] | None:
@@ -176,7 +176,7 @@ class AcceptanceTable:
 
 
 def draft_acceptance(record: RoundRecord) -> list[float]:
-    """Acceptance of each draft whose fate is known: 1 .. 1, and 0 for a rejected one; min(1, p/q) of each when sampling."""
+    """Acceptance of each draft whose fate is known: 1, or 0 for a rejected one; min(1, p/q) when sampling."""
     known = min(record.num_accepted + 1, record.num_drafted)
     if record.acceptance_probabilities is not None:
         return list(record.acceptance_probabilities[:known])

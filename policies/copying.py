@@ -13,13 +13,13 @@ from policies.building import Setup
 from policies.records import ObservationSpec, Plan, RoundContext, RoundRecord
 
 LENGTH = 10
-"""Tokens that are copied at most, as in prompt lookup decoding (Saxena 2023)."""
+"""Longest copy by default, as in prompt lookup decoding (Saxena 2023)."""
 SHORTEST = 2
-"""Tokens that must be alike."""
+"""Shortest match that is copied from."""
 LONGEST_MATCH = 1 << 20
 """The longest match that may be asked for. It costs nothing: a text without one is not copied from."""
 MOST = 32
-"""Tokens that may be copied in a round at most: a pass over more rows costs what their arithmetic costs, on any device."""
+"""Longest copy that may be asked for: a pass over more rows costs what their arithmetic costs, on any device."""
 
 
 class _Copying:
@@ -39,7 +39,7 @@ class _Copying:
 
 
 class CopyExit(_Copying, StatelessPolicy):
-    """Copy `length` tokens wherever `shortest` or more are alike, straight to verification; a plain step elsewhere."""
+    """Copy `length` tokens after a match of `shortest` or more and verify them at once; elsewhere a plain step."""
 
     observes = ObservationSpec(copies="needed")
     exit_layers = ()
@@ -53,7 +53,7 @@ class CopyExit(_Copying, StatelessPolicy):
 
 
 class CopyThenExit(_Copying, DelegatingPolicy):
-    """Copy first, then what another exit policy plans: its exit cuts the copy where it disagrees, and drafts on from there.
+    """Copy first, then do what another exit policy plans. Its exit cuts the copy where it disagrees, and drafts from there.
 
     inner: sees rounds as if the copied tokens had been committed before them.
     """
@@ -71,7 +71,7 @@ class CopyThenExit(_Copying, DelegatingPolicy):
         return self.learner.exit_layers
 
     def plan(self, context: RoundContext) -> Plan:
-        """The inner policy's, with copies before it; without an exit layer they go straight to verification."""
+        """The inner policy's plan, with copies before its drafts. Without an exit layer they are verified at once."""
         return replace(self.learner.plan(context), copied=self.copied(context))
 
     def observe(self, record: RoundRecord) -> None:

@@ -22,7 +22,7 @@ from selfspec.generator import SelfSpecGenerator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftAgreement:
-    """Where a draft model says what the full model says.
+    """Where a draft model predicts what the full model says.
 
     traces: of each prompt, with the last token of the prompt as the first of `tokens`, since such a draft model begins at the
     prompt's end. num_draft_layers: of the draft, the key of their `agrees`.
@@ -42,7 +42,7 @@ class DraftAgreement:
         return ratio(accepted, drafted)
 
     def tokens_per_round(self, num_drafts: int) -> float | None:
-        """New tokens for each pass of the full model, the reading of the prompt included."""
+        """New tokens for each pass of the full model, including the one that reads the prompt."""
         _, accepted, rounds = self._totals(num_drafts)
         return ratio(accepted + rounds, rounds)
 

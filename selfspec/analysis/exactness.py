@@ -82,7 +82,7 @@ def ask_reference(
     max_new_tokens: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Reference:
-    """Greedy texts, their logits and the law of sampling, all by transformers; advance: called prompts + 1 times."""
+    """Get greedy texts, their logits and the law of sampling from transformers. advance: called prompts + 1 times."""
     texts, every_logits = [], []
     with torch.no_grad():
         for prompt in prompts:
@@ -176,7 +176,7 @@ def check_kernels(model: LayerSkipModel) -> Check:
 
 
 def check_logits(model: LayerSkipModel, reference: Reference) -> Check:
-    """The engine's own forward pass over prompts and texts against transformers' logits."""
+    """Compare the engine's own forward pass over prompts and texts with transformers' logits."""
     worst = 0.0
     with torch.inference_mode():
         for prompt, text, wanted in zip(reference.prompts, reference.texts, reference.logits):
@@ -191,7 +191,7 @@ def check_logits(model: LayerSkipModel, reference: Reference) -> Check:
 
 
 def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
-    """Norm and head on one row alone, as drafting uses them, against the same row among others, as verifying does."""
+    """Compare norm and head on one row alone, as in drafting, with the same row among others, as in verification."""
     with torch.inference_mode():
         hidden, together = _rows_of(model, reference.prompts[0].tolist())
         alone = torch.cat([model.logits(hidden[row : row + 1]) for row in range(len(hidden))])
@@ -207,8 +207,10 @@ def check_single_row(model: LayerSkipModel, reference: Reference) -> Check:
 
 
 def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
-    """The rule by which rounds accept drafts, on the model's own p and q: accepted below min(1, p/q), rejected above it, and
-    what a rejection leaves is p - q where that is positive."""
+    """Try the acceptance rule of rounds on the model's own p and q.
+
+    A draft is accepted below min(1, p/q) and rejected above it, and what a rejection leaves is p - q where that is positive.
+    """
     text = [*reference.prompts[0].tolist(), *reference.texts[0]][-_LAW_ROWS:]
     ids = torch.tensor(text, dtype=torch.long, device=model.device)
     exit_layer = max(model.num_layers // 4, 1)
@@ -275,7 +277,7 @@ def check_sampling(
     draws: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Check:
-    """Drawn courses against their exact probabilities, by Pearson's chi-squared over courses expected five times or more."""
+    """Compare drawn courses with their exact probabilities: Pearson's chi-squared over courses expected at least 5 times."""
     chosen = make_policy(generator.bound, policy)
     counts = dict.fromkeys(reference.sampled, 0)
     outside = 0

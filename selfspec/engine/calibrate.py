@@ -44,7 +44,7 @@ def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> Measur
 
 
 def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "eager") -> None:
-    """Take this cost for the model from now on: another process's calibration, say, so that both decide alike.
+    """Use this cost for the model from now on, such as another process's calibration, so that both decide alike.
 
     It stays as it is: policies do not repair it by what rounds take.
     """
@@ -53,7 +53,7 @@ def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "ea
 
 
 def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
-    """Time layers and head over some numbers of rows, and a draft step; lower quartiles, all candidates taken in turn.
+    """Time layers and head over several numbers of rows, and a draft step. All calls take turns; the lower quartile counts.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
     the timed ones are interpolated, and no cost falls as rows grow. Allocates a KV cache of 512 positions while it runs.
@@ -91,7 +91,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
 
 
 def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> tuple[tuple[int, float], ...]:
-    """What each exit's adapter adds to a draft step: a draft with it less the same draft without."""
+    """What each exit's adapter adds to a draft step: the difference between a draft with it and one without."""
     exits = sorted(model.adapters)
     makers = [_draft_calls(one, cache, runner) for one in (model, model.with_adapters({}))]
     calls = [make(exit_layer) for exit_layer in exits for make in makers]
@@ -101,15 +101,15 @@ def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) 
 
 
 def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
-    """Makes drafts of `_DRAFTS` steps at an exit layer, all by the same passes."""
+    """Returns a function that makes a draft of `_DRAFTS` steps at an exit layer; all use the same runner."""
     if runner == "captured":
         captured = CudaGraphRunner(model, cache, cleared=True)
         captured.reserve(_DRAFTS + 1)
-        return lambda exit_layer: partial(captured.draft, [_turn(model, cache, exit_layer)])
+        return lambda exit_layer: partial(captured.draft, [_last_round(model, cache, exit_layer)])
     passes = EagerRunner(model)
 
     def make(exit_layer: int) -> Callable[[], object]:
-        seq_round = _turn(model, cache, exit_layer)
+        seq_round = _last_round(model, cache, exit_layer)
 
         def draft() -> None:
             cache.declare(seq_round.length - 1)
@@ -151,7 +151,7 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
     runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
     runner.reserve(max(rows_timed))
     context = cache.max_length
-    seq_round = _turn(model, cache, 1)
+    seq_round = _last_round(model, cache, 1)
     calls: list[Callable[[], object]] = []
     for rows in rows_timed:
         # Where the row counts that are captured fit: in the last positions of a cache others may be.
@@ -159,7 +159,7 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
     return [*calls, partial(runner.draft, [seq_round])]
 
 
-def _turn(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
+def _last_round(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
     """A round of `_DRAFTS` drafts at one exit, looked at one by one, at the end of a text."""
     policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
     context = cache.max_length
@@ -205,9 +205,9 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
 
 
 def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[float]:
-    """Seconds of each call, the calls taken in turn: the lower quartile, since a busy machine only ever adds.
+    """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns.
 
-    Where several processes hold the model, each makes the same calls, and takes rank 0's times.
+    Where several processes hold the model, each makes the same calls and uses rank 0's times.
     """
     device = model.device
     for call in calls:
@@ -227,13 +227,13 @@ def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[flo
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was queued on the device, so that the clock sees it."""
+    """Wait for the work that is queued on the device, so that the clock sees it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # not the whole device: another thread may be capturing on it
 
 
 def _every_row(rows_timed: tuple[int, ...], seconds: list[float]) -> tuple[float, ...]:
-    """Seconds for 1, 2, .. rows from those of some: interpolated, and never less than for fewer rows."""
+    """Seconds for 1, 2, ... rows, interpolated from those that were timed, and never less than for fewer rows."""
     rising = list(seconds)
     for index in range(1, len(rising)):
         rising[index] = max(rising[index], rising[index - 1])
