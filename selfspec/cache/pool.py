@@ -61,7 +61,7 @@ class KVCachePool:
         self._returned: list[CacheSlot] = []  # not among the idle ones yet
         self._times_forgotten = 0
         self._is_changing = False
-        self._idle_passes: EagerRunner | None = None
+        self._idle_runner: EagerRunner | None = None
         self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
 
     @property
@@ -103,16 +103,15 @@ class KVCachePool:
                 self._returned.append(place)
 
     @contextmanager
-    def eager_passes(self) -> Iterator[EagerRunner]:
-        """Eager passes for one caller."""
+    def eager_runner(self) -> Iterator[EagerRunner]:
+        """An eager runner for one caller."""
         with self._lock:
-            passes, self._idle_passes = self._idle_passes, None
-        passes = passes or EagerRunner(self._model)
+            runner, self._idle_runner = self._idle_runner, None
+        runner = runner or EagerRunner(self._model)
         try:
-            yield passes
+            yield runner
         finally:
-            passes.forget()
-            self._idle_passes = passes
+            self._idle_runner = runner
 
     def forget(self) -> None:
         """Use no text that has been read so far: the weights are others now."""

@@ -201,7 +201,7 @@ class Engine:
             slots[0].leave_captures(for_good=True)
             slots[0].checked.bound.runners.give_up_graphs(error)
         except BaseException:
-            captured.begin()  # what was launched ahead is of a round that broke off
+            captured.begin()  # what was launched ahead belongs to a round that broke off
             raise
         texts[0].read_again()  # graphs may have written anywhere in the cache
         run_round(texts, self._eager(slots[0].checked.bound), self._got)
@@ -210,7 +210,7 @@ class Engine:
         if bound not in self._runners:
             self._let_go()
             held = ExitStack()
-            self._runners[bound] = held.enter_context(bound.runners.eager_passes()), held
+            self._runners[bound] = held.enter_context(bound.runners.eager_runner()), held
         return self._runners[bound][0]
 
     def _let_go(self) -> None:
@@ -307,7 +307,7 @@ class BatchSlot:
     def leave_captures(self, for_good: bool = False) -> None:
         """The coming rounds of this text run eagerly."""
         if self._captured is not None and not self._is_away:
-            self._captured.leave()
+            self._captured.begin()
             self._is_away = self._ran_eagerly = True
         if for_good:
             self._captured = None
@@ -318,7 +318,7 @@ class BatchSlot:
             if self.checked.bound.runners.kind == "eager":  # given up in the meantime
                 self._captured = None
                 return None
-            self._captured.come_back(self.sequence.length - 1)
+            self._captured.clear(self.sequence.length - 1)  # eager rounds may have left NaN there
             self._is_away = False
         return self._captured
 
@@ -334,7 +334,7 @@ class BatchSlot:
     def clear(self) -> None:
         """The text broke off on NaN."""
         if self._place.captured is not None:
-            self._place.captured.clear()
+            self._place.captured.clear(0)
 
     def close(self) -> None:
         """Give everything back."""

@@ -224,7 +224,6 @@ class Sequence:
             tokens=self.tokens,
             length=self.length,
             pending=self.pending,
-            remaining=remaining,
             exit_layer=exit_layer,
             max_speculations=cap,
             sampler=self.sampler,
@@ -233,7 +232,6 @@ class Sequence:
             eos=self.request.stops.eos,
             states=passes.states(self.states, len(copied) + cap + 1) if watches else None,
             learns=learns,
-            learns_next=plan.learn and self.observes.learns(self._rows_learned + learns, self._rows_seen + 1),
             copied=copied,
             match_length=context.match_length,
         )

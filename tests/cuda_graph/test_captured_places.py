@@ -73,10 +73,8 @@ def test_a_text_that_is_alone_again_runs_from_captures_again(
 ) -> None:
     """spoilt: what eager rounds left behind the text is NaN."""
     replayed: list[int] = []
-    draft = CudaGraphRunner.draft
-    monkeypatch.setattr(
-        CudaGraphRunner, "draft", lambda self, seq_rounds: (replayed.append(1), draft(self, seq_rounds))[1]
-    )
+    run = CudaGraphRunner.run
+    monkeypatch.setattr(CudaGraphRunner, "run", lambda self, *rest: (replayed.append(1), run(self, *rest))[1])
     engine, found = captured(llama64), []
     with engine.engine() as texts:
         first = texts.add(PROMPT, max_new_tokens=30, policy=policy)

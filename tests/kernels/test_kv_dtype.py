@@ -90,7 +90,7 @@ def test_captured_passes_write_what_eager_ones_do() -> None:
     hidden = model.embed(torch.tensor(PROMPT))
     positions = torch.arange(len(PROMPT))
     with torch.inference_mode():
-        found = captured._round._forward.run(hidden, 0, model.num_layers, positions, len(PROMPT))
+        found = captured._pass._forward.run(hidden, 0, model.num_layers, positions, len(PROMPT))
         other = KVCache(model, 40)
         expected = model.run_layers(hidden, 0, model.num_layers, other)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
