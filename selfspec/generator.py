@@ -29,9 +29,10 @@ from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.distributed.launch import TensorParallel, divides
+from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.engine import Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult

@@ -62,7 +62,7 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def num_alike(tokens: Tensor, prompt: Tensor) -> int:
+def num_common(tokens: Tensor, prompt: Tensor) -> int:
     """How many tokens two texts begin with alike. int64 [n] and [m] on the CPU."""
     shorter = min(tokens.numel(), prompt.numel())
     differs = (tokens[:shorter] != prompt[:shorter]).nonzero()

@@ -23,8 +23,9 @@ from layerskip_models.parallel.ranks import RankError, Ranks
 from policies import Policy, parse_policy
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import Owner
+from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.engine import Engine
 from selfspec.engine.request import Request
 from selfspec.engine.results import StepOutput
 from selfspec.engine.stopping import StopConditions

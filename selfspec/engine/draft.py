@@ -130,8 +130,10 @@ class Draft:
         """
         seq_round, observes = self.seq_round, self.seq_round.observes
         stopping = seq_round.policy.stopping
-        if _is_nan(row.confidence) or _is_nan(row.entropy) or (observes.features and any(map(math.isnan, output[2:]))):
-            return "before_draw"  # no policy is shown NaN
+        if row.confidence != row.confidence or row.entropy != row.entropy:  # no policy is shown NaN
+            return "before_draw"
+        if observes.features and any(map(math.isnan, output[2:])):
+            return "before_draw"
         if stopping is not None and stopping.stop_before_draw(row):
             self.dropped_token = None if seq_round.sampler.do_sample else self._pick(output, logits)
             return "before_draw"
@@ -167,7 +169,7 @@ class Draft:
                 confidence=output.confidence if seq_round.observes.confidence else None,
             )
             stopping = seq_round.policy.stopping
-            if _is_nan(row.confidence) or not (row.agrees if stopping is None else stopping.keep_copied(row)):
+            if row.confidence != row.confidence or not (row.agrees if stopping is None else stopping.keep_copied(row)):
                 break
             kept += 1
         self.num_copied = kept
@@ -213,7 +215,3 @@ def _features(output: HeadOutput, device: torch.device) -> Tensor:
     p = output.confidence
     features = [math.log(p) if p > 0 else p, output.margin, output.entropy]
     return sent(torch.tensor(features, dtype=torch.float32, device="cpu"), device)
-
-
-def _is_nan(value: float | None) -> bool:
-    return value is not None and value != value

@@ -112,8 +112,8 @@ class Sequence:
         return self.length - self._num_prompt
 
     @property
-    def settled(self) -> int:
-        """Rows of the cache that are those of committed tokens, wherever the text was broken off."""
+    def num_cached(self) -> int:
+        """Rows of the cache that belong to committed tokens, even if a round broke off."""
         return min(self.length - 1, self.cache.length)
 
     def prompt_read(self) -> Tensor:

@@ -34,7 +34,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
 from selfspec.cache.pool import SMALL_LOSS, KVCachePool
-from selfspec.cache.prefix_cache import num_alike, parse_bytes
+from selfspec.cache.prefix_cache import num_common, parse_bytes
 from selfspec.cache.slots import CacheSlot
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
@@ -259,11 +259,11 @@ def test_without_a_size_the_last_text_is_kept_in_the_one_cache_there_is() -> Non
 def test_on_our_own_kernels_the_last_text_is_used() -> None:
     pool = Pool(None, "native")
     assert [pool.reused(A), pool.reused(A), pool.reused(B), pool.reused(A)] == [0, 49, 0, 0]
-    (place,) = pool.idle
+    (slot,) = pool.idle
     assert pool.reused(pool.text[:55], 4) == 55 - 1
-    assert pool.idle == [place]
+    assert pool.idle == [slot]
     assert pool.reused([*pool.text, 1], 100) > 50  # in a longer cache, with the rows copied
-    assert len(pool.idle) == 1 and pool.idle != [place]
+    assert len(pool.idle) == 1 and pool.idle != [slot]
     assert pool.generator.kept_texts == pool.generator.kept_texts.__class__(1, pool.idle[0].cache.num_bytes)
 
 
@@ -382,7 +382,7 @@ def test_what_is_no_size(size: Any) -> None:
 
 def test_how_much_two_texts_have_in_common() -> None:
     def alike(one: list[int], other: list[int]) -> int:
-        return num_alike(torch.tensor(one, dtype=torch.long), torch.tensor(other, dtype=torch.long))
+        return num_common(torch.tensor(one, dtype=torch.long), torch.tensor(other, dtype=torch.long))
 
     assert alike([1, 2, 3], [1, 2, 3]) == 3
     assert alike([1, 2, 3], [1, 2]) == alike([1, 2], [1, 2, 3]) == 2
@@ -410,8 +410,8 @@ def test_a_place_that_returns_while_the_pool_changes_waits() -> None:
     pool = Pool("1MB")
     runners: KVCachePool = pool.generator._models.current.runners
     lent = runners.lend(10)
-    place = lent.__enter__()
+    slot = lent.__enter__()
     with runners._changing():
         lent.__exit__(None, None, None)
-        assert place not in runners._idle
-    assert place in runners._idle
+        assert slot not in runners._idle
+    assert slot in runners._idle

@@ -26,7 +26,8 @@ from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
 from test_engine_errors import Raising
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
