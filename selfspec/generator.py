@@ -36,7 +36,7 @@ from selfspec.engine.engine import Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
-from selfspec.engine.runners.runner import CaptureError, RunnerChoice, RunnerName
+from selfspec.engine.runners.choice import CaptureError, RunnerChoice, RunnerName
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages, encode_messages
 from selfspec.options import GenerationOptions, SpeculationOptions, spelled_out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -117,25 +118,51 @@ def module_imports(tree: ast.AST) -> list[tuple[str, str | None]]:
     return found
 
 
-def circles(sources: dict[str, str]) -> set[str]:
-    """Modules that import themselves through others. sources: by the modules' names."""
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """What each module imports of the others. sources: by the modules' names."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         named = [(f"{base}.{name}", base) for base, name in module_imports(ast.parse(source))]
         graph[module] = {inner if inner in sources else base for inner, base in named} & sources.keys() - {module}
+    return graph
+
+
+def circles(sources: dict[str, str]) -> set[str]:
+    """Modules that import themselves through others."""
+    graph = import_graph(sources)
     while leaves := {module for module, uses in graph.items() if not uses}:
         graph = {module: uses - leaves for module, uses in graph.items() if module not in leaves}
     return set(graph)
 
 
-def test_no_imports_go_in_a_circle() -> None:
-    sources = {
+def sources_of(paths: Iterable[Path]) -> dict[str, str]:
+    return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text(
             encoding="utf-8"
         )
-        for path in FILES
+        for path in paths
     }
-    assert not circles(sources)
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    assert not circles(sources_of(FILES))
+
+
+def depth(graph: dict[str, set[str]], module: str) -> int:
+    """Modules on the longest way down from this one, itself included. The graph must have no circle."""
+    return 1 + max((depth(graph, used) for used in graph[module]), default=0)
+
+
+def test_imports_of_the_engine_are_not_deep() -> None:
+    """A round rests on six levels of the engine's own files, and what drives the rounds on three more."""
+    graph = import_graph(sources_of(CORE))
+    assert depth(graph, "selfspec.engine.round") <= 7
+    assert max(depth(graph, module) for module in graph) <= 10
+
+
+def test_depth_is_counted() -> None:
+    graph = import_graph({"a": "import b\nimport c\n", "b": "import c\n", "c": "import torch\n"})
+    assert [depth(graph, module) for module in "abc"] == [3, 2, 1]
 
 
 def test_a_circle_is_seen() -> None:

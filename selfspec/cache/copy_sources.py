@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from policies import ObservationSpec, Policy
 from selfspec.cache.copy_index import CopyStore
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 
 CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 

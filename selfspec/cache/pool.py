@@ -17,10 +17,10 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.paged_attention import attends_by_pages
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner, captured_length
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import RunnerName
 
 SMALL_LOSS = 32
 """Rows of a kept text that a sequence which goes on from it may overwrite. Policies have about as many read again anyway. If

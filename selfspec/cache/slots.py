@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from selfspec.cache.prefix_cache import ANYONE, Owner, num_common
 from selfspec.engine.hidden_states import PrefixHiddenStates
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
+
+if TYPE_CHECKING:
+    from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 
 _TOKEN_BYTES = 4
 

@@ -19,9 +19,10 @@ from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
 from selfspec.engine.agreement import agree_on_seconds
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.hidden_states import HiddenStates
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Runner, RunnerName, SequenceRound, SequenceRows
+from selfspec.engine.runners.runner import Runner, SequenceRound, SequenceRows
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.torch_mode import engine_mode
 

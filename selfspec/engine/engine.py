@@ -14,7 +14,8 @@ from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_use import SharedPolicies
 from selfspec.engine.results import StepOutput
 from selfspec.engine.round import Found, read_prompts, run_round, tell
-from selfspec.engine.runners.runner import CaptureError, Runner
+from selfspec.engine.runners.choice import CaptureError
+from selfspec.engine.runners.runner import Runner
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages
 

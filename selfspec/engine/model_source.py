@@ -15,7 +15,7 @@ from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from selfspec.cache.pool import KVCachePool
 from selfspec.cache.prefix_cache import PrefixCache
-from selfspec.engine.runners.runner import RunnerChoice, resolve_runner
+from selfspec.engine.runners.choice import RunnerChoice, resolve_runner
 from selfspec.engine.weight_watch import WeightWatch
 from selfspec.pacer.inference import PreVerifiers
 

@@ -23,7 +23,8 @@ from selfspec.engine.agreement import agree_on_seconds, agree_on_stop
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request
 from selfspec.engine.results import RoundResult
-from selfspec.engine.runners.runner import Runner, RunnerName, SequenceRound
+from selfspec.engine.runners.choice import RunnerName
+from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.stats import StatsBuilder
 from selfspec.engine.stopping import StopReason

@@ -29,12 +29,12 @@ from scripted_policies import EVERY_POLICY, ScriptedExit, StopBelow, named_polic
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.cli.display import summary_lines
 from selfspec.engine.calibrate import calibrate, measured_cost
+from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.buffers import StaticPass
 from selfspec.engine.runners.cuda_graph.capture import MAX_CAPTURES, Captures, RecordedOperations
 from selfspec.engine.runners.cuda_graph.forward import StaticForward
 from selfspec.engine.runners.cuda_graph.runner import captured_length
 from selfspec.engine.runners.cuda_graph.streams import NoStreams
-from selfspec.engine.runners.runner import CaptureError
 from tiny_llama import full_logits, reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pretended_cuda import NUM_STREAMS, PretendedCuda, PretendedGraph
+from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.capture import Captures
 from selfspec.engine.runners.cuda_graph.streams import NoStreams
-from selfspec.engine.runners.runner import CaptureError
 
 CUDA = torch.device("cuda", 0)
 

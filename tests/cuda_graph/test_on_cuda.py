@@ -18,6 +18,7 @@ from layerskip_models.kv_cache import KVCache
 from policies import RoundRecord
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
+from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.buffers import StaticPass
 from selfspec.engine.runners.cuda_graph.capture import Captures
 from selfspec.engine.runners.cuda_graph.forward import StaticForward
@@ -25,7 +26,6 @@ from selfspec.engine.runners.cuda_graph.graph import CudaGraph, GraphSpace
 from selfspec.engine.runners.cuda_graph.paged_attention import PAGE, Pages, _expected, attends_by_pages
 from selfspec.engine.runners.cuda_graph.stream_pool import MOST_STREAMS
 from selfspec.engine.runners.cuda_graph.streams import CudaStreams
-from selfspec.engine.runners.runner import CaptureError
 from selfspec.engine.torch_mode import engine_mode
 from test_captured import OPTIONS, PROMPT, pair
 from test_cuda_paths import SHAPES, TEXT

@@ -35,9 +35,10 @@ from selfspec.engine.accept import accept_sampled
 from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.request import Request
 from selfspec.engine.round import decode
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import Runner, RunnerName, SequenceRound
+from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.verification import Verification

@@ -32,7 +32,7 @@ from layerskip_models.choices import choices_of
 from policies import ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.sampling import PREFIX_FREE, Sampler
 from tiny_llama import request_for, tiny_llama
 

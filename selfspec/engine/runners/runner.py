@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,34 +18,8 @@ from selfspec.engine.sampling import Sampler
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AS_IT_IS = nullcontext()
-
-
-class CaptureError(RuntimeError):
-    """Work could not be captured or replayed, or a replay gave other numbers than the work itself. The message says why.
-
-    The eager runner can go on where the captured one was.
-    """
-
-
-RunnerName = Literal["eager", "captured"]
-RunnerChoice = Literal["auto", "eager", "captured"]
 Head = Literal["draft", "full"]
 """The draft head (behind an exit, whose adapter the rows pass first), or the full model's head."""
-
-
-def resolve_runner(runner: str, device: torch.device) -> RunnerName:
-    """The runner by name: "auto" is captured on CUDA and eager elsewhere. ValueError with the choices for another name."""
-    if runner not in get_args(RunnerChoice):
-        raise ValueError(f"runner must be one of {', '.join(get_args(RunnerChoice))}, got {runner!r}")
-    if runner == "auto":
-        return "captured" if device.type == "cuda" else "eager"
-    return "captured" if runner == "captured" else "eager"
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a CUDA device is the current one, whose streams and events are used where none is named."""
-    return torch.cuda.device(device) if device.type == "cuda" else _AS_IT_IS
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: made in every round, and that costs four times as much

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.parallel.ranks import RankError
+from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.graph import CudaGraph, GraphSpace
 from selfspec.engine.runners.cuda_graph.streams import Streams
-from selfspec.engine.runners.runner import CaptureError
 
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from selfspec.engine.runners.runner import CaptureError
+from selfspec.engine.runners.choice import CaptureError
 
 CHECKED = 2
 """Rounds of each kind, speculative and plain, that are compared per model and process. The first is captured while it runs,
