@@ -288,7 +288,7 @@ class SelfSpecGenerator:
             options=options,
         )
         if (copy_from := options.get("copy_from")) is not None:
-            store = store_for(copy_from, bind.policy, bind.bound.runners.kind, self.tokenizer, model.vocab_size)
+            store = store_for(copy_from, bind.policy, bind.bound.pool.kind, self.tokenizer, model.vocab_size)
             request = replace(request, copy_from=store)
         return bind(request, tokenizer=self.tokenizer, keep_trace=bool(options.get("trace")))
 
@@ -337,7 +337,7 @@ class SelfSpecGenerator:
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
-        with bound.runners.lend(min(max_length, bound.model.max_positions)) as place:
+        with bound.pool.lend(min(max_length, bound.model.max_positions)) as place:
             captured = place.captured
             if captured is None:
                 return 0, 0.0
@@ -346,7 +346,7 @@ class SelfSpecGenerator:
                 with engine_mode(bound.model.device):
                     captured.warm_up(checked, max_speculations + 1, max_length, chosen.observes.shadow_layers)
             except CaptureError as error:
-                bound.runners.give_up_graphs(error)
+                bound.pool.give_up_graphs(error)
             return captured.num_captures - before[0], captured.capture_seconds - before[1]
 
     def refresh(self) -> None:
@@ -365,7 +365,7 @@ class SelfSpecGenerator:
     @property
     def kept_texts(self) -> KeptTexts:
         """The number of texts kept for reuse, and their memory."""
-        return self._models.current.runners.kept_texts
+        return self._models.current.pool.kept_texts
 
     def free_idle_memory(self) -> None:
         """Free the KV cache that waits for the next text, except the rows of kept texts.
@@ -373,12 +373,12 @@ class SelfSpecGenerator:
         Does nothing for a model that is divided over processes, since these must agree on what is kept.
         """
         if self.model.num_ranks == 1:
-            self._models.current.runners.give_back()
+            self._models.current.pool.give_back()
 
     @property
     def runner(self) -> RunnerName:
         """How passes are run: "eager" or "captured"."""
-        return self._models.current.runners.kind
+        return self._models.current.pool.kind
 
     @property
     def load_preverifier(self) -> PreVerifiers:
@@ -466,10 +466,10 @@ class _Binding:
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
     """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
     try:
-        return measured_cost(bound.model, bound.runners.kind)
+        return measured_cost(bound.model, bound.pool.kind)
     except CaptureError as error:
-        bound.runners.give_up_graphs(error)
-        return measured_cost(bound.model, bound.runners.kind)
+        bound.pool.give_up_graphs(error)
+        return measured_cost(bound.model, bound.pool.kind)
 
 
 def _show(streamer: Streamer, block: list[int], record: RoundRecord | None) -> None:

@@ -80,7 +80,7 @@ class Context:
     def _fill(self) -> None:
         """Keep a text that begins as the prompt does, of random keys and values."""
         bound = self._generator.check(self._prompt.ids).bound
-        with bound.runners.lend(self._size + self._max_new_tokens) as place:
+        with bound.pool.lend(self._size + self._max_new_tokens) as place:
             for values in (place.cache.keys, place.cache.values):
                 values.normal_()
             place.end_sequence(self._prompt.ids[:-1], None)

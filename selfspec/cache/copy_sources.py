@@ -1,4 +1,4 @@
-"""What a caller may say to copy from, beside the text itself: texts, token ids, or a store made once."""
+"""What a caller may copy from in addition to the text itself: texts, token ids, or a store made once."""
 
 from __future__ import annotations
 

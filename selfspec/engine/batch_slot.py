@@ -56,7 +56,7 @@ class BatchSlot:
         bound, request = call.bound, call.request
         try:
             self._cache_slot = self._held.enter_context(
-                bound.runners.lend(
+                bound.pool.lend(
                     request.prompt.numel() + request.stops.max_new_tokens,
                     request.prompt,
                     request.owner,
@@ -68,7 +68,7 @@ class BatchSlot:
             with engine_mode(bound.model.device), self.policy_lock:
                 policy.expect_batch_size(batch_size)
                 self.sequence = Sequence(
-                    bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept, bound.runners.kind
+                    bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept, bound.pool.kind
                 )
             self._cache_slot.begin_sequence(self.sequence.prompt_read)
             observes = self.sequence.observes
@@ -101,7 +101,7 @@ class BatchSlot:
     def captured_runner(self) -> CudaGraphRunner | None:
         """The runner that this sequence can use while it is alone, if there is one."""
         if self._captured is not None and self._is_away:
-            if self.call.bound.runners.kind == "eager":  # graphs were given up in the meantime
+            if self.call.bound.pool.kind == "eager":  # graphs were given up in the meantime
                 self._captured = None
                 return None
             self._captured.clear(self.sequence.length - 1)  # eager rounds may have left NaN after the committed rows
@@ -134,7 +134,7 @@ class BatchSlot:
         if self._closed:
             return
         try:
-            if self.leaves_text and self.call.bound.runners.reuses:
+            if self.leaves_text and self.call.bound.pool.reuses:
                 tokens = self.sequence.tokens[0, : self.sequence.num_cached]
                 self._cache_slot.end_sequence(tokens, self.sequence.states.kept)
         finally:

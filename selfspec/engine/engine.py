@@ -176,7 +176,7 @@ class Engine:
             return
         except CaptureError as error:
             slots[0].leave_captures(for_good=True)
-            slots[0].call.bound.runners.give_up_graphs(error)
+            slots[0].call.bound.pool.give_up_graphs(error)
         except BaseException:
             captured.begin()  # what was launched ahead belongs to a round that broke off
             raise
@@ -187,7 +187,7 @@ class Engine:
         if bound not in self._runners:
             self._let_go()
             held = ExitStack()
-            self._runners[bound] = held.enter_context(bound.runners.eager_runner()), held
+            self._runners[bound] = held.enter_context(bound.pool.eager_runner()), held
         return self._runners[bound][0]
 
     def _let_go(self) -> None:

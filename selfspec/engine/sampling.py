@@ -66,7 +66,7 @@ class Sampler:
 
     @property
     def do_sample(self) -> bool:
-        """Whether tokens are drawn (True) or the argmax is taken."""
+        """True if tokens are drawn, False if the argmax is taken."""
         return self.generator is not None
 
     def state(self) -> Tensor | None:

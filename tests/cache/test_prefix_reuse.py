@@ -153,7 +153,7 @@ class Pool:
 
     @property
     def idle(self) -> list[CacheSlot]:
-        return [*self.generator._models.current.runners._idle]
+        return [*self.generator._models.current.pool._idle]
 
 
 A, B, C = ([token] * 50 for token in (3, 7, 11))
@@ -408,7 +408,7 @@ def test_a_cache_takes_rows_of_another() -> None:
 def test_a_place_that_returns_while_the_pool_changes_waits() -> None:
     """The garbage collector may end a stream at any moment."""
     pool = Pool("1MB")
-    runners: KVCachePool = pool.generator._models.current.runners
+    runners: KVCachePool = pool.generator._models.current.pool
     lent = runners.lend(10)
     slot = lent.__enter__()
     with runners._changing():

@@ -36,7 +36,7 @@ _FROM_HOST = (
 """Operations that bring a number from ordinary host memory, for which CUDA synchronises."""
 
 MAX_CAPTURES = 1024
-"""How many captures are held of those that nobody asked for ahead."""
+"""Captures made on demand that are held at most."""
 
 
 class Captured(Protocol):
@@ -93,7 +93,7 @@ class RecordedOperations(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Identifies the memory behind a tensor; a packed weight has none to look at, and is nobody's view."""
+    """Identifies a tensor's memory. A packed weight has none to look at, and is never a view: -1."""
     if tensor.layout is not torch.strided:
         return -1
     return tensor.untyped_storage()._cdata

@@ -25,8 +25,8 @@ from selfspec.engine.runners.cuda_graph.streams import HostRead, streams_for
 from selfspec.engine.runners.runner import Head, RowBuffers, SequenceRows
 
 SMALLEST_SPAN = 256
-"""Attention with masks looks at so many positions, or a power of two times as many, or the whole cache: the sizes that are
-captured. Where it takes the length from the device there are no such sizes."""
+"""Attention with masks looks at this many positions, or a power of two times as many, or the whole cache: these sizes are
+captured. Where attention takes the length from the device there are no such sizes."""
 SMALLEST_CACHE = 4096
 """Positions of the smallest KV cache, unless the model has fewer: a longer one makes all captures anew."""
 _FEW_ROWS = 16
