@@ -328,7 +328,7 @@ class SelfSpecGenerator:
 
         policy: its learning is captured too; None for the generator's. It is calibrated now if its costs are measured.
         exit_layers: those that the policy may choose; None for those that it declares, or all.
-        max_speculations: most tokens drafted in a round. A call that needs more (sampling, a longer text) captures it itself,
+        max_speculations: most tokens drafted in a round. A call that needs more (a longer text) captures it itself,
         and its statistics count that. An eager runner captures nothing.
         Returns the number of captures and the seconds they took.
         """

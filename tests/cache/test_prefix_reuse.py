@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 import selfspec.engine.engine
-from companies import (
-    BY_COMPANY,
+from batched_runs import (
+    BATCH_SENSITIVE,
     LAYOUTS,
     POLICIES,
     Course,
@@ -76,7 +76,7 @@ def reused(course: Course) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any policy, greedy or sampled, alone or in company, whatever is kept: tokens, rounds, keys and values."""
+    """With any policy, greedy or sampled, alone or in a batch, whatever is kept: tokens, rounds, keys and values."""
     monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 9)
     count: Counter[str] = Counter()
     names = itertools.cycle(POLICIES)
@@ -95,7 +95,7 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
             for _ in range(random.choice([1, 1, 2, 4])):
                 policy = next(names)
                 options: dict[str, Any] = {"max_new_tokens": random.randint(1, 25)}
-                if policy not in BY_COMPANY and random.random() < 0.4:
+                if policy not in BATCH_SENSITIVE and random.random() < 0.4:
                     options |= {"do_sample": True, "seed": random.randrange(1000), "temperature": 1.2}
                 if random.random() < 0.2:
                     options |= {"repetition_penalty": 1.3}
@@ -116,7 +116,7 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
                     assert course.tokens == expected.tokens[: len(course.tokens)]
                     count["cancelled"] += 1
                     continue
-                rounds = wish.policy not in BY_COMPANY
+                rounds = wish.policy not in BATCH_SENSITIVE
                 assert_same(course, expected, rounds=rounds, exact=layout == "native" and rounds)
                 assert reused(course) < len(wish.prompt)
                 count["texts"] += 1

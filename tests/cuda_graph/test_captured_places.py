@@ -39,7 +39,7 @@ def made(monkeypatch: Patch) -> list[int]:
     return lengths
 
 
-def test_texts_in_company_get_caches_of_their_own_length(llama64: LlamaForCausalLM, made: list[int]) -> None:
+def test_texts_in_a_batch_get_caches_of_their_own_length(llama64: LlamaForCausalLM, made: list[int]) -> None:
     engine = captured(llama64)
     prompts = [PROMPT, [9, 2], [4], [7, 7]]
     results = engine.generate_batch(prompts, max_new_tokens=8, policy="ls:2-3")
@@ -57,7 +57,7 @@ def test_texts_in_company_get_caches_of_their_own_length(llama64: LlamaForCausal
 
 
 @pytest.mark.parametrize("prefix_cache", [0, 1, "1MB"])
-def test_captures_outlast_texts_in_company(prefix_cache: int | str, llama64: LlamaForCausalLM, made: list[int]) -> None:
+def test_captures_outlast_texts_in_a_batch(prefix_cache: int | str, llama64: LlamaForCausalLM, made: list[int]) -> None:
     engine = captured(llama64, prefix_cache=prefix_cache)
     for _ in range(2):
         assert engine.generate(PROMPT, max_new_tokens=8, policy="ls:2-3").stats.runner == "captured"

@@ -138,7 +138,7 @@ def test_rounds_on_a_lazy_device_are_the_eager_runner_s(
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_a_text_that_gets_company_on_a_lazy_device(
+def test_a_text_that_joins_a_batch_on_a_lazy_device(
     seed: int | None, llama: LlamaForCausalLM, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was launched ahead for a captured text does not disturb the eager rounds that follow, nor is it waited for."""

@@ -82,15 +82,15 @@ def test_what_is_learned_from_comes_in_one_copy(probabilities: bool) -> None:
     assert both(learned) == 1
 
 
-def test_greedy_rows_are_judged_from_one_copy() -> None:
+def test_greedy_rows_are_verified_from_one_copy() -> None:
     logits = torch.eye(4)[[2, 1, 3]]
 
-    def judged(device: torch.device) -> Any:
+    def verified(device: torch.device) -> Any:
         sampler = Sampler([], None)  # type: ignore[arg-type]
-        verdict = verify_greedy(sampler, logits.to(device), torch.zeros(1, 9, dtype=torch.long), 3, [2, 1])
-        return verdict.num_accepted, verdict.block
+        found = verify_greedy(sampler, logits.to(device), torch.zeros(1, 9, dtype=torch.long), 3, [2, 1])
+        return found.num_accepted, found.block
 
-    assert both(judged) == 1
+    assert both(verified) == 1
 
 
 def test_what_is_sent_is_what_was_there() -> None:

@@ -1,7 +1,7 @@
 """Sampled text has the model's own distribution, processors on: by enumeration of every random event, and by counting.
 
 Both walk the rounds themselves (`decode`, all that `generate` does but for checking its arguments), a few tokens into an
-8-token run, so that drafts go as deep as they would in the middle of a text. Company changes nothing of that: see
+8-token run, so that drafts go as deep as they would in the middle of a text. A batch changes nothing of that: see
 `test_many_texts.py`.
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from companies import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
+from batched_runs import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel

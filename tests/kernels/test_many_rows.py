@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import selfspec.engine.round
-from companies import SCRIPTED, Wish, model_of, run_together
+from batched_runs import SCRIPTED, Wish, model_of, run_together
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.library import Step
 from layerskip_models.kernels.native_forward import STEP_ROWS

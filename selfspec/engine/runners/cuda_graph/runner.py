@@ -140,7 +140,7 @@ class CudaGraphRunner:
             return
         count = rows.end - rows.first
         rows.logits, rows.outputs = None, ()
-        detail = rows.detail if head == "draft" else "token"
+        detail = rows.detail if head == "draft" and rows.greedy else "token"
         captured.head(head, _power_of_two(count), rows.exit_layer, detail)
         if rows.greedy:
             self._read.start(captured.outputs[: NUMBERS[detail], :count].flatten())
@@ -217,7 +217,7 @@ class CudaGraphRunner:
                     for rows in buckets if span is not None else [rows for rows in buckets if rows <= limit]:
                         captured.layers(exit_layer, num_layers, rows, span, states, ahead=True)
         for exit_layer in exit_layers:
-            for detail in get_args(Detail)[:2]:
+            for detail in get_args(Detail):
                 captured.head("draft", 1, exit_layer, detail, ahead=True)
         for rows in buckets:
             captured.head("full", rows, 0, "token", ahead=True)
