@@ -51,6 +51,11 @@ class Choices:
         """Tokens, and each kind of number, on the host."""
         return read_rows(self.tokens, self.numbers)
 
+    def outputs(self) -> list[HeadOutput]:
+        """The same row by row, in one copy from the device."""
+        tokens, numbers = self.read()
+        return [HeadOutput(*row) for row in zip(tokens, *numbers)]
+
 
 class HeadOutput(NamedTuple):
     """What the head says of one row; see `Choices`. NaN where it was not asked for."""
@@ -60,12 +65,6 @@ class HeadOutput(NamedTuple):
     confidence: float = math.nan
     margin: float = math.nan
     entropy: float = math.nan
-
-    @classmethod
-    def first(cls, choices: Choices) -> HeadOutput:
-        """Of the first row."""
-        (token,), numbers = read_rows(choices.tokens[:1], choices.numbers[:, :1])
-        return cls(token, *(value for (value,) in numbers))
 
 
 def choices_of(logits: Tensor, detail: Detail) -> Choices:

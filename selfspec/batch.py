@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest
 from selfspec.engine.results import GenerationResult
 
 DEFAULT_BATCH_SIZE = 8

@@ -27,13 +27,14 @@ from selfspec.cache.pool import KeptTexts
 from selfspec.cache.prefix_cache import PrefixCache
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.distributed.launch import TensorParallel, divides
+from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.engine import Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
 from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
-from selfspec.engine.runners.runner import CaptureError, RunnerChoice, RunnerName
+from selfspec.engine.runners.choice import CaptureError, RunnerChoice, RunnerName
 from selfspec.engine.torch_mode import engine_mode
 from selfspec.messages import Messages, encode_messages
 from selfspec.options import GenerationOptions, SpeculationOptions, spelled_out
@@ -284,7 +285,7 @@ class SelfSpecGenerator:
             options=options,
         )
         if (copy_from := options.get("copy_from")) is not None:
-            store = store_for(copy_from, bind.policy, bind.bound.runners.kind, self.tokenizer, model.vocab_size)
+            store = store_for(copy_from, bind.policy, bind.bound.pool.kind, self.tokenizer, model.vocab_size)
             request = replace(request, copy_from=store)
         return bind(request, tokenizer=self.tokenizer, keep_trace=bool(options.get("trace")))
 
@@ -324,7 +325,7 @@ class SelfSpecGenerator:
 
         policy: its learning is captured too; None for the generator's. It is calibrated now if its costs are measured.
         exit_layers: those that the policy may choose; None for those that it declares, or all.
-        max_speculations: most tokens drafted in a round. A call that needs more (sampling, a longer text) captures it itself,
+        max_speculations: most tokens drafted in a round. A call that needs more (a longer text) captures it itself,
         and its statistics count that. An eager runner captures nothing.
         Returns the number of captures and the seconds they took.
         """
@@ -333,7 +334,7 @@ class SelfSpecGenerator:
         num_layers = bound.model.num_layers
         layers = exit_layers or chosen.exit.exit_layers or range(1, num_layers)
         checked = check_layers(tuple(layers), num_layers)
-        with bound.runners.lend(min(max_length, bound.model.max_positions)) as place:
+        with bound.pool.lend(min(max_length, bound.model.max_positions)) as place:
             captured = place.captured
             if captured is None:
                 return 0, 0.0
@@ -342,7 +343,7 @@ class SelfSpecGenerator:
                 with engine_mode(bound.model.device):
                     captured.warm_up(checked, max_speculations + 1, max_length, chosen.observes.shadow_layers)
             except CaptureError as error:
-                bound.runners.give_up_graphs(error)
+                bound.pool.give_up_graphs(error)
             return captured.num_captures - before[0], captured.capture_seconds - before[1]
 
     def refresh(self) -> None:
@@ -366,7 +367,7 @@ class SelfSpecGenerator:
     @property
     def kept_texts(self) -> KeptTexts:
         """The number of texts kept for reuse, and their memory."""
-        return self.bound.runners.kept_texts
+        return self.bound.pool.kept_texts
 
     def free_idle_memory(self) -> None:
         """Free the KV cache that waits for the next text, except the rows of kept texts.
@@ -374,12 +375,12 @@ class SelfSpecGenerator:
         Does nothing for a model that is divided over processes, since these must agree on what is kept.
         """
         if self.model.num_ranks == 1:
-            self.bound.runners.give_back()
+            self.bound.pool.give_back()
 
     @property
     def runner(self) -> RunnerName:
         """How passes are run: "eager" or "captured"."""
-        return self.bound.runners.kind
+        return self.bound.pool.kind
 
     @property
     def load_preverifier(self) -> PreVerifiers:

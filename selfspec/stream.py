@@ -7,8 +7,8 @@ from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.streaming import IncrementalDecoder
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from transformers import LlamaForCausalLM
 
 import bench.run
+import selfspec.engine.runners.cuda_graph.buffers
 import selfspec.engine.runners.cuda_graph.runner
 from layerskip_models import from_transformers
 from policies import MeasuredCost
@@ -36,7 +37,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def small_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of captures at which a tiny model has several: blocks of two layers, attention over 8, 16, 32, .. positions."""
-    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "BLOCK", 2)
+    monkeypatch.setattr(selfspec.engine.runners.cuda_graph.buffers, "BLOCK", 2)
     monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "SMALLEST_SPAN", 8)
     monkeypatch.setattr(selfspec.engine.runners.cuda_graph.runner, "_FEW_ROWS", 4)
 

@@ -117,12 +117,18 @@ def module_imports(tree: ast.AST, every: bool = False) -> list[tuple[str, str | 
     return found
 
 
-def circles(sources: dict[str, str], every: bool = False) -> set[str]:
-    """Modules that import themselves through others. sources: by the modules' names. every: as in `module_imports`."""
+def import_graph(sources: dict[str, str], every: bool = False) -> dict[str, set[str]]:
+    """What each module imports of the others. sources: by the modules' names. every: as in `module_imports`."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         named = [(f"{base}.{name}", base) for base, name in module_imports(ast.parse(source), every)]
         graph[module] = {inner if inner in sources else base for inner, base in named} & sources.keys() - {module}
+    return graph
+
+
+def circles(sources: dict[str, str], every: bool = False) -> set[str]:
+    """Modules that import themselves through others. every: as in `module_imports`."""
+    graph = import_graph(sources, every)
     while leaves := {module for module, uses in graph.items() if not uses}:
         graph = {module: uses - leaves for module, uses in graph.items() if module not in leaves}
     return set(graph)
@@ -142,6 +148,23 @@ def test_in_policies_not_even_types_go_in_a_circle() -> None:
     assert not circles(
         sources_of([path for path in FILES if path.relative_to(ROOT).parts[0] == "policies"]), every=True
     )
+
+
+def depth(graph: dict[str, set[str]], module: str) -> int:
+    """Modules on the longest way down from this one, itself included. The graph must have no circle."""
+    return 1 + max((depth(graph, used) for used in graph[module]), default=0)
+
+
+def test_imports_of_the_engine_are_not_deep() -> None:
+    """A round rests on six levels of the engine's own files, and what drives the rounds on three more."""
+    graph = import_graph(sources_of(CORE))
+    assert depth(graph, "selfspec.engine.round") <= 7
+    assert max(depth(graph, module) for module in graph) <= 10
+
+
+def test_depth_is_counted() -> None:
+    graph = import_graph({"a": "import b\nimport c\n", "b": "import c\n", "c": "import torch\n"})
+    assert [depth(graph, module) for module in "abc"] == [3, 2, 1]
 
 
 def test_a_circle_is_seen() -> None:

@@ -57,7 +57,7 @@ from policies import LayerCost, Policy, kept_between_texts, parse_policy
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import one_line_errors
 from selfspec.defaults import fixed_setting
-from selfspec.engine.runners.runner import resolve_runner
+from selfspec.engine.runners.choice import resolve_runner
 
 DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+spide")
 

@@ -80,10 +80,10 @@ class Context:
     def _fill(self) -> None:
         """Keep a text that begins as the prompt does, of random keys and values."""
         bound = self._generator.check(self._prompt.ids).bound
-        with bound.runners.lend(self._size + self._max_new_tokens) as place:
+        with bound.pool.lend(self._size + self._max_new_tokens) as place:
             for values in (place.cache.keys, place.cache.values):
                 values.normal_()
-            place.leave(self._prompt.ids[:-1], None)
+            place.end_sequence(self._prompt.ids[:-1], None)
 
     def decode(self, repeat: int, write: Callable[[Line], None], advance: Callable[[str], None]) -> None:
         """Plain decoding, the fixed setting that is best here by replay, and auto, each repeat from another one on.

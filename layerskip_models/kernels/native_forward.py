@@ -115,7 +115,10 @@ class NativeForward:
         step = self._step
         step.embedding, step.x = self._embedding.data_ptr(), self._x.data_ptr()
         self._embedded[:count] = [*tokens]
-        self._walk(rows, 0, stop, count, last, last if record else None, head, detail, record)
+        rotary = self._rotary()
+        positions = self._layers.check(count, 0, stop, rows, rotary)
+        self._describe(0, stop, count, last, last if record else None, head, detail, record)
+        self._space.run(rows, positions, 0, stop, rotary, self, last, record)
         if head is None:
             return []
         if detail == "token":
@@ -138,14 +141,15 @@ class NativeForward:
         if count > STEP_ROWS or not x.is_contiguous():
             raise ValueError(f"x must be contiguous, of at most {STEP_ROWS} rows, got {list(x.shape)}")
         step.embedding, step.x = None, x.data_ptr()
-        self._walk(
-            rows, start, stop, count, torch.empty_like(x) if record is None else x, None, "full", "token", record
-        )
+        outputs = torch.empty_like(x) if record is None else x
+        rotary = self._rotary()
+        positions = self._layers.check(count, start, stop, rows, rotary)
+        self._describe(start, stop, count, outputs, None, "full", "token", record)
+        self._space.run(rows, positions, start, stop, rotary, self, outputs, record)
         return self._tokens[:count], self._numbers[:count]
 
-    def _walk(
+    def _describe(
         self,
-        rows: CacheRows,
         start: int,
         stop: int,
         count: int,
@@ -155,8 +159,8 @@ class NativeForward:
         detail: Detail,
         record: tuple[Tensor, int] | None,
     ) -> None:
-        step, rotary = self._step, self._rotary()
-        positions = self._layers.check(count, start, stop, rows, rotary)
+        """Tell C of a pass, but for its layers and its rows' caches."""
+        step = self._step
         if record is None:
             step.outputs, step.last, step.stride = outputs.data_ptr(), None, 0
         else:
@@ -173,4 +177,3 @@ class NativeForward:
         adapter = self._adapters.get(stop) if head == "draft" else None
         step.adapter = None if adapter is None else adapter.address
         step.spread = detail != "token"
-        self._space.run(rows, positions, start, stop, rotary, self, outputs, record)

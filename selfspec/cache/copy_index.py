@@ -75,7 +75,7 @@ class _Places:
 
 
 class CopyStore:
-    """Texts to copy from beside the text itself: templates, the file being edited. Never changed once it is made.
+    """Texts to copy from in addition to the text itself: templates, the file being edited. Never changed once it is made.
 
     texts: token ids of each.
     """
@@ -154,7 +154,7 @@ class CopyIndex:
         return best, place, source
 
     def _measure(self) -> None:
-        """How long a match of at least LONGEST is, up to four times that: a longer one is as good."""
+        """Measure a match of at least LONGEST tokens, up to four times that: a longer one is no better."""
         here, there = self._own.tokens, self._from.tokens
         end, most = len(here) - 1, min(4 * LONGEST, self._place + 1, len(here))
         while self._length < most and here[end - self._length] == there[self._place - self._length]:
@@ -167,7 +167,7 @@ class CopyIndex:
 
     @property
     def match(self) -> Match | None:
-        """How the text ended before, and what came then; None if it never did, or nothing came."""
+        """The longest match of the text's end; None if there is none, or nothing followed it."""
         if not self._length or self._next == BETWEEN:
             return None
         return Match(self._length, self._next)

@@ -1,4 +1,4 @@
-"""What a caller may say to copy from, beside the text itself: texts, token ids, or a store made once."""
+"""What a caller may copy from in addition to the text itself: texts, token ids, or a store made once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from policies import ObservationSpec, Policy
 from selfspec.cache.copy_index import CopyStore
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 
 CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 

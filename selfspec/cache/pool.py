@@ -1,6 +1,6 @@
-"""KV caches and passes that no text is using. Each text takes a cache for itself and gives it back when it ends.
+"""The pool of KV caches. Each sequence borrows a slot and gives it back when it ends.
 
-A cache that comes back still holds its text, and a later text that begins alike goes on from there (docs/chat.md).
+A slot that comes back still holds its text, and a later prompt with the same prefix goes on from there (docs/chat.md).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from selfspec.cache.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_alike
-from selfspec.cache.slots import CacheSlot, IdlePlaces, no_tokens
+from selfspec.cache.prefix_cache import ANYONE, MOST_KEPT, Owner, PrefixCache, num_common
+from selfspec.cache.slots import CacheSlot, IdleSlots, no_tokens
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.paged_attention import attends_by_pages
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner, captured_length
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import RunnerName
 
 SMALL_LOSS = 32
-"""Rows of a kept text that a text which goes on from it may write over. Policies have about as many read again anyway. If
-more would be lost, the rows that both begin with are copied, and the kept text stays."""
+"""Rows of a kept text that a sequence which goes on from it may overwrite. Policies have about as many read again anyway. If
+more would be lost, the common prefix is copied, and the kept text stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class KeptTexts:
 
 
 class KVCachePool:
-    """Lends places for texts of one model, and eager passes.
+    """Lends slots for sequences of one model, and eager runners.
 
-    It keeps one place that is idle, and as many more as fit into the memory of `prefixes`, oldest given up first.
+    It keeps one idle slot, and as many more as fit into the memory of `prefixes`; the oldest are given up first.
 
-    Threads may share a pool. Who finds nothing idle gets something new. What was lent only ever returns to the pool that lent
-    it, so a text that began before the weights were copied again cannot hand its old captures, or keys and values, to a later
-    one. on_giving_up: called once when captures are given up, because graphs fail.
+    Threads may share a pool. If nothing is idle, something new is made. What was lent only ever returns to the pool that lent
+    it, so a sequence that began before the weights were copied again cannot hand its old captures, keys and values to a later
+    one. on_giving_up: called once if captures are given up because graphs fail.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class KVCachePool:
         self._on_giving_up = on_giving_up
         self._model, self._prefixes = model, prefixes
         self._row_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.kv_dtype.itemsize
-        self._idle = IdlePlaces()
+        self._idle = IdleSlots()
         self._lent: list[CacheSlot] = []
         self._returned: list[CacheSlot] = []  # not among the idle ones yet
         self._times_forgotten = 0
         self._is_changing = False
-        self._idle_passes: EagerRunner | None = None
+        self._idle_runner: EagerRunner | None = None
         self._lock = threading.RLock()  # re-entered when a stream is finalised by the garbage collector
 
     @property
     def reuses(self) -> bool:
         """Whether a prompt may go on from a kept text.
 
-        On our own kernels a row's bits depend on its text alone, so it makes no difference which pass computed it.
+        On our own kernels a row's bits depend only on its text, so it makes no difference which pass computed it.
         """
         return self._prefixes.reuses(exact=self._model.kernels is not None and self.kind == "eager")
 
@@ -81,62 +81,61 @@ class KVCachePool:
     def lend(
         self, num_tokens: int, prompt: Tensor | None = None, owner: Owner = ANYONE, *, alone: bool = True
     ) -> Iterator[CacheSlot]:
-        """A place for one text of at most `num_tokens` tokens.
+        """A slot for one sequence of at most `num_tokens` tokens.
 
-        prompt: int64 [n] on the CPU. Its KV cache holds the rows that a kept text begins with as the prompt does, and is
-        empty if there is none. owner: of the text; kept ones of others are not looked at. alone: whether the text begins
-        without company. In company it runs eagerly, so it gets no captures, whose cache is longer than most texts.
+        prompt: int64 [n] on the CPU. The slot's cache holds the rows of the longest prefix that a kept text of this owner
+        has in common with the prompt; it may be empty. alone: whether the batch has no other sequence. In a batch a sequence
+        runs eagerly, so it gets no captures, whose cache is longer than most texts.
         """
         with self._changing():
             before = self._times_forgotten
-            place = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
-            place.tokens, place.owner = no_tokens(), owner
-            self._lent.append(place)
+            slot = self._find(num_tokens, prompt, owner, self.kind == "captured" and alone)
+            slot.tokens, slot.owner = no_tokens(), owner
+            self._lent.append(slot)
         try:
-            yield place
+            yield slot
         finally:
             with self._changing():
-                self._lent.remove(place)
-                place.read = None
-                if before != self._times_forgotten or not len(place.tokens) or not owner.lasts:
-                    place.forget()
-                self._returned.append(place)
+                self._lent.remove(slot)
+                slot.read = None
+                if before != self._times_forgotten or not len(slot.tokens) or not owner.lasts:
+                    slot.forget()
+                self._returned.append(slot)
 
     @contextmanager
-    def eager_passes(self) -> Iterator[EagerRunner]:
-        """Eager passes for one caller."""
+    def eager_runner(self) -> Iterator[EagerRunner]:
+        """An eager runner for one caller."""
         with self._lock:
-            passes, self._idle_passes = self._idle_passes, None
-        passes = passes or EagerRunner(self._model)
+            runner, self._idle_runner = self._idle_runner, None
+        runner = runner or EagerRunner(self._model)
         try:
-            yield passes
+            yield runner
         finally:
-            passes.forget()
-            self._idle_passes = passes
+            self._idle_runner = runner
 
     def forget(self) -> None:
-        """Use no text that has been read so far: the weights are others now."""
+        """Use no text that has been read so far, because the weights have changed."""
         with self._changing():
             self._times_forgotten += 1
             self._idle.forget_texts()
-            for place in (*self._returned, *self._lent):
-                place.forget()
-                place.read = None
+            for slot in (*self._returned, *self._lent):
+                slot.forget()
+                slot.read = None
 
     def give_back(self) -> None:
-        """Memory that no text needs: idle caches that hold none, and the room after texts that are kept.
+        """Free memory that no text needs: idle caches without text, and the room after texts that are kept.
 
         Captures stay with their caches, since they take long to make.
         """
         with self._changing():
-            for place in self._idle:
-                if place.captured is None and not len(place.tokens):
-                    self._idle.remove(place)
-                elif place.has_spare_room:
-                    self._idle.replace(place, place.copy(self._model, len(place.tokens)))
+            for slot in self._idle:
+                if slot.captured is None and not len(slot.tokens):
+                    self._idle.remove(slot)
+                elif slot.has_spare_room:
+                    self._idle.replace(slot, slot.copy(self._model, len(slot.tokens)))
 
     def give_up_graphs(self, error: RuntimeError) -> None:
-        """Lend no captures from now on, and warn of it once: graphs do not work here, for this reason."""
+        """Lend no captures from now on, and warn once, because graphs failed with this error."""
         with self._changing():
             if self.kind == "eager":
                 return
@@ -151,7 +150,7 @@ class KVCachePool:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For one thread at a time. What returns meanwhile, from a stream that the garbage collector ends, waits."""
+        """For one thread at a time. A slot that returns meanwhile, from a stream that the garbage collector ends, waits."""
         with self._lock:
             if self._is_changing:
                 yield
@@ -165,38 +164,38 @@ class KVCachePool:
                 self._is_changing = False
 
     def _find(self, num_tokens: int, prompt: Tensor | None, owner: Owner, captured: bool) -> CacheSlot:
-        """A place out of the idle ones or a new one, whose cache holds what can be reused. captured: with captures."""
-        source, rows = self._most_alike(prompt, owner)
+        """An idle or a new slot, whose cache then holds the rows that can be reused. captured: with captures."""
+        source, rows = self._longest_prefix(prompt, owner)
         if source is not None:
-            source.settle()
+            source.wait_for_writes()
         choose = self._with_captures if captured else self._with_room
-        place = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
-        if source is None or place is source:
-            place.cache.declare(rows)
+        slot = choose(num_tokens, source, rows) or self._make(num_tokens, captured)
+        if source is None or slot is source:
+            slot.cache.declare(rows)
         else:
-            place.cache.take(source.cache, rows)
-        place.kept = None if source is None else source.kept
-        return place
+            slot.cache.take(source.cache, rows)
+        slot.kept = None if source is None else source.kept
+        return slot
 
-    def _most_alike(self, prompt: Tensor | None, owner: Owner) -> tuple[CacheSlot | None, int]:
-        """The place whose text, of the same owner, has the longest beginning in common with the prompt, and how long that is.
+    def _longest_prefix(self, prompt: Tensor | None, owner: Owner) -> tuple[CacheSlot | None, int]:
+        """The slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length.
 
-        Captured passes may write over a whole cache, for padding or after a failure: of texts that still live, only those
-        without captures are looked at.
+        Slots in use are considered only without captures: captured passes may write over a whole cache, for padding or after
+        a failure.
         """
         if prompt is None or not self.reuses:
             return None, 0
-        best, rows = self._idle.most_alike(prompt, owner)
-        for place in self._lent:
-            if place.captured is None and place.owner == owner:
-                alike = num_alike(place.shared(), prompt)
+        best, rows = self._idle.longest_prefix(prompt, owner)
+        for slot in self._lent:
+            if slot.captured is None and slot.owner == owner:
+                alike = num_common(slot.reusable_tokens(), prompt)
                 if alike > rows:
-                    best, rows = place, alike
+                    best, rows = slot, alike
         return best, rows
 
     def _with_room(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """An idle place without captures to write over: the text's own beginning, or what would be given up for the new
-        text's memory."""
+        """An idle slot without captures to overwrite: the one with the sequence's own prefix, or one that would be given up
+        for the sequence's memory."""
         room = self._prefixes.num_bytes - num_tokens * self._row_bytes - self._idle.num_bytes
         found: CacheSlot | None = None
         own = source is not None and source.captured is None and source in self._idle
@@ -214,12 +213,12 @@ class KVCachePool:
         return found if found is not None and found.cache.max_length >= num_tokens else None
 
     def _with_captures(self, num_tokens: int, source: CacheSlot | None, rows: int) -> CacheSlot | None:
-        """An idle place with captures, which take long to make. Its text moves elsewhere if there is memory for that."""
+        """An idle slot with captures, which take long to make. Its text is copied elsewhere if there is memory for that."""
         able = self._idle.captured(num_tokens)
         if not able:
             return None
         found = source if source is not None and source in able else able[-1]
-        found.settle()
+        found.wait_for_writes()
         held = found.tokens.numel()
         both = found.num_bytes + self._row_bytes * held
         lost = held - (rows if found is source else 0)
@@ -229,21 +228,21 @@ class KVCachePool:
             self._idle.remove(found)
         return found
 
-    def _take_back(self, place: CacheSlot) -> None:
-        """What was lent is idle again; what is then too much is given up."""
-        if place.captured is not None and self.kind == "eager":
+    def _take_back(self, slot: CacheSlot) -> None:
+        """A slot is idle again. Slots that no longer fit are given up."""
+        if slot.captured is not None and self.kind == "eager":
             return
         limit = self._prefixes.num_bytes
         if not limit:
-            largest = max([place, *self._idle], key=lambda one: one.capacity)
+            largest = max([slot, *self._idle], key=lambda one: one.capacity)
             self._idle.clear()
             self._idle.add(largest)
             return
-        # A text that is no more than this one's beginning is not needed any more.
-        for one in self._idle.beginnings_of(place.tokens, place.owner):
+        # Texts that are prefixes of this one are not needed any more.
+        for one in self._idle.prefixes_of(slot.tokens, slot.owner):
             if not one.captured:
                 self._idle.remove(one)
-        self._idle.add(place)
+        self._idle.add(slot)
         while self._idle.num_bytes > limit and (spacious := self._idle.with_spare_room()) is not None:
             self._idle.replace(spacious, spacious.copy(self._model, len(spacious.tokens)))
         with_captures = next(reversed(self._idle.captured(0)), None)
@@ -254,15 +253,15 @@ class KVCachePool:
 
     def _make(self, num_tokens: int, captured: bool) -> CacheSlot:
         if captured:
-            place: CacheSlot | None = None
+            slot: CacheSlot | None = None
             paged = attends_by_pages(self._model)
             failure = RuntimeError("another process of the model has no room for them")
             try:
                 cache = KVCache(self._model, captured_length(num_tokens, self._model.max_positions, paged))
-                place = CacheSlot(cache, CudaGraphRunner(self._model, cache))
+                slot = CacheSlot(cache, CudaGraphRunner(self._model, cache))
             except RuntimeError as error:  # no memory for its buffers, say
                 failure = error
-            if self._model.all_agree(place is not None) and place is not None:
-                return place
+            if self._model.all_agree(slot is not None) and slot is not None:
+                return slot
             self.give_up_graphs(failure)
         return CacheSlot(KVCache(self._model, num_tokens))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MOST_KEPT = 4096
-"""Texts that are kept, however much memory there is: what a text brings with it beside its rows is bounded, too."""
+"""Texts that are kept at most, however much memory there is: each also takes some memory besides its rows."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -30,7 +30,7 @@ ANYONE = Owner()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
-    """How many texts are kept, and where they may be used.
+    """How much is kept of finished texts, and where it may be used.
 
     num_bytes: for idle KV caches. The last one stays whatever its size, since the next text needs one. use: "never"; "exact",
     where a kept row has the bits that reading it again would give; or "always".
@@ -62,8 +62,8 @@ def parse_bytes(size: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def num_alike(tokens: Tensor, prompt: Tensor) -> int:
-    """How many tokens two texts begin with alike. int64 [n] and [m] on the CPU."""
+def num_common(tokens: Tensor, prompt: Tensor) -> int:
+    """Length of the common prefix of two texts, int64 [n] and [m] on the CPU."""
     shorter = min(tokens.numel(), prompt.numel())
     differs = (tokens[:shorter] != prompt[:shorter]).nonzero()
     return int(differs[0]) if len(differs) else shorter

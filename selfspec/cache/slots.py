@@ -1,4 +1,4 @@
-"""Where texts live: a place is a KV cache and what belongs to it. Idle ones are found by the text that they still hold."""
+"""Slots of the KV cache pool. Idle ones still hold the text of their last sequence, and are found by it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from selfspec.cache.prefix_cache import ANYONE, Owner, num_alike
+from selfspec.cache.prefix_cache import ANYONE, Owner, num_common
 from selfspec.engine.hidden_states import PrefixHiddenStates
-from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
+
+if TYPE_CHECKING:
+    from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 
 _TOKEN_BYTES = 4
 
 
 def no_tokens() -> Tensor:
-    """The owner of a slot that holds no text."""
     return torch.empty(0, dtype=torch.long, device="cpu")
 
 
 @dataclass(slots=True, eq=False)
 class CacheSlot:
-    """Where a text lives: its KV cache, and the passes that were captured on that cache, if there are any.
+    """A KV cache for one sequence, and the runner whose passes were captured on this cache, if there is one.
 
-    tokens: of the text that it holds while it is idle, int64 [rows] on the CPU. kept: that text's hidden states.
-    read: while a text lives here, returns those of its tokens whose rows are final and will stay. owner: of the text.
+    tokens: of the text that an idle slot holds, int64 [rows] on the CPU. kept: the hidden states of that text.
+    read: while a sequence uses the slot, returns those of its tokens whose rows are final. owner: of the text.
     """
 
     cache: KVCache
@@ -41,64 +43,62 @@ class CacheSlot:
 
     @property
     def capacity(self) -> tuple[bool, int, int]:
-        """What a later text would otherwise have to make anew: captures, then room, then more captures."""
+        """What a later sequence would otherwise have to make again, most costly first: captures, room, more captures."""
         made = 0 if self.captured is None else self.captured.num_captures
         return self.captured is not None, self.cache.max_length, made
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory."""
         states = 0 if self.kept is None else self.kept.rows.numel() * self.kept.rows.element_size()
         return self.cache.num_bytes + states
 
     @property
     def has_spare_room(self) -> bool:
-        """Whether its text would fit into half of its cache, which no captured pass needs."""
+        """Whether the text would fit into half of the cache. Captured passes need all of it."""
         return self.captured is None and self.cache.max_length > 2 * len(self.tokens) > 0
 
-    def settle(self) -> None:
-        """What the last text's passes still write comes before all that is launched from now on, on whatever stream."""
+    def wait_for_writes(self) -> None:
+        """Order all work that is launched from now on, on whatever stream, after what the last sequence's passes write."""
         if self.captured is not None:
             self.captured.begin()
 
     def copy(self, model: LayerSkipModel, rows: int) -> CacheSlot:
-        """The first rows of its text in as little memory as they need, without captures."""
+        """A slot with the first rows of the text, in as little memory as they need and without captures."""
         cache = KVCache(model, rows)
         cache.take(self.cache, rows)
         kept = None if self.kept is None else PrefixHiddenStates(self.kept.layers, self.kept.rows[:, :rows].clone())
         return CacheSlot(cache, tokens=self.tokens[:rows], kept=kept, owner=self.owner)
 
-    def share(self, read: Callable[[], Tensor]) -> None:
-        """A text lives here now, and others may go on from what it has read. Hidden states are its own until it ends."""
+    def begin_sequence(self, read: Callable[[], Tensor]) -> None:
+        """A sequence uses the slot now. Others may go on from the tokens that `read` returns, but not from hidden states."""
         self.read, self.kept = read, None
 
-    def shared(self) -> Tensor:
-        """The tokens that a prompt may begin with in order to go on from here."""
+    def reusable_tokens(self) -> Tensor:
+        """The tokens that a prompt must begin with to go on from this cache."""
         return self.tokens if self.read is None else self.read()
 
-    def leave(self, tokens: Tensor, kept: PrefixHiddenStates | None) -> None:
-        """The text ends here. tokens: int64 [rows], those that the cache's first rows belong to."""
+    def end_sequence(self, tokens: Tensor, kept: PrefixHiddenStates | None) -> None:
+        """Keep the text of a sequence that has ended. tokens: int64 [rows], of the cache's first rows."""
         self.tokens, self.kept = tokens.to("cpu", copy=True), kept
 
     def forget(self) -> None:
-        """Whatever text it held."""
         self.tokens, self.kept = no_tokens(), None
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A place as it is while it is idle. text: its tokens as bytes, which sort as the tokens do."""
+    """A slot as it was when it became idle. text: its tokens as bytes, which sort as the tokens do."""
 
-    place: CacheSlot
+    slot: CacheSlot
     num_bytes: int
     text: bytes
 
 
-class IdlePlaces:
-    """Places that no text uses, the one that was used last is last.
+class IdleSlots:
+    """Slots that no sequence uses, in the order of their last use.
 
-    What is asked of them for each text takes about as long for thousands of places as for one: bytes are added up as places
-    come and go, and each owner's texts are sorted, so that the one most like a prompt stands beside where the prompt would.
+    A lookup takes about as long for thousands of slots as for one. Bytes are added up as slots come and go. Each owner's
+    texts are sorted, so the text with the longest prefix in common with a prompt is a neighbour of the prompt's place.
     """
 
     def __init__(self) -> None:
@@ -115,29 +115,29 @@ class IdlePlaces:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[CacheSlot]:
-        return iter([entry.place for entry in self._entries.values()])
+        return iter([entry.slot for entry in self._entries.values()])
 
-    def __contains__(self, place: object) -> bool:
-        return place in self._numbers
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._numbers
 
     @property
     def num_texts(self) -> int:
         return len(self._entries) - len(self._without_text)
 
-    def add(self, place: CacheSlot) -> None:
-        """As the one that was used last. While it is here its text and its memory stay as they are."""
-        self._put(self._next, place)
+    def add(self, slot: CacheSlot) -> None:
+        """Add the slot that was used last. Its text and its memory must not change while it is here."""
+        self._put(self._next, slot)
         self._next += 1
 
-    def replace(self, place: CacheSlot, other: CacheSlot) -> None:
-        """By a copy without spare room, which counts as used when the place was."""
-        number = self._numbers[place]
+    def replace(self, slot: CacheSlot, other: CacheSlot) -> None:
+        """Replace a slot by a copy without spare room, which counts as last used when the slot was."""
+        number = self._numbers[slot]
         self._forget(number)
         self._put(number, other)
 
-    def remove(self, place: CacheSlot) -> None:
-        """Raises KeyError if it is not here."""
-        number = self._numbers[place]
+    def remove(self, slot: CacheSlot) -> None:
+        """Raises KeyError for a slot that is not here."""
+        number = self._numbers[slot]
         self._forget(number)
         del self._entries[number]
 
@@ -145,88 +145,86 @@ class IdlePlaces:
         """The slot used longest ago; None if there is none. `but` comes last. Slots with captures only if `captured`."""
         found = None
         for entry in self._entries.values():
-            if captured or entry.place.captured is None:
-                if entry.place is not but:
-                    return entry.place
-                found = entry.place
+            if captured or entry.slot.captured is None:
+                if entry.slot is not but:
+                    return entry.slot
+                found = entry.slot
         return found
 
     def captured(self, num_tokens: int) -> list[CacheSlot]:
-        """A slot with captures and room for this many tokens, or None."""
-        able = [(number, place) for number, place in self._captured.items() if place.cache.max_length >= num_tokens]
-        return [place for _, place in sorted(able, key=lambda one: one[0])]
+        """Slots with captures and room for this many tokens, the one that was used last at the end."""
+        able = [(number, slot) for number, slot in self._captured.items() if slot.cache.max_length >= num_tokens]
+        return [slot for _, slot in sorted(able, key=lambda one: one[0])]
 
     def with_spare_room(self) -> CacheSlot | None:
-        """The oldest whose text needs less than half of its cache."""
+        """The slot used longest ago whose text needs less than half of its cache."""
         return next(iter(self._with_spare_room.values()), None)
 
-    def most_alike(self, prompt: Tensor, owner: Owner) -> tuple[CacheSlot | None, int]:
-        """The place whose text, of this owner, has the longest beginning in common with the prompt, and how long that is."""
+    def longest_prefix(self, prompt: Tensor, owner: Owner) -> tuple[CacheSlot | None, int]:
+        """The slot of this owner whose text has the longest prefix in common with the prompt, and the prefix's length."""
         texts = self._texts.get(owner, [])
         at = bisect_left(texts, (_as_bytes(prompt), 0))
         best, rows, newest = None, 0, -1
         for _, number in texts[max(0, at - 1) : at + 1]:
-            place = self._entries[number].place
-            alike = num_alike(place.tokens, prompt)
+            slot = self._entries[number].slot
+            alike = num_common(slot.tokens, prompt)
             if (alike, number) > (rows, newest) and alike:
-                best, rows, newest = place, alike, number
+                best, rows, newest = slot, alike, number
         return best, rows
 
-    def beginnings_of(self, tokens: Tensor, owner: Owner) -> list[CacheSlot]:
-        """Those with all of whose text this one of the same owner begins, and those that hold none."""
+    def prefixes_of(self, tokens: Tensor, owner: Owner) -> list[CacheSlot]:
+        """Slots whose whole text is a prefix of these tokens, of the same owner; and slots without text."""
         found = list(self._without_text.values())
         texts, whole = self._texts.get(owner, []), _as_bytes(tokens)
         at = bisect_right(texts, (whole, self._next))
         while at:
             text, number = texts[at - 1]
             if whole.startswith(text):
-                found.append(self._entries[number].place)
+                found.append(self._entries[number].slot)
                 at -= 1
-            else:  # where the two part, all that stands between this text and that beginning parts as well
-                alike = num_alike(self._entries[number].place.tokens, tokens)
+            else:  # where the two differ, all that is sorted between this text and that prefix differs as well
+                alike = num_common(self._entries[number].slot.tokens, tokens)
                 at = bisect_right(texts, (whole[: alike * _TOKEN_BYTES], self._next), 0, at - 1)
         return found
 
     def forget_texts(self) -> None:
-        """Bytes of all slots together."""
-        for place in self:
-            number = self._numbers[place]
+        for slot in self:
+            number = self._numbers[slot]
             self._forget(number)
-            place.forget()
-            self._put(number, place)
+            slot.forget()
+            self._put(number, slot)
 
     def clear(self) -> None:
-        """Give all up."""
-        for place in self:
-            self.remove(place)
+        for slot in self:
+            self.remove(slot)
 
-    def _put(self, number: int, place: CacheSlot) -> None:
-        entry = _Entry(place, place.num_bytes, _as_bytes(place.tokens))
-        self._entries[number], self._numbers[place] = entry, number
+    def _put(self, number: int, slot: CacheSlot) -> None:
+        entry = _Entry(slot, slot.num_bytes, _as_bytes(slot.tokens))
+        self._entries[number], self._numbers[slot] = entry, number
         self.num_bytes += entry.num_bytes
         if entry.text:
-            insort(self._texts.setdefault(place.owner, []), (entry.text, number))
+            insort(self._texts.setdefault(slot.owner, []), (entry.text, number))
         else:
-            self._without_text[number] = place
-        if place.has_spare_room:
-            self._with_spare_room[number] = place
-        if place.captured is not None:
-            self._captured[number] = place
+            self._without_text[number] = slot
+        if slot.has_spare_room:
+            self._with_spare_room[number] = slot
+        if slot.captured is not None:
+            self._captured[number] = slot
 
     def _forget(self, number: int) -> None:
-        """All but its turn among the others."""
+        """Forget all of an entry but its place in the order."""
         entry = self._entries[number]
-        del self._numbers[entry.place]
+        del self._numbers[entry.slot]
         self.num_bytes -= entry.num_bytes
         if entry.text:
-            texts = self._texts[entry.place.owner]
+            texts = self._texts[entry.slot.owner]
             del texts[bisect_left(texts, (entry.text, number))]
             if not texts:
-                del self._texts[entry.place.owner]
+                del self._texts[entry.slot.owner]
         for others in (self._without_text, self._with_spare_room, self._captured):
             others.pop(number, None)
 
 
 def _as_bytes(tokens: Tensor) -> bytes:
-    """Tokens on the CPU so that bytes sort as they do."""
+    """Tokens as bytes that sort as the tokens do."""
     return tokens.numpy().astype(f">u{_TOKEN_BYTES}").tobytes()

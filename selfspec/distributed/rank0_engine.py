@@ -21,7 +21,8 @@ from layerskip_models.parallel.ranks import RankError, Ranks
 from policies import Policy
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import Owner
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import Engine
 from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.engine.request import Request
 from selfspec.engine.results import StepOutput

@@ -39,22 +39,6 @@ def accept_sampled(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tu
     return num_accepted, residual(p[num_accepted], q[num_accepted])
 
 
-def accept_sampled_on_device(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `accept_sampled`, but the host does not learn m: (m int64 [1], weights [vocab])."""
-    num_drafts = drafts.shape[0]
-    if num_drafts == 0:
-        return torch.zeros(1, dtype=torch.long, device=p.device), p[0]
-    num_accepted = _accepted(p, q, drafts, uniforms).sum(0, keepdim=True)
-    p_next = p.index_select(0, num_accepted)[0]
-    q_next = q.index_select(0, num_accepted.clamp(max=num_drafts - 1))[0]
-    return num_accepted, torch.where(num_accepted == num_drafts, p_next, residual(p_next, q_next))
-
-
-def accept_greedy_on_device(drafts: Tensor, target: Tensor) -> Tensor:
-    """Like `accept_greedy`, for tensors [k] and [k or more]. Returns m as int64 [1]."""
-    return (drafts == target[: drafts.shape[0]]).long().cumprod(0).sum(0, keepdim=True)
-
-
 def _accepted(p: Tensor, q: Tensor, drafts: Tensor, uniforms: Tensor) -> Tensor:
     """1 for every draft that is accepted with all before it, else 0; int64 [k]."""
     index = drafts.unsqueeze(-1)

@@ -17,10 +17,12 @@ from layerskip_models.kernels.threads import num_threads
 from layerskip_models.kv_cache import KVCache
 from policies import FixedExit, MeasuredCost, NeverStop, ObservationSpec, Policy
 from selfspec.engine.agreement import agree_on_seconds
+from selfspec.engine.draft import make_drafts
 from selfspec.engine.hidden_states import HiddenStates
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import RunnerName, SequenceRound
+from selfspec.engine.runners.runner import Runner, SequenceRound, SequenceRows
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.torch_mode import engine_mode
 
@@ -101,19 +103,15 @@ def _adapter_seconds(model: LayerSkipModel, cache: KVCache, runner: RunnerName) 
 
 
 def _draft_calls(model: LayerSkipModel, cache: KVCache, runner: RunnerName) -> Callable[[int], Callable[[], object]]:
-    """Returns a function that makes a draft of `_DRAFTS` steps at an exit layer; all use the same runner."""
-    if runner == "captured":
-        captured = CudaGraphRunner(model, cache, cleared=True)
-        captured.reserve(_DRAFTS + 1)
-        return lambda exit_layer: partial(captured.draft, [_last_round(model, cache, exit_layer)])
-    passes = EagerRunner(model)
+    """Makes drafts of `_DRAFTS` steps at an exit layer, all on one runner."""
+    drafter: Runner = CudaGraphRunner(model, cache, cleared=True) if runner == "captured" else EagerRunner(model)
 
     def make(exit_layer: int) -> Callable[[], object]:
-        seq_round = _last_round(model, cache, exit_layer)
+        seq_round = _round_of_drafts(model, cache, exit_layer)
 
         def draft() -> None:
             cache.declare(seq_round.length - 1)
-            passes.draft([seq_round])
+            make_drafts(drafter, [seq_round])
 
         return draft
 
@@ -147,20 +145,22 @@ def _eager_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int
 
 
 def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[int]) -> list[Callable[[], object]]:
-    """The same costs from captures; layers without the first, and the draft's last row runs its layer as well."""
+    """The same costs from captures; layers without the first, which only ever runs for one row."""
     runner = CudaGraphRunner(model, cache, cleared=True)  # it is full
-    runner.reserve(max(rows_timed))
-    context = cache.max_length
-    seq_round = _last_round(model, cache, 1)
+    last = model.num_layers
     calls: list[Callable[[], object]] = []
-    for rows in rows_timed:
+    for count in rows_timed:
+        seq_round = _round_of_drafts(model, cache, 1)
         # Where the row counts that are captured fit: in the last positions of a cache others may be.
-        calls += [partial(runner.layers, rows, max(context - 2 * rows, 0)), partial(runner.head, rows)]
-    return [*calls, partial(runner.draft, [seq_round])]
+        seq_round.length = max(cache.max_length - 2 * count, 0) + 1
+        rows = SequenceRows(seq_round, runner.buffers(0, max(rows_timed)).hidden, "token")
+        rows.tokens, rows.end = [0] * count, count
+        calls += [partial(runner.run, [rows], 1, last, None), partial(runner.run, [rows], last, last, "full")]
+    return [*calls, _draft_calls(model, cache, "captured")(1)]
 
 
-def _last_round(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
-    """A round of `_DRAFTS` drafts at one exit, looked at one by one, at the end of a text."""
+def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
+    """A round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
     policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
     context = cache.max_length
     return SequenceRound(
@@ -168,7 +168,6 @@ def _last_round(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> Seque
         tokens=torch.zeros(1, context + 1, dtype=torch.long, device=model.device),
         length=context - _DRAFTS - 1,
         pending=0,
-        remaining=_DRAFTS + 1,
         exit_layer=exit_layer,
         max_speculations=_DRAFTS,
         sampler=Sampler(LogitsProcessorList(), None),
@@ -177,7 +176,6 @@ def _last_round(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> Seque
         eos=frozenset(),
         states=None,
         learns=False,
-        learns_next=False,
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 
 
@@ -39,7 +40,8 @@ def run_calls(
                     yield StepOutput(ticket=index, tokens=[], error=error)
             if not len(engine):
                 return
-            for progress in engine.step():
-                if raises and progress.error is not None:
-                    raise progress.error
-                yield replace(progress, ticket=indices[progress.ticket])
+            for output in engine.step():
+                if raises and output.error is not None:
+                    raise output.error
+                output.ticket = indices[output.ticket]
+                yield output

@@ -15,7 +15,7 @@ from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from selfspec.cache.pool import KVCachePool
 from selfspec.cache.prefix_cache import PrefixCache
-from selfspec.engine.runners.runner import RunnerChoice, resolve_runner
+from selfspec.engine.runners.choice import RunnerChoice, resolve_runner
 from selfspec.engine.weight_watch import WeightWatch
 from selfspec.pacer.inference import PreVerifiers
 
@@ -25,7 +25,7 @@ class BoundModel:
     """One copy of the weights with everything that depends on it. A call keeps it from start to end."""
 
     model: LayerSkipModel
-    runners: KVCachePool
+    pool: KVCachePool
     preverifiers: PreVerifiers
 
 
@@ -80,7 +80,7 @@ class ModelSource:
     def refresh(self) -> None:
         """Take the weights as they are now, and drop KV caches of the old ones."""
         if self._source is None:
-            self.current.runners.forget()
+            self.current.pool.forget()
         else:
             with self._lock:
                 self._renew(self._source)
@@ -89,7 +89,7 @@ class ModelSource:
         if self._watch is None or self._watch.moved() or why_not_shared(source) is not None:
             self.current = self._copied(source)
         else:
-            self.current.runners.forget()
+            self.current.pool.forget()
             self._watch = WeightWatch(source)
 
     def _copied(self, source: PreTrainedModel) -> BoundModel:

@@ -21,7 +21,7 @@ from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressiv
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.runners.runner import CaptureError
+from selfspec.engine.runners.choice import CaptureError
 
 
 class PolicyStore:
@@ -113,10 +113,10 @@ def make_policy(
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
     """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
     try:
-        return measured_cost(bound.model, bound.runners.kind)
+        return measured_cost(bound.model, bound.pool.kind)
     except CaptureError as error:
-        bound.runners.give_up_graphs(error)
-        return measured_cost(bound.model, bound.runners.kind)
+        bound.pool.give_up_graphs(error)
+        return measured_cost(bound.model, bound.pool.kind)
 
 
 class _Loan:

@@ -1,4 +1,4 @@
-"""One round of self-speculative decoding, over all texts at hand. One text is the simplest case, and takes the same road.
+"""One round of self-speculative decoding, over all sequences at hand. A single sequence is the simplest case of the same.
 
 Source: LayerSkip (Elhoushi et al. 2024), section 4.3, with the length of each draft left to a policy; acceptance after
 Leviathan et al. 2023 (`selfspec.engine.accept`).
@@ -14,59 +14,57 @@ from torch import Tensor
 
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, read_pieces
 from selfspec.engine.agreement import agree_on_round
+from selfspec.engine.draft import make_drafts
 from selfspec.engine.results import StepOutput
 from selfspec.engine.runners.runner import Runner
 from selfspec.engine.sequence import Planned, Sequence
+from selfspec.engine.verification import accept, verify
 
 Found = list[tuple[Sequence, StepOutput]]
-"""What texts got so far in a step. Whoever wants to go on after an error keeps it: a text that is in it is not run again."""
+"""What sequences got so far in a step. Keep it to go on after an error: a sequence that is in it is not run again."""
 
 
 def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | None = None) -> list[StepOutput]:
-    """One round of all these texts. An error that concerns one text is that text's; the others go on.
+    """One round of all these sequences. An error that concerns one of them ends that one; the others go on.
 
-    found: gets each text's share as soon as it is complete, so that an error of all loses nothing.
+    found: gets each sequence's output as soon as it is complete, so that an error of all loses nothing.
     """
     found = [] if found is None else found
     first = len(found)
-    plans: list[tuple[Sequence, Planned]] = []
+    going: list[tuple[Sequence, Planned]] = []
     for sequence in sequences:
         try:
-            plans.append(
-                (sequence, sequence.plan(runner, len(sequences)))
-            )  # 1. where to exit, how far to draft (0: a plain step)
+            # 1. Plan: where to exit, how far to draft (0: a plain step).
+            going.append((sequence, sequence.plan(runner, len(sequences))))
         except Exception as error:
             tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
-    if plans:
-        _run_planned(plans, runner, found)
-    output = dict(found[first:])
-    return [output[sequence] for sequence in sequences]
-
-
-def _run_planned(going: abc.Sequence[tuple[Sequence, Planned]], runner: Runner, found: Found) -> None:
-    seq_rounds = [planned.seq_round for _, planned in going]
-    started = perf_counter()
-    runner.draft(seq_rounds)  # 2. the first layers propose tokens
-    drafted = perf_counter()
-    runner.verify(seq_rounds)  # 3. the other layers look at all of them at once
-    verified = perf_counter()
-    results = runner.accept(seq_rounds)  # 4. those that the model itself would have said hold, and one token more
-    seconds = (drafted - started) / len(going), (verified - drafted) / len(going)
-    shares = agree_on_round(going[0][0].model, seconds, seq_rounds, results)
-    accepting = (perf_counter() - verified) / len(going)
-    for (sequence, planned), result in zip(going, results):
-        sequence.stats.accept_seconds += accepting
-        try:
-            if result.error is not None:
-                raise result.error
-            tokens = sequence.commit(result)  # 5. commit them, and forget what was rejected: only lengths change
-            with runner.learning():
-                record = sequence.learn(planned, result, tokens, *shares)  # 6. the policy sees what came of its plan
-            if result.failure is not None:  # the text ended before it
-                runner.clear()
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
-        except Exception as error:
-            tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
+    if going:
+        seq_rounds = [planned.seq_round for _, planned in going]
+        started = perf_counter()
+        drafts = make_drafts(runner, seq_rounds)  # 2. Draft: the first layers propose tokens.
+        drafted = perf_counter()
+        verify(runner, drafts)  # 3. Verify: the other layers look at all of them at once.
+        verified = perf_counter()
+        results = [accept(runner, draft) for draft in drafts]  # 4. Accept those that the model itself would have said.
+        seconds = (drafted - started) / len(going), (verified - drafted) / len(going)
+        shares = agree_on_round(going[0][0].model, seconds, seq_rounds, results)
+        accept_seconds = (perf_counter() - verified) / len(going)
+        for (sequence, planned), result in zip(going, results):
+            sequence.stats.accept_seconds += accept_seconds
+            try:
+                if result.error is not None:
+                    raise result.error
+                tokens = sequence.commit(result)  # 5. Commit them and one token more. Only lengths change.
+                record = sequence.learn(
+                    planned, result, tokens, *shares
+                )  # 6. Learn: the policy sees what came of its plan.
+                if result.failure is not None:  # the text ended before it
+                    runner.clear(sequence.length - 1)
+                tell(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
+            except Exception as error:
+                tell(sequence, found, StepOutput(tokens=sequence.unsent, error=error))
+    outputs = dict(found[first:])
+    return [outputs[sequence] for sequence in sequences]
 
 
 def tell(sequence: Sequence, found: Found, output: StepOutput) -> None:

@@ -66,7 +66,7 @@ class Sampler:
 
     @property
     def do_sample(self) -> bool:
-        """Whether tokens are drawn (True) or the argmax is taken."""
+        """True if tokens are drawn, False if the argmax is taken."""
         return self.generator is not None
 
     def state(self) -> Tensor | None:
@@ -97,21 +97,6 @@ class Sampler:
             logits = processor(prefix, logits)
         return logits
 
-    def process_willing(
-        self, logits: Tensor, tokens: Tensor, length: int
-    ) -> tuple[Tensor, tuple[int, Exception] | None]:
-        """As `process`, but an exception of a processor is returned, with its row: from there on the rows are NaN."""
-        if self.prefix_free:
-            return self.process(logits, tokens, length), None
-        rows: list[Tensor] = []
-        for index in range(logits.shape[0]):
-            try:
-                rows.append(self.process(logits[index : index + 1], tokens, length + index))
-            except Exception as error:
-                rows.append(torch.full_like(logits[index:], torch.nan))
-                return torch.cat(rows), (index, error)
-        return torch.cat(rows), None
-
     def probabilities(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor:
         """The float32 distribution after the processors, [rows, vocab]; arguments as in `process`."""
         return distribution(self.process(logits, tokens, length))
@@ -140,15 +125,6 @@ class Sampler:
             raise non_finite(where)
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
-    def draw_on_device(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The same draw without waiting on the host: (token int64 [1], sum of the weights [1]).
-
-        Whoever reads the token looks at the sum, as `draw` does. From equal generators both draw the same: one exponential
-        number for every token, and the largest quotient wins, is what `multinomial` does after its checks.
-        """
-        race = torch.empty_like(weights).exponential_(1, generator=self.generator)
-        return (weights / race).argmax(dim=-1, keepdim=True), weights.sum(0, keepdim=True)
-
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """Float32 [count], uniform in [0, 1), fresh ones each time."""
         return torch.rand(count, generator=self.generator, dtype=torch.float32, device=device)
@@ -157,13 +133,3 @@ class Sampler:
 def distribution(processed: Tensor) -> Tensor:
     """Probabilities in float32 of processed logits, which may be of any floating type: [.., vocab] -> [.., vocab]."""
     return processed.softmax(dim=-1, dtype=torch.promote_types(processed.dtype, torch.float32)).float()
-
-
-def confidences(logits: Tensor) -> Tensor:
-    """Top-1 probability of the unfiltered distribution at temperature 1: [rows, vocab] -> [rows]."""
-    return logits.softmax(dim=-1).amax(dim=-1)
-
-
-def entropies(logits: Tensor) -> Tensor:
-    """Entropy in nats of the unfiltered distribution at temperature 1: [rows, vocab] -> [rows]."""
-    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""One text: what it has, and what a round changes in it.
+"""One sequence: its state, and how a round changes it.
 
-Nothing of a text is shared with another: its committed tokens, KV cache, stop conditions, processors, random generator,
-policy state and statistics are its own. So texts that share a pass need no padding and no realignment.
+A sequence shares nothing with another: committed tokens, KV cache, stop conditions, processors, random generator, policy
+state and statistics are its own. So sequences that share a pass need no padding and no realignment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from selfspec.engine.agreement import agree_on_seconds, agree_on_stop
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request
 from selfspec.engine.results import RoundResult
-from selfspec.engine.runners.runner import Runner, RunnerName, SequenceRound
+from selfspec.engine.runners.choice import RunnerName
+from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.stats import StatsBuilder
 from selfspec.engine.stopping import StopReason
@@ -34,7 +35,7 @@ _WATCHED_ROWS = 128
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Planned:
-    """A text's plan for a round, with what the round's record will say of it."""
+    """A sequence's plan for a round, with what the round's record will say of it."""
 
     plan: Plan
     seq_round: SequenceRound
@@ -43,11 +44,11 @@ class Planned:
 
 
 class Sequence:
-    """A text from its prompt to its stop.
+    """A sequence from its prompt to its stop.
 
-    cache: with room for the prompt and all new tokens. It is empty, or holds rows of an earlier text whose tokens are those
-    that the prompt begins with. kept_states: that text's hidden states. policy: of this text alone while it lasts.
-    runner: the generator's. A text in a batch runs eagerly, but it copies drafts only if this runner would.
+    cache: with room for the prompt and all new tokens. It is empty, or holds the rows of a prefix of the prompt that an
+    earlier sequence has left. kept_states: the hidden states of those rows. policy: of this sequence alone while it lasts.
+    runner: the generator's. A sequence in a batch runs eagerly, but it copies drafts only if this runner would.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Sequence:
         return self.length - self._num_prompt
 
     @property
-    def settled(self) -> int:
-        """Rows of the cache that are those of committed tokens, wherever the text was broken off."""
+    def num_cached(self) -> int:
+        """Rows of the cache that belong to committed tokens, even if a round broke off."""
         return min(self.length - 1, self.cache.length)
 
     def prompt_read(self) -> Tensor:
@@ -122,7 +123,7 @@ class Sequence:
 
     @property
     def reading(self) -> bool:
-        """Whether the prompt is not read to its end yet."""
+        """Whether part of the prompt is still to be read."""
         return self.num_new == 0
 
     @property
@@ -195,12 +196,12 @@ class Sequence:
         state = self.sampler.state()
         self._random = None if state is None else (self.length, state)
 
-    def plan(self, passes: Runner, batch_size: int) -> Planned:
-        """Step 1: what the policy wants of the coming round, in which `batch_size` texts share the passes."""
+    def plan(self, runner: Runner, batch_size: int) -> Planned:
+        """Step 1: what the policy wants of the coming round, in which `batch_size` sequences share the passes."""
         planning = perf_counter()
         self._open()
         remaining = self.request.stops.max_new_tokens - self.num_new
-        match = self.copies.match if self.copies is not None and passes.copies else None
+        match = self.copies.match if self.copies is not None and runner.copies else None
         context = RoundContext(
             round_index=self.stats.rounds, num_committed=self.length, remaining_tokens=remaining, batch_size=batch_size,
             match_length=0 if match is None else match.length,
@@ -224,16 +225,14 @@ class Sequence:
             tokens=self.tokens,
             length=self.length,
             pending=self.pending,
-            remaining=remaining,
             exit_layer=exit_layer,
             max_speculations=cap,
             sampler=self.sampler,
             policy=self.policy,
             observes=self.observes,
             eos=self.request.stops.eos,
-            states=passes.states(self.states, len(copied) + cap + 1) if watches else None,
+            states=runner.states(self.states, len(copied) + cap + 1) if watches else None,
             learns=learns,
-            learns_next=plan.learn and self.observes.learns(self._rows_learned + learns, self._rows_seen + 1),
             copied=copied,
             match_length=context.match_length,
         )
@@ -249,19 +248,19 @@ class Sequence:
                 return copied[: index + 1]
         return copied
 
-    def commit(self, outcome: RoundResult) -> list[int]:
+    def commit(self, result: RoundResult) -> list[int]:
         """Step 5: commit what was accepted, up to the first stop in it, and forget the rest. Returns what was committed.
 
         Raises the failure of the last token, unless the text ends before it.
         """
         start = perf_counter()
-        committed = self._commit(outcome.block, outcome.failure)
-        self.stats.num_discarded_rows += outcome.num_discarded
+        committed = self._commit(result.block, result.failure)
+        self.stats.num_discarded_rows += result.num_discarded
         self.stats.accept_seconds += perf_counter() - start
         return committed
 
     def learn(
-        self, planned: Planned, outcome: RoundResult, committed: list[int], draft_seconds: float, verify_seconds: float
+        self, planned: Planned, result: RoundResult, committed: list[int], draft_seconds: float, verify_seconds: float
     ) -> RoundRecord:
         """Step 6: make the round's record, count it, and let the policy learn from it.
 
@@ -280,15 +279,15 @@ class Sequence:
             num_committed_before=planned.context.num_committed,
             exit_layer=seq_round.exit_layer,
             max_speculations=seq_round.max_speculations,
-            draft_tokens=outcome.draft_tokens,
-            num_accepted=outcome.num_accepted,
+            draft_tokens=result.draft_tokens,
+            num_accepted=result.num_accepted,
             tokens=tuple(committed),
-            loaded_layers=(len(outcome.draft_tokens) - outcome.num_copied) * (seq_round.exit_layer or 0) + num_layers,
-            stop_cause=outcome.stop_cause,
-            confidences=outcome.confidences,
-            acceptance_probabilities=outcome.acceptance_probabilities,
-            dropped_acceptance=outcome.dropped_acceptance,
-            shadow=self._shadow_tokens(seq_round, outcome),
+            loaded_layers=(len(result.draft_tokens) - result.num_copied) * (seq_round.exit_layer or 0) + num_layers,
+            stop_cause=result.stop_cause,
+            confidences=result.confidences,
+            acceptance_probabilities=result.acceptance_probabilities,
+            dropped_acceptance=result.dropped_acceptance,
+            shadow=self._shadow_tokens(seq_round, result),
             acceptance=plan.acceptance,
             threshold=planned.threshold,
             draft_seconds=draft_seconds - spent.seconds if drafting else 0.0,
@@ -296,7 +295,7 @@ class Sequence:
             preverifier_layers=spent.layers,
             preverify_seconds=spent.seconds,
             batch_size=planned.context.batch_size,
-            num_copied=outcome.num_copied,
+            num_copied=result.num_copied,
             num_tried=len(seq_round.copied),
             copies=tuple(self._copies_seen),
         )
@@ -308,18 +307,18 @@ class Sequence:
         self._is_open = False
         return record
 
-    def _shadow_tokens(self, seq_round: SequenceRound, outcome: RoundResult) -> Shadow | None:
+    def _shadow_tokens(self, seq_round: SequenceRound, result: RoundResult) -> Shadow | None:
         """What the candidate layers would have said for the rows 0..m, if the policy learns in this round."""
         if (
             not seq_round.learns
             or seq_round.states is None
-            or outcome.target_tokens is None
-            or outcome.failure is not None
+            or result.target_tokens is None
+            or result.failure is not None
         ):
             return None
-        rows = outcome.num_accepted + 1
-        p = None if outcome.p is None else outcome.p[:rows]
-        return seq_round.states.shadow_tokens(rows, outcome.target_tokens[:rows], p)
+        rows = result.num_accepted + 1
+        p = None if result.p is None else result.p[:rows]
+        return seq_round.states.shadow_tokens(rows, result.target_tokens[:rows], p)
 
     def _commit(self, block: list[int], failure: Exception | None = None) -> list[int]:
         """Set lengths, pending and the stop reason. failure: why the last entry of the block is not a token.

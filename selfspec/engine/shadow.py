@@ -71,11 +71,10 @@ class DeferredShadow:
         return self._model.at_exit(self._hidden[self._slots[layer]], layer)
 
 
-def settle(record: RoundRecord) -> RoundRecord:
-    """The record, which no longer holds hidden states: for those who keep it."""
+def compute_shadow(record: RoundRecord) -> None:
+    """Compute all shadow tokens of a record that is kept, so that it no longer holds hidden states."""
     if isinstance(record.shadow, DeferredShadow):
         record.shadow.compute_all()
-    return record
 
 
 def _fill(missing: Sequence[tuple[DeferredShadow, int]]) -> None:

@@ -21,8 +21,8 @@ class GenerationStats:
     num_reused_tokens: of the prompt, whose keys and values an earlier text had left; prefill read the others.
     num_new_tokens: with the first one, which prefill yields. acceptance_rate and accepted_per_round: None if nothing was
     drafted. etpl: tokens committed in rounds / layers loaded in rounds (DEL's eTPL; 1/L for plain decoding), None without
-    a round. rounds_by_exit_layer, rounds_by_length: how many rounds exited after each layer and drafted so many tokens (0: a
-    round without speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
+    a round. rounds_by_exit_layer, rounds_by_length: rounds by exit layer and by number of drafted tokens (0: a round without
+    speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
     that of the rounds.
     calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
     used, once per model and process; tokens_per_second leaves that out, seconds and time_to_first_token do not.
@@ -188,7 +188,7 @@ class StatsBuilder:
 
 
 def sources_text(stats: GenerationStats) -> str:
-    """How many drafts were copied and how many an exit made, and how many of each were accepted."""
+    """Drafts that were copied and drafts of exits, and the number of each that was accepted, in words."""
     drafted, accepted = stats.num_drafted - stats.num_copied, stats.num_accepted - stats.num_copied_accepted
     copies = f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted"
     return f"{copies}; drafted by an exit: {f'{accepted} of {drafted} accepted' if drafted else 'none'}"

@@ -44,7 +44,7 @@ class StopConditions:
     def first_stop(
         self, block: Sequence[int], text: Tensor | None, length: int, num_new: int
     ) -> tuple[int, StopReason | None]:
-        """How many tokens of a block are committed, and why the text ends there if it does.
+        """The number of tokens of a block that are committed, and the reason if the text ends there.
 
         block: the round's tokens. text: int64 [1, capacity] on the CPU, so that no criterion waits for a device; it holds the
         block already, at positions length .. None where there are no criteria. num_new: new tokens before the block.

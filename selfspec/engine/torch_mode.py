@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from selfspec.engine.attention_backends import without_cudnn
-from selfspec.engine.runners.runner import on_device
+from selfspec.engine.runners.choice import on_device
 
 
 def engine_mode(device: torch.device) -> AbstractContextManager[object]:

@@ -32,8 +32,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from policies import Policy
+from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
-from selfspec.engine.engine import BoundRequest
 from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats

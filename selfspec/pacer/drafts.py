@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
 from policies import DraftRow, FixedExit, NeverStop, ObservationSpec, Policy
-from selfspec.engine.draft import Draft
+from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.runners.eager import EagerRunner
 from selfspec.engine.runners.runner import SequenceRound
 from selfspec.engine.sampling import Sampler
@@ -86,8 +86,7 @@ class PositionDrafter:
                 copy.take(self._cache, start - 1)
                 recorders.append(DraftRecorder(self._tokens[start:], self._behind))
                 turns.append(self._round(start, copy, recorders[-1], exit_layer))
-            self._runner.draft(turns)
-            for draft, recorder in zip(self._runner.drafts, recorders):
+            for draft, recorder in zip(make_drafts(self._runner, turns), recorders):
                 if draft.error is not None:
                     raise draft.error
                 yield draft, recorder
@@ -100,7 +99,6 @@ class PositionDrafter:
             tokens=self._text.unsqueeze(0),
             length=start,
             pending=self._tokens[start - 1],
-            remaining=length,
             exit_layer=exit_layer,
             max_speculations=length,
             sampler=Sampler(LogitsProcessorList(), None),
@@ -109,5 +107,4 @@ class PositionDrafter:
             eos=self._eos,
             states=None,
             learns=False,
-            learns_next=False,
         )

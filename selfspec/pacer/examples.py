@@ -131,7 +131,7 @@ def draft_traces(
             for draft, recorder in drafter.drafts(possible.tolist(), layer):
                 lengths.append(draft.num_rows)
                 accepted.append(recorder.accepted(draft.tokens))
-                hidden.append(draft.exit_hidden[: draft.num_rows].to(stored))
+                hidden.append(draft.rows.hidden[: draft.num_rows].to(stored))
                 features += recorder.features
             yield DraftTrace(
                 exit_layer=layer,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from layerskip_models.parallel.ranks import RankError
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs

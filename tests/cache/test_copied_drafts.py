@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GenerationConfig
 
-from companies import LAYOUTS, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from batched_runs import LAYOUTS, Wish, assert_same, generator_of, run_alone, run_together, shared_model
 from decoding import decode
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
@@ -131,7 +131,7 @@ def test_greedy_output_is_the_models_own(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_text_that_copies_is_the_same_in_company(layout: Layout) -> None:
+def test_a_text_that_copies_is_the_same_in_a_batch(layout: Layout) -> None:
     """Also beside texts that copy otherwise, or nothing: rows of a copy share the pass with single rows."""
     random = Random(4)
     names = [*COPYING, "ar", "ls:{E}-4", "copy:32"] * 2

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 import selfspec.engine.engine
-from companies import (
-    BY_COMPANY,
+from batched_runs import (
+    BATCH_SENSITIVE,
     LAYOUTS,
     POLICIES,
     Course,
@@ -34,7 +34,7 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
 from selfspec.cache.pool import SMALL_LOSS, KVCachePool
-from selfspec.cache.prefix_cache import num_alike, parse_bytes
+from selfspec.cache.prefix_cache import num_common, parse_bytes
 from selfspec.cache.slots import CacheSlot
 from tiny_llama import VOCAB_SIZE, tiny_llama, tiny_tokenizer
 
@@ -76,7 +76,7 @@ def reused(course: Course) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any policy, greedy or sampled, alone or in company, whatever is kept: tokens, rounds, keys and values."""
+    """With any policy, greedy or sampled, alone or in a batch, whatever is kept: tokens, rounds, keys and values."""
     monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 9)
     count: Counter[str] = Counter()
     names = itertools.cycle(POLICIES)
@@ -95,7 +95,7 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
             for _ in range(random.choice([1, 1, 2, 4])):
                 policy = next(names)
                 options: dict[str, Any] = {"max_new_tokens": random.randint(1, 25)}
-                if policy not in BY_COMPANY and random.random() < 0.4:
+                if policy not in BATCH_SENSITIVE and random.random() < 0.4:
                     options |= {"do_sample": True, "seed": random.randrange(1000), "temperature": 1.2}
                 if random.random() < 0.2:
                     options |= {"repetition_penalty": 1.3}
@@ -116,7 +116,7 @@ def test_trees_of_conversations_are_what_fresh_caches_give(layout: Layout, monke
                     assert course.tokens == expected.tokens[: len(course.tokens)]
                     count["cancelled"] += 1
                     continue
-                rounds = wish.policy not in BY_COMPANY
+                rounds = wish.policy not in BATCH_SENSITIVE
                 assert_same(course, expected, rounds=rounds, exact=layout == "native" and rounds)
                 assert reused(course) < len(wish.prompt)
                 count["texts"] += 1
@@ -153,7 +153,7 @@ class Pool:
 
     @property
     def idle(self) -> list[CacheSlot]:
-        return [*self.generator._models.current.runners._idle]
+        return [*self.generator._models.current.pool._idle]
 
 
 A, B, C = ([token] * 50 for token in (3, 7, 11))
@@ -259,11 +259,11 @@ def test_without_a_size_the_last_text_is_kept_in_the_one_cache_there_is() -> Non
 def test_on_our_own_kernels_the_last_text_is_used() -> None:
     pool = Pool(None, "native")
     assert [pool.reused(A), pool.reused(A), pool.reused(B), pool.reused(A)] == [0, 49, 0, 0]
-    (place,) = pool.idle
+    (slot,) = pool.idle
     assert pool.reused(pool.text[:55], 4) == 55 - 1
-    assert pool.idle == [place]
+    assert pool.idle == [slot]
     assert pool.reused([*pool.text, 1], 100) > 50  # in a longer cache, with the rows copied
-    assert len(pool.idle) == 1 and pool.idle != [place]
+    assert len(pool.idle) == 1 and pool.idle != [slot]
     assert pool.generator.kept_texts == pool.generator.kept_texts.__class__(1, pool.idle[0].cache.num_bytes)
 
 
@@ -382,7 +382,7 @@ def test_what_is_no_size(size: Any) -> None:
 
 def test_how_much_two_texts_have_in_common() -> None:
     def alike(one: list[int], other: list[int]) -> int:
-        return num_alike(torch.tensor(one, dtype=torch.long), torch.tensor(other, dtype=torch.long))
+        return num_common(torch.tensor(one, dtype=torch.long), torch.tensor(other, dtype=torch.long))
 
     assert alike([1, 2, 3], [1, 2, 3]) == 3
     assert alike([1, 2, 3], [1, 2]) == alike([1, 2], [1, 2, 3]) == 2
@@ -408,10 +408,10 @@ def test_a_cache_takes_rows_of_another() -> None:
 def test_a_place_that_returns_while_the_pool_changes_waits() -> None:
     """The garbage collector may end a stream at any moment."""
     pool = Pool("1MB")
-    runners: KVCachePool = pool.generator._models.current.runners
+    runners: KVCachePool = pool.generator._models.current.pool
     lent = runners.lend(10)
-    place = lent.__enter__()
+    slot = lent.__enter__()
     with runners._changing():
         lent.__exit__(None, None, None)
-        assert place not in runners._idle
-    assert place in runners._idle
+        assert slot not in runners._idle
+    assert slot in runners._idle

@@ -39,7 +39,7 @@ def made(monkeypatch: Patch) -> list[int]:
     return lengths
 
 
-def test_texts_in_company_get_caches_of_their_own_length(llama64: LlamaForCausalLM, made: list[int]) -> None:
+def test_texts_in_a_batch_get_caches_of_their_own_length(llama64: LlamaForCausalLM, made: list[int]) -> None:
     engine = captured(llama64)
     prompts = [PROMPT, [9, 2], [4], [7, 7]]
     results = engine.generate_batch(prompts, max_new_tokens=8, policy="ls:2-3")
@@ -57,7 +57,7 @@ def test_texts_in_company_get_caches_of_their_own_length(llama64: LlamaForCausal
 
 
 @pytest.mark.parametrize("prefix_cache", [0, 1, "1MB"])
-def test_captures_outlast_texts_in_company(prefix_cache: int | str, llama64: LlamaForCausalLM, made: list[int]) -> None:
+def test_captures_outlast_texts_in_a_batch(prefix_cache: int | str, llama64: LlamaForCausalLM, made: list[int]) -> None:
     engine = captured(llama64, prefix_cache=prefix_cache)
     for _ in range(2):
         assert engine.generate(PROMPT, max_new_tokens=8, policy="ls:2-3").stats.runner == "captured"
@@ -73,10 +73,8 @@ def test_a_text_that_is_alone_again_runs_from_captures_again(
 ) -> None:
     """spoilt: what eager rounds left behind the text is NaN."""
     replayed: list[int] = []
-    draft = CudaGraphRunner.draft
-    monkeypatch.setattr(
-        CudaGraphRunner, "draft", lambda self, seq_rounds: (replayed.append(1), draft(self, seq_rounds))[1]
-    )
+    run = CudaGraphRunner.run
+    monkeypatch.setattr(CudaGraphRunner, "run", lambda self, *rest: (replayed.append(1), run(self, *rest))[1])
     engine, found = captured(llama64), []
     with engine.engine() as texts:
         first = texts.add(PROMPT, max_new_tokens=30, policy=policy)

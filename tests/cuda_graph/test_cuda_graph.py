@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pretended_cuda import NUM_STREAMS, PretendedCuda, PretendedGraph
+from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.capture import Captures
-from selfspec.engine.runners.cuda_graph.streams import CudaStreams, NoStreams
-from selfspec.engine.runners.runner import CaptureError
+from selfspec.engine.runners.cuda_graph.streams import NoStreams
 
 CUDA = torch.device("cuda", 0)
 
@@ -65,12 +65,10 @@ def test_runners_that_come_and_go_beside_other_streams(cuda: PretendedCuda) -> N
     assert stays[0].is_right(stays[1], 7)
     for _ in range(2 * NUM_STREAMS):
         work, held = Work(cuda), captures(2)
-        side = CudaStreams(CUDA)
         for factor in (1, 2, 3):
             assert work.is_right(held, factor)
-            for stream in (side._side, cuda.new_stream()):
-                with cuda.on_stream(stream):
-                    work.body(factor)()
+            with cuda.on_stream(cuda.new_stream()):
+                work.body(factor)()
         assert stays[0].is_right(stays[1], 7)
         assert stays[0].is_right(stays[1], 8)
     assert stays[1].num_captures == 2
@@ -86,9 +84,6 @@ def test_a_stream_is_held_by_one_runner(cuda: PretendedCuda) -> None:
         captures().run(1, work.body(1))
     held.pop()
     assert work.is_right(captures(), 1)
-    sides = [CudaStreams(CUDA) for _ in range(NUM_STREAMS)]
-    assert len({side._side for side in sides}) == NUM_STREAMS
-    assert CudaStreams(CUDA)._side in {side._side for side in sides}  # shared, which only makes one wait for the other
 
 
 def test_a_capture_that_fails_is_over(cuda: PretendedCuda) -> None:

@@ -17,7 +17,7 @@ from policies import DraftRow, NeverStop, ObservationSpec, Policy
 from scripted_policies import ScriptedExit, StopBelow
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.engine.runners.cuda_graph import first_rounds
-from selfspec.engine.runners.cuda_graph.buffers import StaticRound
+from selfspec.engine.runners.cuda_graph.buffers import StaticPass
 from selfspec.engine.runners.cuda_graph.capture import RecordedOperations
 from selfspec.engine.runners.cuda_graph.forward import StaticAttention, StaticForward
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
@@ -79,13 +79,13 @@ def writes_other_keys(patch: Patch, count: int) -> None:
 
 
 def gives_other_logits(patch: Patch, count: int) -> None:
-    judge = StaticRound.judge
+    head = StaticPass.head
 
-    def watched(self: StaticRound, rows: int, **options: Any) -> None:
-        judge(self, rows, **options)
+    def watched(self: StaticPass, *arguments: Any) -> None:
+        head(self, *arguments)
         self.logits.mul_(1.2)
 
-    patch.setattr(StaticRound, "judge", watched)
+    patch.setattr(StaticPass, "head", watched)
 
 
 def gives_nan(patch: Patch, count: int) -> None:
@@ -96,12 +96,12 @@ def gives_nan(patch: Patch, count: int) -> None:
 def wipes_the_cache(patch: Patch, count: int) -> None:
     """A graph that fails has written over what was there."""
     replayed = [0]
-    draft, replay = CudaGraphRunner.draft, RecordedOperations.replay
+    run, replay = CudaGraphRunner.run, RecordedOperations.replay
     cache = []
 
-    def noted(self: CudaGraphRunner, seq_rounds: Any) -> None:
+    def noted(self: CudaGraphRunner, *arguments: Any) -> None:
         cache.append(self.cache)
-        draft(self, seq_rounds)
+        run(self, *arguments)
 
     def again(self: RecordedOperations) -> None:
         replayed[0] += 1
@@ -111,7 +111,7 @@ def wipes_the_cache(patch: Patch, count: int) -> None:
             raise RuntimeError("an illegal instruction was encountered")
         replay(self)
 
-    patch.setattr(CudaGraphRunner, "draft", noted)
+    patch.setattr(CudaGraphRunner, "run", noted)
     patch.setattr(RecordedOperations, "replay", again)
 
 

@@ -19,7 +19,7 @@ from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import calibrate
 from selfspec.engine.runners.cuda_graph import paged_attention
-from selfspec.engine.runners.cuda_graph.buffers import StaticRound
+from selfspec.engine.runners.cuda_graph.buffers import StaticPass
 from selfspec.engine.runners.cuda_graph.paged_attention import EXPECTED_SCHEMA, PAGE, Pages, attends_by_pages
 from selfspec.engine.runners.cuda_graph.runner import captured_length
 from selfspec.engine.runners.cuda_graph.streams import NoStreams
@@ -156,18 +156,16 @@ def test_added_rows_neither_harm_nor_matter() -> None:
     with torch.inference_mode():
         expected = model.run_layers(model.embed(text), 0, 4, eager)
         model.run_layers(model.embed(text[:4]), 0, 4, cache)
-        rounds = StaticRound(model, cache, 4, 8, NoStreams())
-        rounds.start(int(text[4]), 4)
+        passes = StaticPass(model, cache, 4, NoStreams())
+        passes.tokens[:3] = text[4:]
         for row in range(3):
-            rounds.token.fill_(int(text[4 + row]))
-            rounds.position.fill_(4 + row)
-            rounds.row.fill_(row)
-            rounds.one_row(0, 2, None, None)
-        rounds.hidden[3] = torch.nan
-        rounds.last.fill_(2)
-        rounds.all_rows(2, 4, 4, None, None)
-        torch.testing.assert_close(rounds.hidden[:3], expected[4:])
-        assert rounds.hidden.isfinite().all()
+            passes.place(row, row + 1, 4)
+            passes.layers(0, 2, 1, None, None)
+        passes.hidden[3] = torch.nan
+        passes.place(0, 3, 4)
+        passes.layers(2, 4, 4, None, None)
+        torch.testing.assert_close(passes.hidden[:3], expected[4:])
+        assert passes.hidden.isfinite().all()
         torch.testing.assert_close(cache.values[:, :, :7], eager.values[:, :, :7])
         torch.testing.assert_close(cache.keys[..., :7], eager.keys[..., :7])
         assert cache.values.isfinite().all()

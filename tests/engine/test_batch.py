@@ -20,13 +20,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from companies import LAYOUTS, generator_of, needs_native
+from batched_runs import LAYOUTS, generator_of, needs_native
 from layerskip_models import from_transformers
 from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import BatchError, SelfSpecGenerator
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.engine.engine import BoundRequest, Engine
+from selfspec.engine.batch_slot import BoundRequest
+from selfspec.engine.engine import Engine
 from selfspec.engine.results import GenerationResult, StepOutput
 from test_engine_errors import Raising
 from tiny_llama import VOCAB_SIZE, reference_greedy, tiny_tokenizer
@@ -319,7 +320,7 @@ POLICIES = ["ls:2-4", "dv:2", "svip:2", "adaedl:2", "del", "copy:3", "auto:cost=
 @needs_native
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_seed_repeats_a_text_whose_policy_begins_afresh(policy: str) -> None:
-    """In any company: by a policy object of its own, or by a name whose policy takes nothing along to the next text."""
+    """In any batch: by a policy object of its own, or by a name whose policy takes nothing along to the next text."""
     prompts, seeds = [[5, 1, 7], [2, 8], [5, 1]], [3, 4, 5]
     own = lambda: parse_policy(policy, num_layers=4)  # noqa: E731
     common: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from test_generator import Recorder
 from tiny_llama import reference_greedy, tiny_llama
 

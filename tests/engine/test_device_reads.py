@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from layerskip_models.attention import repeat_rows
-from layerskip_models.choices import Choices, HeadOutput
+from layerskip_models.choices import Choices
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.transfer import read_rows, sent
 from policies import ShadowTokens
@@ -21,7 +21,7 @@ from policies.acceptance_table import AcceptanceTable, Bins, read_shadow
 from pretended_devices import PretendedDevices
 from selfspec.engine.runners.cuda_graph.forward import StaticForward
 from selfspec.engine.sampling import Sampler
-from selfspec.engine.verification import judge_greedy
+from selfspec.engine.verification import verify_greedy
 from test_cuda_paths import TEXT, as_on_cuda
 from tiny_llama import tiny_llama
 
@@ -55,7 +55,7 @@ def choices(device: torch.device) -> Choices:
 
 def test_tokens_and_numbers_come_in_one_copy() -> None:
     assert both(lambda device: choices(device).read()) == 1
-    assert both(lambda device: HeadOutput.first(choices(device))[:3]) == 1
+    assert both(lambda device: choices(device).outputs()[0][:3]) == 1
     assert both(lambda device: read_rows(torch.tensor([3]).to(device), torch.tensor([[0.5]]).to(device))) == 1
 
 
@@ -82,15 +82,15 @@ def test_what_is_learned_from_comes_in_one_copy(probabilities: bool) -> None:
     assert both(learned) == 1
 
 
-def test_greedy_rows_are_judged_from_one_copy() -> None:
+def test_greedy_rows_are_verified_from_one_copy() -> None:
     logits = torch.eye(4)[[2, 1, 3]]
 
-    def judged(device: torch.device) -> Any:
+    def verified(device: torch.device) -> Any:
         sampler = Sampler([], None)  # type: ignore[arg-type]
-        verdict = judge_greedy(sampler, logits.to(device), torch.zeros(1, 9, dtype=torch.long), 3, [2, 1])
-        return verdict.num_accepted, verdict.block
+        found = verify_greedy(sampler, logits.to(device), torch.zeros(1, 9, dtype=torch.long), 3, [2, 1])
+        return found.num_accepted, found.block
 
-    assert both(judged) == 1
+    assert both(verified) == 1
 
 
 def test_what_is_sent_is_what_was_there() -> None:

@@ -1,7 +1,7 @@
 """Sampled text has the model's own distribution, processors on: by enumeration of every random event, and by counting.
 
 Both walk the rounds themselves (`decode`, all that `generate` does but for checking its arguments), a few tokens into an
-8-token run, so that drafts go as deep as they would in the middle of a text. Company changes nothing of that: see
+8-token run, so that drafts go as deep as they would in the middle of a text. A batch changes nothing of that: see
 `test_many_texts.py`.
 """
 
@@ -24,22 +24,24 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+import selfspec.engine.round
 import selfspec.engine.verification
 from decoding import decode
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kv_cache import KVCache
-from policies import DraftRow, NeverStop, Policy, parse_policy
+from policies import Policy, parse_policy
 from scripted_policies import EVERY_POLICY, ScriptedExit, StopAtTokens, StopBelow, fixed, named_policy
 from selfspec.engine.accept import accept_sampled
-from selfspec.engine.draft import Draft
+from selfspec.engine.draft import Draft, make_drafts
 from selfspec.engine.request import Request
-from selfspec.engine.results import RoundResult
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
-from selfspec.engine.runners.eager import EagerRunner, _Scores
-from selfspec.engine.runners.runner import RunnerName, SequenceRound
+from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.runners.runner import Runner, SequenceRound
 from selfspec.engine.sampling import Sampler
 from selfspec.engine.sequence import Sequence
+from selfspec.engine.verification import Verification
 from tests.fuzz.random_adapters import adapted
 from tiny_llama import full_logits, request_for, tiny_llama
 
@@ -157,9 +159,6 @@ class Oracle(Sampler):
         numbers[self.first_rejected : self.first_rejected + 1] = 1 - 2**-24
         return numbers
 
-    def draw_on_device(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tensor([self.draw(weights, "")]), weights.sum(0, keepdim=True)
-
     def settle(self, acceptance: tuple[float, ...] | None) -> None:
         if acceptance is not None and self.first_rejected is not None:
             for rate in acceptance[: self.first_rejected]:
@@ -246,14 +245,14 @@ def test_that_enumeration_sees_a_copied_token_taken_for_a_drawn_one(
     llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copied token is accepted with its own probability p, not with p / q for the q of an exit."""
-    original = EagerRunner._outcome
+    original = selfspec.engine.verification._verification
 
-    def with_exit_q(self: EagerRunner, draft: Draft, scores: _Scores) -> RoundResult:
+    def with_exit_q(draft: Draft) -> Verification:
         draft.q[: draft.num_copied].fill_(1 / VOCAB_SIZE)
         draft.num_copied = 0
-        return original(self, draft, scores)
+        return original(draft)
 
-    monkeypatch.setattr(EagerRunner, "_outcome", with_exit_q)
+    monkeypatch.setattr(selfspec.engine.verification, "_verification", with_exit_q)
     law = enumerated_law(model, POLICIES["copy:4"](), 3, top_k=2, prompt=REPEATING)
     assert distance(law, exact_law(llama, 3, top_k=2, prompt=REPEATING)) > 1e-2
 
@@ -276,46 +275,27 @@ CAPTURED = ("ar", "ls:1-3", "stop before a draw", "stop after a draw", "changing
 @pytest.mark.parametrize("name", CAPTURED)
 @pytest.mark.usefixtures("small_captures")
 def test_captured_rounds_have_the_same_law(name: str, llama: LlamaForCausalLM, model: LayerSkipModel) -> None:
-    """Here a token that is dropped was drawn before the decision: every course of that draw is taken, too."""
     law = enumerated_law(model, POLICIES[name](), 3, top_k=2, runner="captured")
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
     assert distance(law, exact_law(llama, 3, top_k=2)) < 1e-5
 
 
-def test_that_enumeration_sees_a_captured_token_dropped_for_what_it_is(
-    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runner has drawn the token when it asks whether to draw it; a rule that could see it would bend the law."""
-    drawn: list[Tensor] = []
-    original = CudaGraphRunner.start_reading
-
-    def watched(self: CudaGraphRunner, index: int) -> None:
-        drawn[:] = [self._round.looks[index, 2].clone()]
-        original(self, index)
-
-    class SeesTheToken(NeverStop):
-        def stop_before_draw(self, row: DraftRow) -> bool:
-            return int(drawn[0]) in (0, 2, 5)
-
-    monkeypatch.setattr(CudaGraphRunner, "start_reading", watched)
-    law = enumerated_law(model, Policy(ScriptedExit([(2, 2)]), SeesTheToken()), 3, top_k=2, runner="captured")
-    assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
-
-
+@pytest.mark.parametrize("runner", ["eager", "captured"])
+@pytest.mark.usefixtures("small_captures")
 def test_that_enumeration_sees_a_token_dropped_for_its_own_probability(
-    llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+    runner: RunnerName, llama: LlamaForCausalLM, model: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault that the policy interface rules out, planted: a draft that was drawn and then thrown away."""
-    original = EagerRunner.draft
 
-    def dropping(self: EagerRunner, seq_rounds: abc.Sequence[SequenceRound]) -> None:
-        original(self, seq_rounds)
-        (draft,) = self._drafts
+    def dropping(runner: Runner, seq_rounds: abc.Sequence[SequenceRound]) -> list[Draft]:
+        (draft,) = make_drafts(runner, seq_rounds)
         if len(draft.tokens) > 1 and float(draft.q[len(draft.tokens) - 1][draft.tokens[-1]]) < 0.5:
-            del draft.tokens[-1]
+            del draft.rows.tokens[-1]
+            draft.rows.end -= 1
+        return [draft]
 
-    monkeypatch.setattr(EagerRunner, "draft", dropping)
-    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2)
+    monkeypatch.setattr(selfspec.engine.round, "make_drafts", dropping)
+    law = enumerated_law(model, POLICIES["ls:2-2"](), 3, top_k=2, runner=runner)
     assert distance(law, exact_law(llama, 3, top_k=2)) > 1e-2
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from companies import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from batched_runs import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
 from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
 from policies import parse_policy

@@ -1,4 +1,4 @@
-"""An error of one text is that text's alone: the others of its company go on as if nothing had happened."""
+"""An error of one text is that text's alone: the others of its batch go on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from companies import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
+from batched_runs import LAYOUTS, CacheCount, Wish, assert_same, generator_of, run_alone, run_together, shared_model
 from layerskip_models import from_transformers
 from layerskip_models.linear import Layout
 from policies import DraftRow, NeverStop, ObservationSpec, Plan, Policy, RoundContext, RoundRecord, ShadowTokens
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from test_judge import From
+from test_verification import From
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7]

@@ -1,4 +1,4 @@
-"""What texts of one engine learn together, what each learns for itself, and what a policy is told of its company."""
+"""What texts of one engine learn together, what each learns for itself, and what a policy is told of its batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from companies import generator_of, shared_model
+from batched_runs import generator_of, shared_model
 from policies import Plan, Policy, RoundContext, RoundRecord, ShadowTokens, parse_policy
 from policies.auto.constants import TUNING
 from preverifiers import random_preverification
@@ -112,7 +112,7 @@ def test_auto_learns_together_with_what_stops_it(name: str) -> None:
     "name", ["ls:2-3", "fs:2-3", "del", "del:cost=measured", "auto:cost=layers", "auto:cost=layers+pacer:b=2", "auto"]
 )
 def test_other_policies_are_copied(name: str) -> None:
-    """Whose costs are no timings decide alike in any company: texts that learned together would not. The first text has the
+    """Whose costs are no timings decide alike in any batch: texts that learned together would not. The first text has the
     policy itself, the others copies."""
     model = shared_model("plain")
     policy = parse_policy(
@@ -131,7 +131,7 @@ def test_other_policies_are_copied(name: str) -> None:
     assert is_free(policy)
 
 
-def test_a_policy_is_told_of_its_company() -> None:
+def test_a_policy_is_told_of_its_batch_size() -> None:
     seen: list[int] = []
 
     class Told(ScriptedExit):
@@ -189,7 +189,7 @@ def test_those_that_join_together_are_told_how_many_they_will_be() -> None:
     assert told[-2:] == [2, 2]  # the last two join when all before them are complete
 
 
-def test_texts_in_company_that_know_that_drafts_do_not_pay_learn_less() -> None:
+def test_texts_in_a_batch_that_know_that_drafts_do_not_pay_learn_less() -> None:
     """And nothing from their prompts. A text alone learns as ever."""
     cost = replace(made_up_cost(4), fixed=False)
     policy = parse_policy("auto:learn_every=1,copy=off", num_layers=4, measure=lambda: cost)

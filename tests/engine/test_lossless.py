@@ -14,7 +14,7 @@ from layerskip_models import from_transformers
 from policies import Policy
 from scripted_policies import EVERY_POLICY, ScriptedExit, named_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from strategies import GreedyCase, greedy_cases
 from tiny_llama import full_logits, pool_model, reference_greedy, tiny_llama, tiny_tokenizer
 

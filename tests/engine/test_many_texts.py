@@ -1,4 +1,4 @@
-"""A text in company is the text alone: the same tokens by the same rounds, on our own kernels bit for bit."""
+"""A text in a batch is the text alone: the same tokens by the same rounds, on our own kernels bit for bit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 
 import selfspec.engine.engine
 import selfspec.engine.round
-from companies import (
-    BY_COMPANY,
+from batched_runs import (
+    BATCH_SENSITIVE,
     LAYOUTS,
     NUM_LAYERS,
     POLICIES,
@@ -45,10 +45,10 @@ EXAMPLES = 30
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_in_a_batch_is_the_text_alone(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any policies, exit layers, settings and stops beside each other; texts join and leave when they like.
 
-    Prompts are read a few rows at a time while others decode. On our kernels a third of the companies have weights of 4 bits.
+    Prompts are read a few rows at a time while others decode. On our kernels a third of the batches have weights of 4 bits.
     On operators, numbers may differ in their last digits, which no text here shows.
     """
     monkeypatch.setattr(selfspec.engine.engine, "PIECE_ROWS", 7)
@@ -75,12 +75,12 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
                 assert course.tokens == expected.tokens[: len(course.tokens)]
                 count["cancelled"] += 1
                 continue
-            rounds = text.policy not in BY_COMPANY
+            rounds = text.policy not in BATCH_SENSITIVE
             assert_same(course, expected, rounds=rounds, exact=layout == "native" and rounds)
             assert course.result.trace is not None
             count.update(["texts", text.policy, course.result.stop_reason, own])
             count["sampled"] += bool(text.options.get("do_sample"))
-            count["in company"] += any(record.batch_size > 1 for record in course.result.trace)
+            count["in a batch"] += any(record.batch_size > 1 for record in course.result.trace)
             count["with drafts accepted and rejected"] += (
                 0 < course.result.stats.num_accepted < course.result.stats.num_drafted
             )
@@ -90,7 +90,7 @@ def test_a_text_in_company_is_the_text_alone(layout: Layout, monkeypatch: pytest
     # Were these rare, the equality above would say little.
     assert min(count[name] for name in POLICIES) >= 2
     assert count["cancelled"] >= EXAMPLES // 6
-    assert count["in company"] >= count["texts"] // 2
+    assert count["in a batch"] >= count["texts"] // 2
     assert count["with drafts accepted and rejected"] >= count["texts"] // 3
     assert min(count["sampled"], count["eos"], count["stop_string"]) >= EXAMPLES // 4
     if layout == "native":
@@ -115,7 +115,7 @@ def count_steps(count: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in BY_COMPANY])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in BATCH_SENSITIVE])
 def test_one_policy_for_all_is_a_policy_for_each(name: str, layout: Layout) -> None:
     """One `Policy` that several texts are given: each decides by what it has seen itself, greedy or sampled."""
     model = shared_model(layout)
@@ -133,7 +133,7 @@ def test_one_policy_for_all_is_a_policy_for_each(name: str, layout: Layout) -> N
         assert_same(course, run_alone(model, text), exact=layout == "native")
 
 
-def test_greedy_texts_in_company_are_transformers_own(llama64: LlamaForCausalLM) -> None:
+def test_greedy_texts_in_a_batch_are_transformers_own(llama64: LlamaForCausalLM) -> None:
     generator = SelfSpecGenerator(from_transformers(llama64, layout="plain"), tiny_tokenizer())
     prompts = [[5, 1, 7], [2], [9, 9, 3, 0, 23, 4, 4, 1], list(range(20))]
     options: list[dict[str, Any]] = [{}, {"eos_token_id": [4]}, {"repetition_penalty": 1.3}, {"stop_strings": ["a"]}]
@@ -229,8 +229,8 @@ def test_a_text_takes_as_much_memory_as_alone(layout: Layout) -> None:
 
 @pytest.mark.usefixtures("small_captures")
 @pytest.mark.parametrize("leaves", [None, 5])
-def test_a_captured_text_that_gets_company_goes_on_eagerly(leaves: int | None, llama64: LlamaForCausalLM) -> None:
-    """And so does one that was in company and is then alone; the next one that is alone is captured again."""
+def test_a_captured_text_that_joins_a_batch_goes_on_eagerly(leaves: int | None, llama64: LlamaForCausalLM) -> None:
+    """And so does one that was in a batch and is then alone; the next one that is alone is captured again."""
     model = from_transformers(llama64, layout="plain")
     generator = SelfSpecGenerator(model, tiny_tokenizer(), runner="captured")
     options = {"max_new_tokens": 24}

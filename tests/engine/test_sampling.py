@@ -28,11 +28,12 @@ from transformers.generation.logits_process import (
 )
 
 from layerskip_models import from_transformers
+from layerskip_models.choices import choices_of
 from policies import ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
-from selfspec.engine.sampling import PREFIX_FREE, Sampler, confidences, entropies
+from selfspec.engine.runners.choice import RunnerName
+from selfspec.engine.sampling import PREFIX_FREE, Sampler
 from tiny_llama import request_for, tiny_llama
 
 WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
@@ -146,11 +147,11 @@ def test_uniform_numbers_are_below_one() -> None:
 def test_confidence_and_entropy() -> None:
     # softmax of (ln 2, 0, 0) is (1/2, 1/4, 1/4): top-1 probability 1/2, entropy 1.5 ln 2
     logits = torch.tensor([[2.0, 1.0, 1.0]]).log()
-    assert float(confidences(logits)) == pytest.approx(0.5)
-    assert float(entropies(logits)) == pytest.approx(1.5 * 0.6931472)
+    assert float(choices_of(logits, "all").confidences) == pytest.approx(0.5)
+    assert float(choices_of(logits, "all").entropies) == pytest.approx(1.5 * 0.6931472)
     one_hot = torch.tensor([[0.0, float("-inf"), float("-inf")]])
-    assert float(confidences(one_hot)) == 1.0
-    assert float(entropies(one_hot)) == 0.0
+    assert float(choices_of(one_hot, "all").confidences) == 1.0
+    assert float(choices_of(one_hot, "all").entropies) == 0.0
 
 
 def test_confidence_ignores_the_processors() -> None:

@@ -98,9 +98,9 @@ def test_leaving_early_ends_the_generation(way: str, engine: SelfSpecGenerator) 
     gc.collect()
     assert read == full.new_tokens[: len(read)]
     assert counting.seen == len(read) < 50
-    (idle,) = engine._models.current.runners._idle
+    (idle,) = engine._models.current.pool._idle
     assert engine.generate(PROMPT, max_new_tokens=50).new_tokens == full.new_tokens
-    assert [*engine._models.current.runners._idle] == [idle]
+    assert [*engine._models.current.pool._idle] == [idle]
 
 
 def test_what_is_between_pieces_runs_in_the_callers_mode(engine: SelfSpecGenerator) -> None:

@@ -12,7 +12,7 @@ import torch
 from layerskip_models import from_transformers
 from scripted_policies import EVERY_POLICY
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from test_generator import Recorder
 from tiny_llama import tiny_llama, tiny_tokenizer
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+import selfspec.engine.runners.cuda_graph.buffers
 import selfspec.engine.runners.cuda_graph.runner
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.engine.sampling import NonFiniteLogitsError
@@ -160,7 +161,7 @@ def _prepare() -> None:
     """Of a process: one thread, since the matrices are tiny, and captures at which tiny models have several."""
     torch.set_num_threads(1)
     quiet()
-    selfspec.engine.runners.cuda_graph.runner.BLOCK = 2
+    selfspec.engine.runners.cuda_graph.buffers.BLOCK = 2
     selfspec.engine.runners.cuda_graph.runner.SMALLEST_SPAN = 8
     selfspec.engine.runners.cuda_graph.runner.SMALLEST_CACHE = 64
 

@@ -17,7 +17,7 @@ from layerskip_models import from_transformers
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.linear import Layout, possible_layouts
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from tests.fuzz.random_adapters import adapted
 
 CONTEXT = 64

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from companies import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
+from batched_runs import LAYOUTS, Course, Wish, assert_same, generator_of, run_alone, shared_model
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
@@ -153,10 +153,10 @@ def test_a_caller_s_own_generator_is_not_set_back() -> None:
     with generator.engine() as engine:
         engine.add([5, 1], max_new_tokens=9, policy="ls:2-3", do_sample=True, generator=source)
         engine.step()
-        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].checked.bound), 1)  # a round that goes no further
+        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].call.bound), 1)  # a round that goes no further
         torch.rand(3, generator=source)
         state = source.get_state()
-        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].checked.bound), 1)
+        engine._slots[1].sequence.plan(engine._eager(engine._slots[1].call.bound), 1)
         assert torch.equal(source.get_state(), state)
 
 

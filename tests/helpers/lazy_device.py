@@ -1,9 +1,9 @@
 """A device whose work is done as late as its order allows, on a CPU: what no event and no wait demands has not happened yet.
 
 On CUDA a missing dependency gives wrong numbers sometimes. Here it gives wrong numbers always: within `LazyDevice` every
-operation is only noted, on the queue of its stream. What it will write holds NaN (0 in integers) until then. The host and
-the other stream see memory as it is at that moment; a queue runs only as far as a wait for one of its events demands,
-or, with a seed, by a few operations more now and then, so that other orders come up too.
+operation is only noted, on a queue. What it will write holds NaN (0 in integers) until then. The host sees memory as it is at
+that moment; the queue runs only as far as a wait for an event demands, or, with a seed, by a few operations more now and
+then, so that other orders come up too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _READS = (Tensor.tolist, Tensor.numpy)
 
 
 class _Point:
-    """A place in a queue, behind all that was launched before it."""
+    """A place in the queue, after all that was launched before it."""
 
-    def __init__(self, queue: str) -> None:
-        self.queue, self.passed = queue, False
+    def __init__(self) -> None:
+        self.passed = False
 
 
 class LazyEvent:
@@ -49,18 +49,18 @@ class LazyEvent:
 class LazyDevice(TorchDispatchMode):
     """The device, within its context; as an object, the streams of `selfspec.engine.runners.cuda_graph.streams.Streams`.
 
-    seed: of when queues run further than they must; None for never.
+    seed: of when the queue runs further than it must; None for never. num_drains: how often the host waited for all that was
+    launched.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
-        self._queues: dict[str, deque[Callable[[], None] | _Point]] = {"main": deque(), "side": deque()}
-        self._current = "main"
+        self._queue: deque[Callable[[], None] | _Point] = deque()
         self._off = False  # while queued work runs, and while something is captured
         self._host: dict[int, Tensor] = {}  # the host's own memory, by storage; kept, so that no address comes up twice
         self._random = None if seed is None else Random(seed)
         self._function_mode = _HostReads(self)
-        self.num_operations = 0
+        self.num_operations = self.num_drains = 0
 
     def __enter__(self) -> LazyDevice:
         self._function_mode.__enter__()
@@ -86,18 +86,6 @@ class LazyDevice(TorchDispatchMode):
         """One caller, one main stream: nothing to order."""
 
     @contextmanager
-    def beside(self, event: LazyEvent) -> Iterator[None]:
-        self._current = "side"
-        self.wait_for(event)
-        try:
-            yield
-        finally:
-            behind = LazyEvent(self)
-            behind.record()
-            self._current = "main"
-            self.wait_for(behind)
-
-    @contextmanager
     def capturing(self) -> Iterator[None]:
         """As `torch.cuda.graph` does, wait for the device; then what is captured runs at once, for its warming up."""
         self.drain()
@@ -105,33 +93,27 @@ class LazyDevice(TorchDispatchMode):
             yield
 
     def mark(self) -> _Point:
-        """A point behind all that is on the current queue."""
-        point = _Point(self._current)
-        self._queues[self._current].append(point)
+        """A point after all that is on the queue."""
+        point = _Point()
+        self._queue.append(point)
         return point
 
-    def wait_for(self, event: LazyEvent) -> None:
-        """What is launched on the current queue from now on comes behind the event as it was last recorded."""
-        point = event.point
-        if point is not None:
-            self._queues[self._current].append(lambda: self.reach(point))
-
-    # The queues
+    # The queue
 
     def reach(self, point: _Point) -> None:
-        """Run a point's queue up to it."""
+        """Run the queue up to a point."""
         while not point.passed:
-            self._step(point.queue)
+            self._step()
 
-    def drain(self, name: str | None = None) -> None:
-        """Run a queue, or all, to the end."""
-        for queue in [name] if name else list(self._queues):
-            while self._queues[queue]:
-                self._step(queue)
+    def drain(self) -> None:
+        """Run the queue to the end."""
+        while self._queue:
+            self._step()
 
     def drain_current(self) -> None:
-        """As a copy to ordinary host memory does: wait for the current stream."""
-        self.drain(self._current)
+        """As a copy to ordinary host memory does: wait for the stream."""
+        self.num_drains += 1
+        self.drain()
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._host
@@ -139,8 +121,8 @@ class LazyDevice(TorchDispatchMode):
     def _is_host(self, tensor: Tensor) -> None:
         self._host[tensor.untyped_storage()._cdata] = tensor
 
-    def _step(self, name: str) -> None:
-        work = self._queues[name].popleft()
+    def _step(self) -> None:
+        work = self._queue.popleft()
         if isinstance(work, _Point):
             work.passed = True
         else:
@@ -157,12 +139,10 @@ class LazyDevice(TorchDispatchMode):
 
     def _launch(self, work: Callable[[], None]) -> None:
         self.num_operations += 1
-        self._queues[self._current].append(work)
+        self._queue.append(work)
         if self._random is not None and self._random.random() < 0.3:
-            name = self._random.choice(list(self._queues))
-            for _ in range(self._random.randrange(40)):
-                if self._queues[name]:
-                    self._step(name)
+            for _ in range(min(self._random.randrange(40), len(self._queue))):
+                self._step()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from batched_runs import needs_native, shared_model
 from bench.machine.bandwidth import WeightBytes
-from companies import needs_native, shared_model
 from layerskip_models import DEMO_PATH, LayerSkipModel, from_transformers, load_model
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
@@ -79,7 +79,7 @@ def test_every_road_to_it(runner: str) -> None:
         plain = generator.generate(PROMPT, max_new_tokens=20, policy="ar")
         assert found.new_tokens == plain.new_tokens
         assert 2 * found.stats.peak_cache_bytes == full.generate(PROMPT, max_new_tokens=20).stats.peak_cache_bytes
-        assert 2 * generator._models.current.runners._row_bytes == full._models.current.runners._row_bytes
+        assert 2 * generator._models.current.pool._row_bytes == full._models.current.pool._row_bytes
     assert WeightBytes.of(rounded).kv * 2 == WeightBytes.of(full.model).kv
 
 
@@ -90,7 +90,7 @@ def test_captured_passes_write_what_eager_ones_do() -> None:
     hidden = model.embed(torch.tensor(PROMPT))
     positions = torch.arange(len(PROMPT))
     with torch.inference_mode():
-        found = captured._round._forward.run(hidden, 0, model.num_layers, positions, len(PROMPT))
+        found = captured._pass._forward.run(hidden, 0, model.num_layers, positions, len(PROMPT))
         other = KVCache(model, 40)
         expected = model.run_layers(hidden, 0, model.num_layers, other)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

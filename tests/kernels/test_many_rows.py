@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from companies import SCRIPTED, Wish, model_of, run_together
+import selfspec.engine.round
+from batched_runs import SCRIPTED, Wish, model_of, run_together
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.library import Step
 from layerskip_models.kernels.native_forward import STEP_ROWS
@@ -24,7 +25,7 @@ from layerskip_models.kernels.native_linear import MOST_ROWS, NativeLinear
 from layerskip_models.kernels.threads import on_threads
 from layerskip_models.kv_cache import KVCache
 from selfspec import SelfSpecGenerator
-from selfspec.engine.runners.eager import EagerRunner
+from selfspec.engine.draft import Draft
 from test_cuda_paths import as_on_cuda
 from test_native import RUNNABLE, drawn, every_variant, native_model, needs_native
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -271,17 +272,31 @@ def test_each_layer_s_weights_are_read_once_in_a_pass(seed: int, monkeypatch: py
     ]
     passes: list[list[tuple[int, int]]] = []
 
+    seen: list[int] = [0]  # calls that belong to an earlier draft step of the round
+
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            with native_calls(arguments[0]._model) as calls:
+            with native_calls(arguments[0].model) as calls:
+                seen[:] = [0]
+                current[:] = [calls]
                 found = original(*arguments)
-            passes.append([(first, last) for texts, _, first, last, _ in calls])
+                end_of_pass()
             return found
 
         return run
 
-    monkeypatch.setattr(EagerRunner, "_look", counted(EagerRunner._look))  # a draft step
-    monkeypatch.setattr(EagerRunner, "verify", counted(EagerRunner.verify))
+    current: list[list[Any]] = []
+
+    def end_of_pass() -> None:
+        (calls,) = current
+        if len(calls) > seen[0]:
+            passes.append([(first, last) for _, _, first, last, _ in calls[seen[0] :]])
+        seen[:] = [len(calls)]
+
+    goes_on = Draft.goes_on
+    monkeypatch.setattr(Draft, "goes_on", lambda self: (end_of_pass(), goes_on(self))[1])  # a draft step is over
+    for name in ("make_drafts", "verify"):
+        monkeypatch.setattr(selfspec.engine.round, name, counted(getattr(selfspec.engine.round, name)))
     run_together(SelfSpecGenerator(model_of("native"), tiny_tokenizer()), texts)
     for layers in passes:
         assert all(before[1] == behind[0] for before, behind in itertools.pairwise(layers)), layers

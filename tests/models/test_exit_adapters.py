@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from companies import LAYOUTS, shared_model
+from batched_runs import LAYOUTS, shared_model
 from layerskip_models import LayerSkipModel, from_transformers, load_model
 from layerskip_models.exits.adapter import AdapterConfig, ExitAdapters
 from layerskip_models.exits.folder import FOLDER, load_adapters, save_adapters

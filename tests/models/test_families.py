@@ -24,7 +24,7 @@ from layerskip_models.linear import Layout, possible_layouts
 from layerskip_models.prefill import prefill
 from scripted_policies import named_policy
 from selfspec import SelfSpecGenerator, custom_generate
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, lean
 from tests.fuzz.fuzz_models import draw_config, random_model
 from tiny_llama import VOCAB_SIZE, full_logits, reference_greedy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from selfspec.analysis.exactness import Check, every_policy, num_steps, verify_e
 from selfspec.cli.main import app
 from selfspec.engine.accept import accept_sampled
 from selfspec.engine.runners.eager import EagerRunner
-from selfspec.engine.runners.runner import SequenceRound
+from selfspec.engine.runners.runner import Head, SequenceRows
 from tiny_llama import ROPES, tiny_llama, tiny_tokenizer
 
 PROMPTS = [torch.tensor([5, 3, 7, 1]), torch.tensor([2, 9])]
@@ -105,21 +104,15 @@ def row_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejected drafts stay in the text that the next round's rows attend to: verification sees one draft too many."""
-    verify = EagerRunner.verify
+    run = EagerRunner.run
 
-    def off(self: EagerRunner, seq_rounds: Sequence[SequenceRound]) -> None:
-        verify(self, seq_rounds)
-        self._scores = [
-            replace(
-                scores,
-                tokens=[*scores.tokens[-1:], *scores.tokens[:-1]],
-                values=[*scores.values[-1:], *scores.values[:-1]],
-                logits=None if scores.logits is None else scores.logits.roll(1, dims=0),
-            )
-            for scores in self._scores
-        ]
+    def off(self: EagerRunner, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
+        run(self, groups, start, stop, head)
+        for rows in groups if head == "full" else ():
+            rows.outputs = [*rows.outputs[-1:], *rows.outputs[:-1]]
+            rows.logits = None if rows.logits is None else rows.logits.roll(1, dims=0)
 
-    monkeypatch.setattr(EagerRunner, "verify", off)
+    monkeypatch.setattr(EagerRunner, "run", off)
 
 
 def accepts_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

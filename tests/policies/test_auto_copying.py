@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from companies import shared_model
+from batched_runs import shared_model
 from decoding import decode
 from layerskip_models.kv_cache import KVCache
 from policies import LayerCost, MeasuredCost, Policy, RoundContext, RoundRecord, parse_policy

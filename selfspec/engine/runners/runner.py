@@ -1,68 +1,43 @@
-"""How a round's rows are run: one protocol with two implementations, eager and captured as CUDA graphs."""
+"""What a runner is: it runs rows of sequences through layers, and the head if asked. It neither drafts nor verifies."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from layerskip_models import LayerSkipModel
+from layerskip_models.choices import Detail, HeadOutput
 from layerskip_models.kv_cache import KVCache
 from policies import ObservationSpec, Policy
 from selfspec.engine.hidden_states import HiddenStates
-from selfspec.engine.results import RoundResult
 from selfspec.engine.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AS_IT_IS = nullcontext()
-
-
-class CaptureError(RuntimeError):
-    """Work could not be captured or replayed, or a replay gave other numbers than the work itself. The message says why.
-
-    Eager passes can go on where captured ones were.
-    """
-
-
-RunnerName = Literal["eager", "captured"]
-RunnerChoice = Literal["auto", "eager", "captured"]
-
-
-def resolve_runner(runner: str, device: torch.device) -> RunnerName:
-    """The runner by name: "auto" is captured on CUDA and eager elsewhere. ValueError with the choices for another name."""
-    if runner not in get_args(RunnerChoice):
-        raise ValueError(f"runner must be one of {', '.join(get_args(RunnerChoice))}, got {runner!r}")
-    if runner == "auto":
-        return "captured" if device.type == "cuda" else "eager"
-    return "captured" if runner == "captured" else "eager"
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it a CUDA device is the current one, whose streams and events are meant where none is named."""
-    return torch.cuda.device(device) if device.type == "cuda" else _AS_IT_IS
+Head = Literal["draft", "full"]
+"""The draft head (behind an exit, whose adapter the rows pass first), or the full model's head."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: made in every round, and that costs four times as much
 class SequenceRound:
-    """One text's part in a round.
+    """One sequence's part in a round.
 
-    cache: of the text; it holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, the last of
-    them is `pending`, not yet run; drafts are written after them. remaining: tokens that may still be committed.
-    exit_layer, max_speculations: of the plan; None and 0 if nothing is drafted. copied: tokens that were copied from the
-        text, to be looked at after exit_layer layers, or to be verified; match_length: how many before them are alike.
-    eos: ends a draft. states: sees hidden states on the policy's behalf, None if it does not look at any in this round.
-    learns: whether the round is learned from; learns_next: whether the one after it will be.
+    cache: holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, and the last of them is
+        `pending`, which no layer has seen yet. Drafts are written after them.
+    exit_layer, max_speculations: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier text, to
+        be checked at the exit or by verification; match_length: how many tokens before them match.
+    eos: ends a draft. states: keeps hidden states for the policy; None if it looks at none in this round.
+    learns: whether the policy learns from the round.
     """
 
     cache: KVCache
     tokens: Tensor
     length: int
     pending: int
-    remaining: int
     exit_layer: int | None
     max_speculations: int
     sampler: Sampler
@@ -71,49 +46,85 @@ class SequenceRound:
     eos: frozenset[int]
     states: HiddenStates | None
     learns: bool
-    learns_next: bool
     copied: Sequence[int] = ()
     match_length: int = 0
 
     @property
-    def greedy(self) -> bool:
-        """Whether tokens are the model's own choices, with no logits processor: then nobody needs logits."""
-        return not self.sampler.do_sample and not self.sampler.processors
-
-    @property
     def most_rows(self) -> int:
-        """Rows that the round may come to: of the pending token and of every draft."""
+        """Rows that the round may come to: the pending token and every draft."""
         return 1 + len(self.copied) + self.max_speculations
 
 
-class Runner(Protocol):
-    """Steps 2 to 4 of a round, called in this order, for the turns of all texts at hand.
+class RowBuffers:
+    """Memory for the rows of one sequence, which later rounds use again, so that the loop allocates no large tensor.
 
-    copies: whether drafts may be copied from the text.
+    hidden: [rows, hidden].
     """
+
+    def __init__(self, model: LayerSkipModel, hidden: Tensor) -> None:
+        self._model, self.hidden = model, hidden
+        self._q = torch.empty(0, dtype=torch.float32, device=model.device)
+
+    def q(self, rows: int) -> Tensor:
+        """The distributions that drafts are drawn from, float32 [rows or more, vocab]."""
+        if self._q.shape[0] < rows:
+            size = rows, self._model.vocab_size
+            self._q = torch.empty(*size, dtype=torch.float32, device=self._model.device)
+        return self._q
+
+
+class SequenceRows:
+    """The rows of one sequence in a round, of which a runner runs [first, end). Row 0 is the pending token, row i draft i.
+
+    tokens: of all rows so far. hidden: [rows, hidden], each row's output of the layers that it has passed.
+    exit_layer: 0 without an exit. detail: what to compute of a row at the exit.
+    outputs: what the head said of rows [first, end). logits: float32 [end - first, vocab], instead of outputs, where tokens
+        are sampled or processed; the next run may overwrite them.
+    num_discarded: rows that a runner ran ahead of a decision that then dropped their token.
+    """
+
+    __slots__ = (
+        "detail", "end", "exit_layer", "first", "greedy", "hidden", "logits", "num_discarded", "outputs", "seq_round",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, seq_round: SequenceRound, hidden: Tensor, detail: Detail) -> None:
+        self.seq_round, self.hidden, self.detail = seq_round, hidden, detail
+        self.exit_layer = seq_round.exit_layer or 0
+        self.tokens: list[int] = [seq_round.pending, *seq_round.copied]
+        self.first, self.end = 0, len(self.tokens)
+        # Tokens are the model's own choices, with no logits processor: then nobody needs logits.
+        self.greedy = not seq_round.sampler.do_sample and not seq_round.sampler.processors
+        self.outputs: Sequence[HeadOutput] = ()
+        self.logits: Tensor | None = None
+        self.num_discarded = 0
+
+
+class Runner(Protocol):
+    """Runs rows of sequences. copies: whether a pass from the first layer on takes several rows of a sequence."""
 
     copies: bool
 
-    def draft(self, seq_rounds: Sequence[SequenceRound]) -> None:
-        """Draft as far as each plan and each policy say. A turn without an exit layer drafts nothing."""
+    @property
+    def model(self) -> LayerSkipModel: ...
+
+    def buffers(self, index: int, rows: int) -> RowBuffers:
+        """Memory for the sequence of this index in the round, which may come to `rows` rows."""
         ...
 
-    def verify(self, seq_rounds: Sequence[SequenceRound]) -> None:
-        """Run every row through the layers that it lacks, and the head."""
-        ...
+    def run(self, groups: Sequence[SequenceRows], start: int, stop: int, head: Head | None) -> None:
+        """Run rows through layers [start, stop), and then the head on them.
 
-    def accept(self, seq_rounds: Sequence[SequenceRound]) -> list[RoundResult]:
-        """Return which drafts are accepted and the token that follows, sequence by sequence."""
-        ...
-
-    def learning(self) -> AbstractContextManager[None]:
-        """Within it the last round is learned from."""
+        Rows follow those that each cache holds for these layers. From layer 0 on, they begin as their tokens; else with
+        `hidden`, which then holds the output, unless stop is the last layer. Sets `outputs` or `logits` if there is a head.
+        start may equal stop.
+        """
         ...
 
     def states(self, states: HiddenStates, rows: int) -> HiddenStates:
-        """Return what keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
+        """What keeps hidden states in a round of `rows` rows: `states` itself, or the runner's own buffers."""
         ...
 
-    def clear(self) -> None:
-        """A text broke off on NaN: make sure that no later text sees them."""
+    def clear(self, start: int) -> None:
+        """The sequence's cache may hold NaN from this position on: make sure that no later row sees them."""
         ...

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from layerskip_models.kernels.native_linear import operators_only
 from layerskip_models.parallel.ranks import RankError
+from selfspec.engine.runners.choice import CaptureError
 from selfspec.engine.runners.cuda_graph.graph import CudaGraph, GraphSpace
 from selfspec.engine.runners.cuda_graph.streams import Streams
-from selfspec.engine.runners.runner import CaptureError
 
 Body = Callable[[], object]
 """What is captured: reads and writes tensors that outlive it; what it returns is not looked at."""
@@ -36,7 +36,7 @@ _FROM_HOST = (
 """Operations that bring a number from ordinary host memory, for which CUDA synchronises."""
 
 MAX_CAPTURES = 1024
-"""How many captures are held of those that nobody asked for ahead."""
+"""Captures made on demand that are held at most."""
 
 
 class Captured(Protocol):
@@ -93,7 +93,7 @@ class RecordedOperations(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Identifies the memory behind a tensor; a packed weight has none to look at, and is nobody's view."""
+    """Identifies a tensor's memory. A packed weight has none to look at, and is never a view: -1."""
     if tensor.layout is not torch.strided:
         return -1
     return tensor.untyped_storage()._cdata

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from selfspec.engine.runners.runner import CaptureError
+from selfspec.engine.runners.choice import CaptureError
 
 CHECKED = 2
 """Rounds of each kind, speculative and plain, that are compared per model and process. The first is captured while it runs,
-the second begins with a pass that was launched before its turn."""
+the second replays it."""
 
 _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-2}
 _HALF_PRECISION_BOUND = 0.2

@@ -3,8 +3,8 @@
 What a CUDA graph captures is replayed as it is, so a position, a length or a row number must not be baked into it. Here
 positions are a tensor: rotary rows are gathered by it, and keys and values are written by it. Attention takes the length
 from the device where it can (`paged_attention`). Elsewhere it reads the first `span` positions, which is fixed per capture,
-and a mask made from the positions hides what lies behind; callers choose the span from a few sizes. The layers themselves
-are `LayerSkipModel.walk`, as everywhere.
+and a mask made from the positions hides what lies after a row; callers choose the span from a few sizes. The layers are run
+by `LayerSkipModel.walk`, as everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from selfspec.engine.runners.cuda_graph.paged_attention import PAGE, PagedAttent
 
 
 class StaticAttention:
-    """Attention behind masks, for rows at positions that only the device knows (`layerskip_models.attention.Attention`).
+    """Attention with masks, for rows at positions that only the device knows (`layerskip_models.attention.Attention`).
 
     positions: int64 [rows], all below `span`. windows: the sliding window of every layer.
     masks: for each of them, [rows * group, span].

@@ -30,10 +30,10 @@ EXPECTED_SCHEMA = (
     "Tensor? block_table=None, int? num_splits=None) -> (Tensor output, Tensor softmax_logsumexp, Tensor rng_state, "
     "Tensor unused, Tensor debug_attn_mask)"
 )
-"""Of the operator that is called here. PyTorch may change it with any release; then masks are used."""
+"""The schema of the operator that is called here. PyTorch may change it with any release; then masks are used."""
 _DTYPES = {"cuda": (torch.float16, torch.bfloat16)}
 _LARGEST_HEAD = 256
-_TRIAL_PAGES = 4  # so many that the operator divides the keys among blocks of its own
+_TRIAL_PAGES = 4  # enough that the operator divides the keys among blocks of its own
 _TRIAL_LENGTHS = ((1, 3), (1, 600), (4, 600))  # rows, and the length of the text with them
 _BOUND = 0.05  # of a row's norm: what rounding to bfloat16 explains, several times
 
@@ -104,7 +104,7 @@ def _in_pages(memory: Tensor) -> Tensor:
 
 
 class PagedAttention:
-    """Attention for rows behind one another from a position on that only the device knows (`Attention`).
+    """Attention for consecutive rows, from a position on that only the device knows (`Attention`).
 
     positions: int64 [rows], each one more than the one before. windows: the sliding window of every layer.
     """
@@ -143,12 +143,12 @@ def attends_by_pages(model: LayerSkipModel) -> bool:
 
 
 def whole_pages(length: int) -> int:
-    """Positions of the pages that hold so many."""
+    """This many positions, rounded up to whole pages."""
     return -(-length // PAGE) * PAGE
 
 
 def _takes(model: LayerSkipModel) -> bool:
-    """Whether the operator is meant for such a model; the same in every process that holds it."""
+    """Whether the operator takes a model of this dtype and head size. All processes that hold the model agree."""
     takes_dtype = model.dtype in _DTYPES.get(model.device.type, ()) and model.kv_dtype == model.dtype
     return takes_dtype and model.head_dim % 8 == 0 and model.head_dim <= _LARGEST_HEAD
 

@@ -13,10 +13,10 @@ from collections import deque
 import torch
 
 CAPTURE_PRIORITY = -1
-"""Of streams that graphs are captured on. Other streams are made with priority 0, from another pool of PyTorch's, so that
-no work of theirs ever comes onto one of these."""
+"""Priority of the streams that graphs are captured on. Other streams are made with priority 0, from another pool of
+PyTorch's, so that no work of theirs ever comes onto one of these."""
 MOST_STREAMS = 32
-"""How many streams of one priority PyTorch has for a device."""
+"""Streams of one priority that PyTorch has for a device."""
 
 _lock = threading.Lock()
 

@@ -1,21 +1,18 @@
 """Streams, events and pinned memory: everything by which captured rounds order the work of one device.
 
-Work that is launched on a CUDA stream runs in its order there, some time later. Nothing but an event or a wait orders it
-with another stream or with the host. Without CUDA each operation is over when its call returns, and there is nothing to
-order. The tests have a third kind (`tests/lazy_device.py`), which puts work off as long as the order allows.
+Work that is launched on a CUDA stream runs in its order there, some time later. Only an event or a wait orders it with
+another stream or with the host. Without CUDA each operation is over when its call returns, and there is nothing to order.
+The tests have a third kind (`tests/helpers/lazy_device.py`), which puts work off as long as the order allows.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from selfspec.engine.runners.cuda_graph.stream_pool import HeldStream
 
 _capturing = threading.RLock()
 """Held while this process captures: PyTorch allows one capture at a time, whatever the thread and the device."""
@@ -25,7 +22,7 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def record(self) -> None:
-        """The point behind everything launched on the current stream so far; an earlier point is forgotten."""
+        """The point after everything launched on the current stream so far; an earlier point is forgotten."""
         ...
 
     def synchronize(self) -> None:
@@ -43,11 +40,7 @@ class Streams(Protocol):
         ...
 
     def resume(self) -> None:
-        """Work begins, perhaps on another stream than before: it comes behind all that was launched there."""
-        ...
-
-    def beside(self, event: Event) -> AbstractContextManager[None]:
-        """Within it work goes to a second stream. It waits for the event, and whatever follows the context waits for it."""
+        """Work begins, perhaps on another stream than before: it comes after all that was launched there."""
         ...
 
     def capturing(self) -> AbstractContextManager[object]:
@@ -82,9 +75,6 @@ class NoStreams:
     def resume(self) -> None:
         pass
 
-    def beside(self, event: Event) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def capturing(self) -> AbstractContextManager[object]:
         return _capturing
 
@@ -104,15 +94,10 @@ class CudaEvent:
 
 
 class CudaStreams:
-    """Streams of a CUDA device: the caller's current one, and one beside it."""
+    """The caller's current stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        try:
-            self._held: HeldStream | None = HeldStream(device)
-            self._side = self._held.stream
-        except RuntimeError:  # more runners than streams: two share one, which costs time only
-            self._held, self._side = None, torch.cuda.Stream(device)
         self._last = torch.cuda.current_stream(device)
 
     def event(self) -> Event:
@@ -127,17 +112,6 @@ class CudaStreams:
         if current != self._last:
             current.wait_stream(self._last)
             self._last = current
-
-    @contextmanager
-    def beside(self, event: Event) -> Iterator[None]:
-        assert isinstance(event, CudaEvent)
-        current = torch.cuda.current_stream(self._device)
-        self._side.wait_event(event.event)
-        try:
-            with torch.cuda.stream(self._side):
-                yield
-        finally:
-            current.wait_stream(self._side)
 
     def capturing(self) -> AbstractContextManager[object]:
         return _capturing

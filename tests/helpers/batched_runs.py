@@ -1,4 +1,4 @@
-"""Texts to be decoded alone and in company, what came of each, and when they join and leave."""
+"""Texts to be decoded alone and in a batch, what came of each, and when they join and leave."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tiny_llama import VOCAB_SIZE, WORDS, tiny_llama, tiny_tokenizer
 NUM_LAYERS = 4
 needs_native = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 LAYOUTS = ["plain", pytest.param("native", marks=needs_native)]
-BY_COMPANY = ("auto", "auto+spide", "del:cost=measured")
-"""Policies that may draft otherwise in company, since a row costs less there: greedy text is the same all the same."""
+BATCH_SENSITIVE = ("auto", "auto+spide", "del:cost=measured")
+"""Policies that may draft otherwise in a batch, since a row costs less there: greedy text is the same all the same."""
 
 SCRIPTED: dict[str, Callable[[], Policy]] = {
     "changing plans": lambda: Policy(ScriptedExit([(1, 3), (None, 0), (3, 2), (2, 7)])),
@@ -46,7 +46,7 @@ POLICIES = ("ar", *SCRIPTED, *EVERY_POLICY)
 
 
 def model_of(layout: Layout, num_layers: int = NUM_LAYERS) -> LayerSkipModel:
-    """On our kernels in float32; on PyTorch's operators in float64, where company changes only a number's last digits.
+    """On our kernels in float32; on PyTorch's operators in float64, where a batch changes only a number's last digits.
 
     Two of its exits have adapters, and one is bare. For 4 bits its matrices are as wide as these need.
     """
@@ -66,7 +66,7 @@ def generator_of(layout: Layout, kv_dtype: str = "auto") -> SelfSpecGenerator:
 
 
 def random_kv_dtype(random: Random, layout: Layout) -> str:
-    """On operators always the arithmetic's: there company changes last digits, and rounding may make more of them."""
+    """On operators always the arithmetic's: there a batch changes last digits, and rounding may make more of them."""
     return random.choice(["auto", "bfloat16"]) if layout == "native" else "auto"
 
 
@@ -207,8 +207,8 @@ def random_wish(random: Random, policy: str) -> Wish:
     if random.random() < (0.8 if "copy" in policy else 0.2):  # something to copy
         prompt = (prompt * 34)[: random.randint(len(prompt), 34)]
     options: dict[str, Any] = {"max_new_tokens": random.choice([random.randint(1, 5), *[random.randint(6, 26)] * 3])}
-    # Where a policy drafts otherwise in company, a sampled text would be drawn otherwise.
-    if policy not in BY_COMPANY and random.random() < 0.4:
+    # Where a policy drafts otherwise in a batch, a sampled text would be drawn otherwise.
+    if policy not in BATCH_SENSITIVE and random.random() < 0.4:
         options |= {"do_sample": True, "seed": random.randrange(1000)}
         options |= random.choice([{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.5}])
     if random.random() < 0.35:

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList,
 from layerskip_models import from_transformers
 from scripted_policies import StopBelow, fixed
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.engine.runners.runner import RunnerName
+from selfspec.engine.runners.choice import RunnerName
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]

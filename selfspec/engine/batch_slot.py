@@ -1,0 +1,182 @@
+"""One sequence's slot in an engine: the sequence, what it holds on to, and what its result will say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter
+
+from transformers import PreTrainedTokenizerBase
+
+from policies import Policy, RoundRecord
+from selfspec.engine.agreement import agree_on_call
+from selfspec.engine.model_source import BoundModel
+from selfspec.engine.policy_store import BatchPolicies
+from selfspec.engine.request import Request
+from selfspec.engine.results import GenerationResult, StepOutput
+from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner
+from selfspec.engine.sampling import NonFiniteLogitsError
+from selfspec.engine.sequence import Sequence
+from selfspec.engine.shadow import compute_shadow
+from selfspec.engine.torch_mode import engine_mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoundRequest:
+    """A checked call of `generate`, bound to the model as it was then.
+
+    started: `perf_counter` when the user called. calibration_seconds: spent since then on the policy. tokenizer: for the
+    result's text; None for no text. ended: told how long the call took in all.
+    """
+
+    bound: BoundModel
+    request: Request
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase | None
+    started: float
+    calibration_seconds: float
+    keep_trace: bool
+    ended: Callable[[float], None]
+
+
+class BatchSlot:
+    """A sequence in the engine. batch_size: of the engine once it has joined.
+
+    policy_lock: held while its policy is at work. leaves_text: whether a later sequence may go on from this one's rows.
+    """
+
+    def __init__(self, ticket: int, call: BoundRequest, policies: BatchPolicies, batch_size: int) -> None:
+        self.ticket, self.call = ticket, call
+        self._held = ExitStack()
+        self._records: list[RoundRecord] = []
+        self._first_token_seconds = 0.0
+        self._closed = False
+        self.leaves_text = False
+        bound, request = call.bound, call.request
+        try:
+            self._cache_slot = self._held.enter_context(
+                bound.pool.lend(
+                    request.prompt.numel() + request.stops.max_new_tokens,
+                    request.prompt,
+                    request.owner,
+                    alone=batch_size == 1,
+                )
+            )
+            agree_on_call(bound.model, request, call.policy)
+            policy, self.policy_lock = self._held.enter_context(policies.lend(call.policy))
+            with engine_mode(bound.model.device), self.policy_lock:
+                policy.expect_batch_size(batch_size)
+                self.sequence = Sequence(
+                    bound.model, self._cache_slot.cache, request, policy, self._cache_slot.kept, bound.pool.kind
+                )
+            self._cache_slot.begin_sequence(self.sequence.prompt_read)
+            observes = self.sequence.observes
+            # Captured passes do none of these.
+            needs_eager = observes.context_layers or observes.features or observes.copies == "needed"
+            self._captured = None if needs_eager else self._cache_slot.captured
+            self._is_away = False  # from its captures, because it shares a batch
+            self._ran_eagerly = self._captured is None
+            self._captures = 0, 0.0
+            if self._captured is not None:
+                self._captures = self._captured.num_captures, self._captured.capture_seconds
+                self._captured.begin()
+            self.leaves_text = True
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache_slot.cache.num_bytes
+
+    def leave_captures(self, for_good: bool = False) -> None:
+        """The coming rounds run eagerly."""
+        if self._captured is not None and not self._is_away:
+            self._captured.begin()
+            self._is_away = self._ran_eagerly = True
+        if for_good:
+            self._captured = None
+
+    def captured_runner(self) -> CudaGraphRunner | None:
+        """The runner that this sequence can use while it is alone, if there is one."""
+        if self._captured is not None and self._is_away:
+            if self.call.bound.pool.kind == "eager":  # graphs were given up in the meantime
+                self._captured = None
+                return None
+            self._captured.clear(self.sequence.length - 1)  # eager rounds may have left NaN after the committed rows
+            self._is_away = False
+        return self._captured
+
+    def complete(self, output: StepOutput) -> None:
+        """Count what the sequence got, and add its result when it has ended. An error in making that is its own."""
+        if output.error is None:
+            try:
+                self._count(output.record)
+                output.result = self._result() if self.sequence.stop_reason is not None else None
+            except Exception as error:
+                output.error = error
+        if isinstance(output.error, NonFiniteLogitsError) and self._cache_slot.captured is not None:
+            self._cache_slot.captured.clear(0)
+        self.leaves_text = output.error is None
+        output.ticket = self.ticket
+
+    def _count(self, record: RoundRecord | None) -> None:
+        if not self._first_token_seconds:
+            self._first_token_seconds = perf_counter() - self.call.started
+        if record is not None and self.call.keep_trace:
+            compute_shadow(record)
+            if not self._records or self._records[-1].index < record.index:  # not again, if it broke off here
+                self._records.append(record)
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._closed:
+            return
+        try:
+            if self.leaves_text and self.call.bound.pool.reuses:
+                tokens = self.sequence.tokens[0, : self.sequence.num_cached]
+                self._cache_slot.end_sequence(tokens, self.sequence.states.kept)
+        finally:
+            self.leaves_text = False  # the cache slot may be another's when an interrupted close is repeated
+            self._held.close()
+            self._closed = True
+        self.call.ended(perf_counter() - self.call.started)
+
+    def _result(self) -> GenerationResult:
+        call, sequence = self.call, self.sequence
+        num_prompt = call.request.prompt.numel()
+        ids = sequence.tokens[:, : sequence.length].to("cpu", copy=True)
+        text = None
+        if call.tokenizer is not None:
+            text = call.tokenizer.decode(ids[0, num_prompt:], skip_special_tokens=True)
+            assert isinstance(text, str)
+        captures, runner = (0, 0.0), "eager"
+        if self._cache_slot.captured is not None:
+            made = self._cache_slot.captured
+            captures = made.num_captures - self._captures[0], made.capture_seconds - self._captures[1]
+            runner = "eager" if self._ran_eagerly else "captured"
+        stats = sequence.stats.finish(
+            num_prompt_tokens=num_prompt,
+            num_new_tokens=sequence.num_new,
+            num_reused_tokens=sequence.num_reused,
+            seconds=perf_counter() - call.started,
+            prefill_seconds=sequence.prefill_seconds,
+            calibration_seconds=call.calibration_seconds,
+            first_token=self._first_token_seconds,
+            cache_bytes=self.cache_bytes,
+            runner=runner,
+            # What is captured are PyTorch's operators.
+            kernels=call.bound.model.kernels if runner == "eager" else None,
+            num_captures=captures[0],
+            capture_seconds=captures[1],
+        )
+        assert sequence.stop_reason is not None
+        return GenerationResult(
+            sequences=ids,
+            text=text,
+            stop_reason=sequence.stop_reason,
+            stats=stats,
+            policy=call.policy.name,
+            trace=tuple(self._records) if call.keep_trace else None,
+        )
