@@ -134,7 +134,6 @@ def run_layer(
         hidden,
         attention_mask=None,
         position_ids=position_ids,
-        past_key_values=None,
         use_cache=False,
         position_embeddings=position_embeddings,
     )

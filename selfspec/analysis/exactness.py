@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import selfspec.engine.verification as rounds
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels.check import fault
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
+from layerskip_models.transformers_names import with_cache
 from policies import Policy
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 from selfspec.analysis.inspection import kernels_in_words
@@ -87,15 +88,13 @@ def ask_reference(
     with torch.no_grad():
         for prompt in prompts:
             ids = prompt.tolist()
-            cache = None
+            cache = DynamicCache(config=llama.config)
             fed = ids
             text: list[int] = []
             rows = []
             for _ in range(max_new_tokens):
-                output = llama(
-                    torch.tensor([fed], dtype=torch.long, device=llama.device), past_key_values=cache, use_cache=True
-                )
-                cache = output.past_key_values
+                fed_ids = torch.tensor([fed], dtype=torch.long, device=llama.device)
+                output = llama(fed_ids, use_cache=True, **with_cache(llama, cache))
                 rows.append(output.logits[0, -1].float())
                 fed = [int(rows[-1].argmax())]
                 text += fed

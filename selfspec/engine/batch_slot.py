@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from policies import Policy, RoundRecord
 from selfspec.engine.agreement import agree_on_call
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.policy_store import BatchPolicies
+from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.request import Request
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.engine.runners.cuda_graph.runner import CudaGraphRunner

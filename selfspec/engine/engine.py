@@ -11,7 +11,7 @@ from layerskip_models.kernels.threads import reclaim_buffers
 from layerskip_models.prefill import MOST_ROWS
 from selfspec.engine.batch_slot import BatchSlot, BoundRequest
 from selfspec.engine.model_source import BoundModel
-from selfspec.engine.policy_store import BatchPolicies
+from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.results import StepOutput
 from selfspec.engine.round import Found, read_prompts, run_round, tell
 from selfspec.engine.runners.choice import CaptureError

@@ -31,6 +31,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from layerskip_models.transformers_names import CACHE_NAMES
 from policies import Policy
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
@@ -43,7 +44,7 @@ from selfspec.integrations.live_models import generator_of
 from selfspec.options import SpeculationOptions, described
 
 _OF_A_BATCH = ("num_return_sequences",)
-_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
 """What transformers passes to every callable."""
 
 
@@ -190,8 +191,9 @@ def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwa
     for name, value in model_kwargs.items():
         if value is not None and name not in _PREPARED:
             raise ValueError(_refusal(name))
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise ValueError(_refusal("past_key_values"))
+    for name in CACHE_NAMES:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise ValueError(_refusal(name))
     refuse_processors(processors)
 
 

@@ -5,6 +5,7 @@ On a CPU the stand-in replays noted operations; `test_on_cuda.py` does the same 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -242,9 +243,11 @@ def test_rounds_are_those_of_the_eager_runner(options: dict[str, Any]) -> None:
     eager, captured = pair(tiny_llama(dtype=torch.float64, late_scale=0.6, seed=3))
     causes: Counter[str] = Counter()
     for name in EVERY_POLICY:
+        # `auto` copies where the runner verifies copies, so with captures it does not.
+        named = re.sub(r"auto:?", "auto:copy=off,", name).replace(",+", "+").removesuffix(",")
         results = []
         for engine in (eager, captured):
-            policy = named_policy(name, 2, engine.model)
+            policy = named_policy(named, 2, engine.model)
             results.append(engine.generate(PROMPT, max_new_tokens=25, policy=policy, trace=True, **options))
         theirs, ours = results
         ends = Counter(record.stop_cause for record in [*(ours.trace or ()), *(theirs.trace or ())])

@@ -17,7 +17,7 @@ from layerskip_models import LayerSkipModel
 from layerskip_models.linear import Layout
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.engine.policy_store import lend
+from selfspec.engine.policy_loans import lend
 from tiny_llama import reference_greedy, tiny_llama
 
 PROMPT = [5, 1, 7]

@@ -15,7 +15,7 @@ from preverifiers import random_preverification
 from scripted_policies import ScriptedExit, StopBelow, made_up_cost
 from selfspec import SelfSpecGenerator
 from selfspec.engine.engine import Engine
-from selfspec.engine.policy_store import lend
+from selfspec.engine.policy_loans import lend
 
 PROMPT = [5, 1, 7]
 

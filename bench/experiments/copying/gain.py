@@ -22,6 +22,7 @@ from bench.engines.own import GREEDY
 from bench.engines.peers import TransformersEngine
 from bench.record import Line
 from layerskip_models import LayerSkipModel
+from layerskip_models.transformers_names import with_cache
 from policies import MeasuredCost, cost_of_round
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import calibrate
@@ -112,12 +113,13 @@ class PeerTimes:
         self.seconds: dict[int, float] = {}
         with torch.inference_mode():
             cache = DynamicCache(config=network.config)
-            network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            named = with_cache(network, cache)
+            network(input_ids=ids, use_cache=True, logits_to_keep=1, **named)
             for rows in _ROWS:
                 taken = []
                 for _ in range(repeats + 1):
                     start = perf_counter()
-                    network(input_ids=ids[:, :rows], past_key_values=cache, use_cache=True)
+                    network(input_ids=ids[:, :rows], use_cache=True, **named)
                     taken.append(perf_counter() - start)
                     cache.crop(-rows)
                 self.seconds[rows] = median(taken[1:])
