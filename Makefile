@@ -20,8 +20,8 @@ test: $(VENV)/.installed
 
 # What our kernels compute is computed once more by PyTorch's operators, as on a machine where they cannot be built.
 WITHOUT_KERNELS = tests/kernels/test_choices.py tests/kernels/test_half_precision.py tests/kernels/test_kernel_library.py \
-  tests/kernels/test_pool.py $(addprefix tests/engine/test_,deferred_learning.py generator.py judge.py memory.py no_rerun.py \
-  shadow.py stream.py)
+  tests/kernels/test_pool.py $(addprefix tests/engine/test_,deferred_learning.py generator.py memory.py no_rerun.py shadow.py \
+  stream.py verification.py)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -45,11 +45,12 @@ sanitize-short: $(VENV)/.installed
 	$(BIN)/python tests/kernels/sanitized.py --short
 
 # The C sources, too: installing the package builds them.
-# --no-compile: most files of these packages are never imported.
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard layerskip_models/kernels/*.[ch])
+# --no-compile: most files of these packages are never imported. --constraint: a new release of a library is tried when its
+# version there is raised, not when somebody happens to run the tests.
+$(VENV)/.installed: pyproject.toml setup.py tests/constraints.txt $(wildcard layerskip_models/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint tests/constraints.txt --editable ".[dev]"
 	touch $@
 
 # A wheel, installed where there is no compiler and nothing else of this folder. PyTorch and the rest come from $(VENV).

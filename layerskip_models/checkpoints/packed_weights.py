@@ -263,6 +263,8 @@ def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) 
         raise ValueError(f"config.json says that groups were reordered, but {name} is missing")
     size = scheme.group_size
     if size is not None and count > 1 and columns != count * size:
+        if "qweight" not in parts:  # compressed-tensors knows no such groups
+            raise ValueError(f"config.json says groups of {size}, and {columns} inputs are no multiple of it")
         return torch.arange(columns) // size  # the last group is not full
     if columns % count:
         raise ValueError(f"{columns} inputs are no multiple of {count} groups")

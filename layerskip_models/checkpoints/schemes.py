@@ -1,7 +1,7 @@
 """What a checkpoint's `quantization_config` says of the numbers in its files, module by module.
 
-Shapes alone do not say everything: 96 inputs with two scales may be groups of 48, or of 64 of which the last is half full.
-So what is said is compared with the tensors (`packed_weights`), and where the two disagree a checkpoint is refused.
+Shapes alone do not say everything: 96 inputs with two scales of GPTQ may be groups of 48, or of 64 of which the last is half
+full. So what is said is compared with the tensors (`packed_weights`), and where the two disagree a checkpoint is refused.
 """
 
 from __future__ import annotations

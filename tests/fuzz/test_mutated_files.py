@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("gguf")
 from tests.fuzz import file_mutations
-from tests.fuzz.mutated_files import try_one
+from tests.fuzz.mutated_files import same_logits, try_one
 from tests.fuzz.small_checkpoints import FORMATS
 
 ALWAYS = ("safetensors, sharded", "gptq", "packed, zero points", "gguf Q4_0", "adapters")
@@ -38,3 +38,17 @@ def test_another_matrix_of_the_same_shape_is_known_to_be_a_change(tmp_path: Path
             assert changes or not other
             seen.add(other)
     assert seen == {True, False}
+
+
+def test_logits_are_the_same_up_to_rounding() -> None:
+    """Also where a changed byte makes a weight so large that a norm leaves zeros or NaN of all the rest."""
+    logits = torch.tensor([1.0, -2.0, 0.5])
+    assert same_logits(logits + 0.01, logits)
+    assert not same_logits(logits + 0.1, logits)
+    assert not same_logits(logits[:2], logits)
+    assert same_logits(torch.zeros(3), torch.zeros(3))
+    assert not same_logits(torch.zeros(3), logits)
+    half = torch.tensor([1.0, float("nan"), 0.5])
+    assert same_logits(half, half)
+    assert not same_logits(half, logits)
+    assert not same_logits(logits, half)

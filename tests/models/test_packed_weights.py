@@ -38,6 +38,10 @@ def integers() -> Parts:
     return {"weight": weight, "weight_scale": torch.rand(ROWS, 1, generator=generator) + 0.5}
 
 
+def integers_in_groups() -> Parts:
+    return {**integers(), "weight_scale": torch.rand(ROWS, GROUPS, generator=torch.Generator().manual_seed(1)) + 0.5}
+
+
 def gptq() -> Parts:
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(0, 16, (ROWS, COLUMNS), generator=generator)
@@ -119,6 +123,12 @@ REFUSED: dict[str, tuple[Callable[[], Parts], Callable[[Parts], object], Scheme,
     "groups that do not divide": (
         packed, put("weight_scale", lambda s: s[:, :1].expand(16, 3)), NOTHING_SAID, "64 inputs are no multiple of 3 groups"
     ),
+    "packed groups of which the last is not full": (
+        packed, put("weight_scale", Tensor.clone), Scheme(group_size=33), "groups of 33, and 64 inputs are no multiple"
+    ),
+    "integer groups of which the last is not full": (
+        integers_in_groups, put("weight_scale", Tensor.clone), Scheme(group_size=48), "groups of 48, and 64 inputs are no"
+    ),
     "an order that is missing": (packed, lambda parts: None, Scheme(reordered=True), "reordered"),
     "a group too many": (packed, with_order, NOTHING_SAID, "an input is of group 3 or 0, but there are 2"),
     "a group below 0": (gptq, put("g_idx", at(5, -1)), NOTHING_SAID, "of group 1 or -1"),
@@ -152,12 +162,13 @@ def test_zero_points_of_bytes_are_those_that_are_packed() -> None:
 
 
 def test_a_last_group_that_is_not_full() -> None:
-    """What is said decides: 64 inputs with two scales are groups of 32, or of 48 and 16."""
-    parts = packed()
-    ones = {**parts, "weight_scale": torch.ones(ROWS, 2)}
+    """What is said decides: 64 inputs of GPTQ with two scales are groups of 32, or of 48 and 16."""
+    parts = gptq()
+    del parts["g_idx"]
+    ones = {**parts, "scales": torch.ones(2, ROWS)}
     values = dequantise(ones)
     for scheme, size in ((NOTHING_SAID, 32), (Scheme(group_size=48), 48)):
-        scale = parts["weight_scale"].float()[:, torch.arange(COLUMNS) // size]
+        scale = parts["scales"].float()[torch.arange(COLUMNS) // size].t()
         assert torch.equal(dequantise(parts, scheme=scheme), values * scale)
         assert (in_four_bits(parts, scheme=scheme) is None) == (size == 48)
 

@@ -40,7 +40,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "packed_zeros": False,
         "group_size": None,
     },
-    "packed, last group not full": {"method": "pack-quantized", "group_size": 24, "symmetric": False},
     "packed, 8 bits": {"method": "pack-quantized", "bits": 8, "symmetric": False, "group_size": None},
     "packed, reordered": {"method": "pack-quantized", "shuffled": True},
     "integers": {"method": "int-quantized", "bits": 8, "group_size": None},
