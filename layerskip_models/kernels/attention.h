@@ -1,4 +1,4 @@
-/* What a decoder layer does besides its matrices: norms, rotary embedding, attention. */
+/* A decoder layer without its matrix products: norms, rotary embedding, attention. */
 #ifndef SELFSPEC_ATTENTION_H
 #define SELFSPEC_ATTENTION_H
 #include "vectors.h"
@@ -12,7 +12,7 @@ INLINE float dot(const float *a, const float *b, int64_t n) {
   return result;
 }
 
-/* What a norm multiplies its numbers by before their weights, which are times sqrt(size). */
+/* A norm's factor, applied before its weights, which are premultiplied by sqrt(size). */
 INLINE float norm_factor(const float *x, float eps, int64_t size) { return 1.0f / sqrtf(dot(x, x, size) + size * eps); }
 
 static void normalise(const float *x, const float *weight, float eps, int64_t rows, int64_t size, float *y) {
@@ -22,9 +22,9 @@ static void normalise(const float *x, const float *weight, float eps, int64_t ro
   }
 }
 
-/* Rotate pairs (a, b) of one head by pairs (cosine, sine), unless there are none, and multiply by scale. Fused operations are
- * written out: GCC 12 fuses these by itself when it optimises for speed (-O3), in spite of -ffp-contract=off.
- * `restrict`, or a compiler decides by the addresses at run time which of two versions it takes, and they may round otherwise. */
+/* Rotate one head's pairs (a, b) by pairs (cosine, sine), if given, and multiply by scale. The fused operations are explicit,
+ * because GCC 12 fuses them itself at -O3 in spite of -ffp-contract=off. `restrict`, because a compiler may otherwise emit two
+ * versions that round differently and choose one at run time by the addresses. */
 INLINE void rotate(const float *restrict x, const float *restrict rotary, float scale, int64_t size, float *restrict y) {
   if (!rotary) {
     for (int64_t i = 0; i < size; i++) y[i] = x[i] * scale;
@@ -39,27 +39,26 @@ INLINE void rotate(const float *restrict x, const float *restrict rotary, float 
 
 /* ---- Attention ------------------------------------------------------------------------------------------------------
  *
- * Positions are divided into sections, which begin at multiples of SECTION. Softmax is computed in each section by itself,
- * from the section's own largest score, and sections are joined in order. So whoever computes them, beside whatever else, a
- * query's result comes of the same operations in the same order. Keys and values are kept as float32 or bfloat16, and
- * computed with in float32 either way.
+ * Positions are divided into sections that begin at multiples of SECTION. Each section's softmax is computed relative to its own
+ * largest score, and sections are joined in order. So a query's result is the same operations in the same order, whichever
+ * threads compute it and whatever else they compute. Keys and values are stored as float32 or bfloat16; arithmetic is in float32.
  */
-#define QUERIES 32  /* of one head, at most, that keys and values serve while they are in a cache */
+#define QUERIES 32  /* most queries of one KV head that share keys and values while these are in a cache */
 #define SECTION 512 /* positions; a multiple of TILE */
-#define TILE 32     /* positions whose values all queries add up before the next; a multiple of LANES */
-#define SMALL_TILE 16 /* the same of keys; a multiple of KEYS */
-#define STRIDE (SECTION + 16) /* between two queries' scores, which then are not all in the same few places of the cache */
-#define KEYS 4      /* that queries are multiplied by side by side */
-#define COLUMNS 4   /* vectors of a value that are summed up side by side */
-#define GROUPED (MANY_REGISTERS ? 4 : 2) /* queries that use a key or a value while it is in a register */
+#define TILE 32     /* positions: all queries add up a tile's values before the next tile; a multiple of LANES */
+#define SMALL_TILE 16 /* the same for keys; a multiple of KEYS */
+#define STRIDE (SECTION + 16) /* between two queries' scores; no power of two, so that they do not share the same cache sets */
+#define KEYS 4      /* keys multiplied side by side */
+#define COLUMNS 4   /* vectors of a value summed side by side */
+#define GROUPED (MANY_REGISTERS ? 4 : 2) /* queries that share a key or a value while it is in a register */
 
-/* Memory that is read next, fetched step by step: `share` lines of 64 bytes at each. It may end before that. */
+/* Memory to prefetch, `share` cache lines (64 bytes) per step. It may end before the steps do. */
 typedef struct {
   const char *at, *end;
   int64_t share;
 } Ahead;
 
-/* steps: in which `bytes` are fetched. p: NULL fetches nothing. */
+/* Fetch `bytes` from p in `steps` steps; nothing if p is NULL. */
 INLINE Ahead ahead_of(const char *p, int64_t bytes, int64_t steps) {
   return (Ahead){p, p ? p + bytes : p, (bytes / 64 + steps - 1) / steps};
 }
@@ -70,15 +69,15 @@ INLINE void fetch_share(Ahead *a) {
   a->at += 64 * a->share;
 }
 
-/* scores[q * STRIDE + p] = query q . key p for Q queries and keys first .. last - 1, KEYS at a time: what comes behind the last
- * one is any number. Over the lanes of a query in order, then across them, whatever Q is. */
+/* scores[q * STRIDE + p] = query q . key p for Q queries and keys first .. last - 1, KEYS at a time, so up to KEYS - 1 scores past
+ * the last are garbage. Sums run along each lane in order, then across lanes, whatever Q is. */
 #define SCORES(T, KIND, Q) \
   INLINE void scores_##KIND##_##Q(const float *queries, const T *keys, int64_t first, int64_t last, int64_t dim, Ahead *ahead, \
                                   float *scores) { \
     for (int64_t p = first; p < last; p += KEYS) { \
       vf total[Q][KEYS]; \
-      const T *at[KEYS]; /* behind the last one there may be no memory */ \
-      UNROLL for (int k = 0; k < KEYS; k++) at[k] = keys + least(p + k, last - 1) * dim; \
+      const T *at[KEYS]; /* there may be no memory past the last key */ \
+      UNROLL for (int k = 0; k < KEYS; k++) at[k] = keys + min(p + k, last - 1) * dim; \
       UNROLL for (int q = 0; q < Q; q++) UNROLL for (int k = 0; k < KEYS; k++) total[q][k] = (vf){0}; \
       fetch_share(ahead); \
       int64_t i = 0; \
@@ -100,7 +99,7 @@ INLINE void fetch_share(Ahead *a) {
     } \
   }
 
-/* out[q, d] += weights[q * STRIDE + p] * value p, for Q queries and values first .. last - 1, in order. */
+/* out[q, d] += weights[q * STRIDE + p] * value p for Q queries, d in begin .. end - 1, and values first .. last - 1 in order. */
 #define SUMS(T, KIND, Q) \
   INLINE void sums_##KIND##_##Q(const float *weights, const T *values, int64_t first, int64_t last, int64_t dim, int64_t begin, \
                                 int64_t end, Ahead *ahead, float *out) { \
@@ -114,7 +113,7 @@ INLINE void fetch_share(Ahead *a) {
         fetch_share(ahead); \
         UNROLL for (int k = 0; k < COLUMNS; k++) value[k] = load_##KIND(values + p * dim + d + k * LANES); \
         UNROLL for (int q = 0; q < Q; q++) { \
-          vf weight = all(weights[q * STRIDE + p]); \
+          vf weight = splat(weights[q * STRIDE + p]); \
           UNROLL for (int k = 0; k < COLUMNS; k++) total[q][k] = multiply_add(weight, value[k], total[q][k]); \
         } \
       } \
@@ -126,7 +125,7 @@ INLINE void fetch_share(Ahead *a) {
       for (; i + LANES <= end; i += LANES) { \
         vf total = load(out + q * dim + i); \
         for (int64_t p = first; p < last; p++) \
-          total = multiply_add(all(weights[q * STRIDE + p]), load_##KIND(values + p * dim + i), total); \
+          total = multiply_add(splat(weights[q * STRIDE + p]), load_##KIND(values + p * dim + i), total); \
         store(out + q * dim + i, total); \
       } \
       for (; i < end; i++) \
@@ -137,7 +136,7 @@ INLINE void fetch_share(Ahead *a) {
     } \
   }
 
-/* Both for as many queries as are grouped. Pointers are to what belongs to position 0. */
+/* Both of these for a group of `size` queries. Pointers are to position 0. */
 #define GROUPS(T, KIND) \
   SCORES(T, KIND, 1) SCORES(T, KIND, 2) SCORES(T, KIND, 3) SCORES(T, KIND, 4) \
   SUMS(T, KIND, 1) SUMS(T, KIND, 2) SUMS(T, KIND, 3) SUMS(T, KIND, 4) \
@@ -162,21 +161,21 @@ INLINE void fetch_share(Ahead *a) {
 GROUPS(float, float32)
 GROUPS(uint16_t, bfloat16)
 
-/* Queries of one head, and what they attend to: query q to positions begins[q] .. ends[q] - 1, both ascending. */
+/* Queries of one KV head. Query q attends to positions begins[q] .. ends[q] - 1; both arrays ascend. */
 typedef struct {
   const float *queries;     /* [count, dim] */
-  const void *keys, *values; /* of position 0, [positions, dim] */
-  int64_t count, dim, small; /* at most QUERIES; whether keys and values are bfloat16 */
+  const void *keys, *values; /* [positions, dim], from position 0 */
+  int64_t count, dim, small; /* count: at most QUERIES; small: keys and values are bfloat16 */
   int64_t begins[QUERIES], ends[QUERIES];
 } Head;
 
-/* What queries have of some sections: for each, the largest score, the sum of e^(score - largest), and the values' sum with
- * these weights. A sum of 0 is of no positions. */
+/* Queries' partial results over some sections: for each query the largest score, the sum of e^(score - largest), and the sum of
+ * values weighted by these. A sum of 0 means no positions. */
 typedef struct {
   float *out, *peaks, *sums; /* [count, dim], [count], [count] */
 } Part;
 
-#define PART(count, dim) ((count) * ((dim) + 2)) /* numbers of one */
+#define PART(count, dim) ((count) * ((dim) + 2)) /* floats in a Part */
 INLINE Part part_at(float *p, int64_t count, int64_t dim) {
   return (Part){p, p + count * dim, p + count * dim + count};
 }
@@ -185,11 +184,11 @@ INLINE const char *position_of(const Head *h, const void *numbers, int64_t posit
   return (const char *)numbers + position * h->dim * (h->small ? 2 : 4);
 }
 
-/* Scores of a tile for all queries, those that no query asks for included where a step of KEYS takes them along. */
+/* A tile's scores for all queries, including unneeded ones where the tile's ends or a step of KEYS bring them along. */
 static void score_tile(const Head *h, int64_t first, int64_t last, Ahead *ahead, float *scores) {
   for (int64_t q = 0, size; q < h->count; q += size) {
-    size = least(GROUPED, h->count - q);
-    int64_t from = most(first, h->begins[q] / KEYS * KEYS), end = least(last, h->ends[q + size - 1]);
+    size = min(GROUPED, h->count - q);
+    int64_t from = max(first, h->begins[q] / KEYS * KEYS), end = min(last, h->ends[q + size - 1]);
     if (h->small) scores_bfloat16(size, h->queries + q * h->dim, h->keys, from, end, h->dim, ahead, scores + q * STRIDE);
     else scores_float32(size, h->queries + q * h->dim, h->keys, from, end, h->dim, ahead, scores + q * STRIDE);
   }
@@ -203,29 +202,29 @@ INLINE void add_values(const Head *h, int64_t q, int64_t size, int64_t first, in
   else sums_float32(size, weights, h->values, first, last, h->dim, begin, end, ahead, out);
 }
 
-/* Numbers begin .. end - 1 of the values of a tile, for all queries. Where grouped ones differ in what they attend to, each takes
- * that by itself: behind its end there may be anything, and nothing times 0 is not always 0. */
+/* Add elements begin .. end - 1 of a tile's values, for all queries. Where the queries of a group attend to different positions,
+ * each adds those by itself: memory past a query's end may hold anything, and NaN or infinity times 0 is not 0. */
 static void add_tile(const Head *h, int64_t first, int64_t last, int64_t begin, int64_t end, Ahead *ahead, const float *weights,
                      float *out) {
   for (int64_t q = 0, size; q < h->count; q += size) {
-    size = least(GROUPED, h->count - q);
-    int64_t from = most(first, h->begins[q + size - 1]), to = least(last, h->ends[q]);
+    size = min(GROUPED, h->count - q);
+    int64_t from = max(first, h->begins[q + size - 1]), to = min(last, h->ends[q]);
     if (from > to) from = to = last;
     for (int64_t i = q; i < q + size && (from > first || to < last); i++)
-      add_values(h, i, 1, most(first, h->begins[i]), least(from, h->ends[i]), begin, end, ahead, weights, out);
+      add_values(h, i, 1, max(first, h->begins[i]), min(from, h->ends[i]), begin, end, ahead, weights, out);
     add_values(h, q, size, from, to, begin, end, ahead, weights, out);
     for (int64_t i = q; i < q + size && to < last; i++)
-      add_values(h, i, 1, most(to, h->begins[i]), least(last, h->ends[i]), begin, end, ahead, weights, out);
+      add_values(h, i, 1, max(to, h->begins[i]), min(last, h->ends[i]), begin, end, ahead, weights, out);
   }
 }
 
-/* From scores of positions begin .. end - 1 of a section their weights, in place, the largest score, and the weights' sum. Vectors
- * of them begin at the same positions for every query. */
+/* Turn the scores of a section's positions begin .. end - 1 into weights in place; return the largest score and the weights' sum.
+ * Vectors begin at the same positions for every query. */
 static void weigh(float *scores, int64_t begin, int64_t end, float *peak, float *sum_of) {
   int64_t from = begin / LANES * LANES, to = (end + LANES - 1) / LANES * LANES;
-  for (int64_t p = from; p < begin; p++) scores[p] = -INFINITY; /* nothing comes of these */
+  for (int64_t p = from; p < begin; p++) scores[p] = -INFINITY; /* these get weight 0 */
   for (int64_t p = end; p < to; p++) scores[p] = -INFINITY;
-  vf highest[2] = {all(-INFINITY), all(-INFINITY)}, total = {0};
+  vf highest[2] = {splat(-INFINITY), splat(-INFINITY)}, total = {0};
   for (int64_t p = from; p < to; p += LANES) {
     vf v = load(scores + p), *best = highest + (p / LANES & 1);
     *best = choose(v > *best, v, *best);
@@ -241,20 +240,20 @@ static void weigh(float *scores, int64_t begin, int64_t end, float *peak, float 
   *sum_of = sum(total);
 }
 
-/* One section, which begins at position `section`. next: what is read after it, or NULL. room: for QUERIES * STRIDE numbers. */
-static void attend_section(const Head *h, int64_t section, const char *next, float *room, Part part) {
+/* One section, beginning at position `section`. next: what will be read after it, or NULL. scratch: QUERIES * STRIDE floats. */
+static void attend_section(const Head *h, int64_t section, const char *next, float *scratch, Part part) {
   int64_t groups = (h->count + GROUPED - 1) / GROUPED, bytes = h->dim * (h->small ? 2 : 4);
-  int64_t first = most(section, h->begins[0] / TILE * TILE), last = least(section + SECTION, h->ends[h->count - 1]);
-  float *scores = room - section;
+  int64_t first = max(section, h->begins[0] / TILE * TILE), last = min(section + SECTION, h->ends[h->count - 1]);
+  float *scores = scratch - section;
   for (int64_t tile = first; tile < last; tile += SMALL_TILE) {
     const char *then = position_of(h, h->keys, tile + TILE);
     if (tile + TILE >= last) then = position_of(h, h->values, first + (tile + TILE - last) / SMALL_TILE * SMALL_TILE);
     Ahead ahead = ahead_of(then, SMALL_TILE * bytes, groups * (SMALL_TILE / KEYS));
-    score_tile(h, tile, least(tile + SMALL_TILE, last), &ahead, scores);
+    score_tile(h, tile, min(tile + SMALL_TILE, last), &ahead, scores);
   }
   for (int64_t q = 0; q < h->count; q++) {
-    int64_t begin = most(section, h->begins[q]), end = least(section + SECTION, h->ends[q]);
-    if (begin < end) weigh(room + q * STRIDE, begin - section, end - section, part.peaks + q, part.sums + q);
+    int64_t begin = max(section, h->begins[q]), end = min(section + SECTION, h->ends[q]);
+    if (begin < end) weigh(scratch + q * STRIDE, begin - section, end - section, part.peaks + q, part.sums + q);
     else part.peaks[q] = -INFINITY, part.sums[q] = 0.0f;
   }
   memset(part.out, 0, h->count * h->dim * sizeof(float));
@@ -263,11 +262,11 @@ static void attend_section(const Head *h, int64_t section, const char *next, flo
     int64_t turns = (h->dim + COLUMNS * LANES - 1) / (COLUMNS * LANES);
     Ahead ahead = ahead_of(then, TILE * bytes, groups * turns * TILE);
     for (int64_t begin = 0; begin < h->dim; begin += COLUMNS * LANES)
-      add_tile(h, tile, least(tile + TILE, last), begin, least(begin + COLUMNS * LANES, h->dim), &ahead, scores, part.out);
+      add_tile(h, tile, min(tile + TILE, last), begin, min(begin + COLUMNS * LANES, h->dim), &ahead, scores, part.out);
   }
 }
 
-/* One query's later part joins what it has so far, which is changed. */
+/* Merge a query's later part into its running result. */
 static void join_parts(float *out, float *peak, float *sum_of, const float *later, float later_peak, float later_sum, int64_t dim) {
   if (later_sum == 0.0f) return;
   if (*sum_of == 0.0f) {
@@ -276,7 +275,7 @@ static void join_parts(float *out, float *peak, float *sum_of, const float *late
     return;
   }
   float top = later_peak > *peak ? later_peak : *peak;
-  float ours = exponential(all(*peak - top))[0], theirs = exponential(all(later_peak - top))[0];
+  float ours = exponential(splat(*peak - top))[0], theirs = exponential(splat(later_peak - top))[0];
   for (int64_t d = 0; d < dim; d++) out[d] = multiply_add_1(later[d], theirs, out[d] * ours);
   *sum_of = multiply_add_1(later_sum, theirs, *sum_of * ours);
   *peak = top;
@@ -287,22 +286,22 @@ INLINE void divide_by_sum(float *out, float sum_of, int64_t dim) {
   for (int64_t d = 0; d < dim; d++) out[d] *= factor;
 }
 
-/* The section that a position is in, by where it begins. */
+/* The first position of the section that contains `position`. */
 INLINE int64_t section_at(int64_t position) { return position / SECTION * SECTION; }
 
-INLINE const char *keys_behind(const Head *h, int64_t section) {
+INLINE const char *next_keys(const Head *h, int64_t section) {
   return section + SECTION < h->ends[h->count - 1] ? position_of(h, h->keys, section + SECTION) : NULL;
 }
 
-#define ATTEND_ROOM(dim) (QUERIES * STRIDE + PART(QUERIES, dim) + 2 * QUERIES) /* numbers that `attend` needs */
+#define ATTEND_SCRATCH(dim) (QUERIES * STRIDE + PART(QUERIES, dim) + 2 * QUERIES) /* floats of scratch that `attend` needs */
 
-/* softmax(query . keys) . values for all queries, into y, [count, dim]. */
-static void attend(const Head *h, float *room, float *y) {
-  float *scores = room + PART(QUERIES, h->dim) + 2 * QUERIES;
-  Part whole = {y, room, room + QUERIES}, part = part_at(room + 2 * QUERIES, h->count, h->dim);
+/* y = softmax(query . keys) . values for all queries, [count, dim]. */
+static void attend(const Head *h, float *scratch, float *y) {
+  float *scores = scratch + PART(QUERIES, h->dim) + 2 * QUERIES;
+  Part whole = {y, scratch, scratch + QUERIES}, part = part_at(scratch + 2 * QUERIES, h->count, h->dim);
   int64_t first = section_at(h->begins[0]);
   for (int64_t section = first; section < h->ends[h->count - 1]; section += SECTION) {
-    attend_section(h, section, keys_behind(h, section), scores, section == first ? whole : part);
+    attend_section(h, section, next_keys(h, section), scores, section == first ? whole : part);
     for (int64_t q = 0; q < h->count && section > first; q++)
       join_parts(whole.out + q * h->dim, whole.peaks + q, whole.sums + q, part.out + q * h->dim, part.peaks[q], part.sums[q],
                  h->dim);

@@ -1,10 +1,10 @@
-/* Rows as integers, for weights of 8 and 4 bits: sums of products that are exact, so that nothing depends on their order.
+/* Rows as integers, for 8-bit and 4-bit weights: integer sums of products are exact, so their order does not matter.
  *
- * A row becomes fixed-point numbers q * unit, `unit` a power of two that fits its largest number, and q is cut into signed
- * bytes, its digits: three for weights of 8 bits, two for weights of 4 bits. The processor multiplies 64 of these with 64 weights
- * and adds them up in one instruction. What this rounds are the row's small numbers alone: to within 2^-23 of its largest one,
- * about as float32 rounds a sum of them, or with two digits to within 2^-15. Where most of a row is much smaller than its largest
- * number, that is too coarse: such a row gets two digits more, for what the first two have left, and is multiplied twice.
+ * A row becomes fixed-point numbers q * unit, where `unit` is a power of two chosen for the row's largest number. Each q is cut
+ * into signed bytes, its digits: three for 8-bit weights, two for 4-bit weights. One instruction multiplies 64 digits by 64
+ * weights and adds the products up. Only small numbers of a row are rounded: to within 2^-23 of its largest, about as float32
+ * rounds a sum of them, or with two digits to within 2^-15. Where most of a row is much smaller than its largest number, two
+ * digits are too coarse. Such a row gets two more digits for the remainder, and is multiplied twice.
  */
 #ifndef SELFSPEC_DIGITS_H
 #define SELFSPEC_DIGITS_H
@@ -17,28 +17,28 @@
 #endif
 #define INTEGERS (VNNI || TILES)
 
-/* Whether rows are multiplied as integers by this matrix. */
+/* Whether this matrix multiplies rows as integers. */
 INLINE int as_integers(const Matrix *m) {
   return (VNNI && (m->kind == INT4 || (m->kind == INT8 && sums_fit(m)))) || (m->kind == INT8 && on_tiles(m));
 }
 
-#define DIGITS 3        /* of a row that meets weights of 8 bits */
-#define NIBBLE_DIGITS 2 /* and of 4 bits: what that costs is a hundred-thousandth of what the weights have lost */
-#define FINER 64        /* times the mean magnitude of a row's numbers: from there on the largest wants digits more for 4 bits */
-#define FINER_BITS 15   /* that a finer unit is below the unit of the first digits */
-#define CHUNK_INPUTS 64 /* that one instruction multiplies */
-#define INTEGER_ROWS 2  /* that a weight of 8 bits serves at once, and of 4 bits: each has a sum per digit, or one */
-#define NIBBLE_ROWS 4
+#define DIGITS 3        /* bytes per number of a row, for 8-bit weights */
+#define NIBBLE_DIGITS 2 /* the same for 4-bit weights: the error is a hundred-thousandth of that of the weights */
+#define FINER 64        /* 4-bit weights: a row gets more digits if its largest magnitude exceeds the mean this many times */
+#define FINER_BITS 15   /* bits by which the finer digits' unit is below the first digits' */
+#define CHUNK_INPUTS 64 /* inputs that one instruction multiplies */
+#define INTEGER_ROWS 2  /* rows multiplied at once by 8-bit weights, with an accumulator per digit */
+#define NIBBLE_ROWS 4   /* and by 4-bit weights, with one accumulator */
 
-/* Whether so many rows meet this matrix on the matrix unit. One or two are faster without it where bytes can be multiplied in
- * vectors: that gives the same bits. */
+/* Whether this matrix multiplies this many rows on the matrix unit. Where vectors can multiply bytes, one or two rows are faster
+ * there, with the same bits. */
 INLINE int by_tiles(const Matrix *m, int64_t rows) {
   return on_tiles(m) && !(VNNI && m->kind == INT8 && rows <= INTEGER_ROWS);
 }
 
 INLINE int digits_for(const Matrix *m) { return m->kind == INT4 ? NIBBLE_DIGITS : DIGITS; }
 
-/* What a row's digits are times, and the sum of its q. */
+/* The factor of a row's digits, and the sum of its q. */
 typedef struct {
   double unit;
   int64_t sum;
@@ -46,21 +46,22 @@ typedef struct {
 
 INLINE int64_t chunks_of_inputs(int64_t in) { return (in + CHUNK_INPUTS - 1) / CHUNK_INPUTS; }
 
-/* Bytes of a row's chunk: its digits, and for 4-bit weights what is added to each four products (`to_digits`). */
+/* Bytes of a row's chunk: its digits, and for 4-bit weights the correction added to every four products
+ * (`to_nibble_digits`). */
 INLINE int64_t chunk_bytes(const Matrix *m) { return (digits_for(m) + (m->kind == INT4)) * CHUNK_INPUTS; }
 
-/* Numbers that a row's digits take: its chunks, `Fixed`, and for 4-bit weights the sum of every 32 of its q. */
+/* Size of a row's digits in 4-byte words: its chunks, `Fixed`, and for 4-bit weights the sum of every 32 q. */
 INLINE int64_t digits_size(const Matrix *m) {
   return chunks_of_inputs(m->in) * (chunk_bytes(m) / 4 + (m->kind == INT4 ? 2 : 0)) + sizeof(Fixed) / 4;
 }
 
-/* Behind the digits of rows that meet 4-bit weights together: which of them have finer digits, which come next. */
+/* Follows the digits of rows that 4-bit weights multiply together: which rows have finer digits. Those digits come next. */
 typedef struct {
   int32_t count, rows[NIBBLE_ROWS], unused[3];
 } Finer;
 
-/* Numbers of room that a row takes: for its digits, and with 4-bit weights as much for finer ones, which few rows have. */
-INLINE int64_t digits_room(const Matrix *m) {
+/* Words to reserve for a row: its digits, and for 4-bit weights as much again for finer digits, which few rows have. */
+INLINE int64_t digits_capacity(const Matrix *m) {
   return m->kind == INT4 ? 2 * digits_size(m) + (int64_t)(sizeof(Finer) / 4) : digits_size(m);
 }
 
@@ -69,7 +70,7 @@ typedef int32_t v4i __attribute__((vector_size(16)));
 typedef int64_t v4l __attribute__((vector_size(32)));
 typedef double v4d __attribute__((vector_size(32)));
 
-/* The sums of four vectors' integers. */
+/* The sums over lanes of four integer vectors. */
 INLINE v4i sum_4_integers(__m512i a, __m512i b, __m512i c, __m512i d) {
   __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
   __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
@@ -78,14 +79,14 @@ INLINE v4i sum_4_integers(__m512i a, __m512i b, __m512i c, __m512i d) {
   return (v4i)_mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 
-/* sums += the products of 64 bytes without a sign and 64 with one, four by four. In assembler, because GCC 12 copies the sums of
- * the intrinsic about, and runs out of registers. */
+/* Multiply 64 unsigned by 64 signed bytes and add each four products to a lane of `sums`. In assembler, because with the
+ * intrinsic GCC 12 copies the accumulators around and runs out of registers. */
 INLINE __m512i add_products(__m512i sums, __m512i plain, __m512i signs) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(plain), "vm"(signs));
   return sums;
 }
 
-/* The 64 weights at p, those of `here` alone, each 128 more: the instruction wants one factor without a sign. */
+/* Load the weights at p that `here` selects, up to 64, each plus 128: the instruction needs one unsigned factor. */
 INLINE __m512i weights_8(const int8_t *p, __mmask64 here) {
   return _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, p), _mm512_set1_epi8(-128));
 }
@@ -100,7 +101,7 @@ INLINE __m512i weights_8(const int8_t *p, __mmask64 here) {
     } \
   } while (0)
 
-/* y[r * BLOCK + o] = w[o] . x[r] for 4 outputs, whose weights are `stride` apart, and R rows in digits. */
+/* y[r * BLOCK + o] = w[o] . x[r] for 4 outputs whose weights are `stride` bytes apart, and R rows of digits. */
 #define DOTS_8(R) \
   INLINE void dots_8_##R(const int8_t *w, int64_t stride, const char *x, int64_t in, Fetch fetch, float *y) { \
     const Fixed *fixed = (const Fixed *)(x + R * chunks_of_inputs(in) * DIGITS * CHUNK_INPUTS); \
@@ -131,21 +132,21 @@ static void dots_8(const Matrix *m, int64_t first, int64_t stride, const float *
   else dots_8_2(w, stride, (const char *)x, m->in, fetch, y);
 }
 
-/* 64 weights of 4 bits, 0 to 15: the bytes twice, and in the second half moved down. */
+/* 64 4-bit weights, 0 to 15: the 32 bytes twice, the second copy shifted right by 4 bits. */
 INLINE __m512i weights_4(const uint8_t *p) {
   __m512i pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)p));
   __m512i down = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
   return _mm512_and_si512(_mm512_srlv_epi64(pairs, down), _mm512_set1_epi8(15));
 }
 
-/* What the offsets of an output add: these times the sums of their inputs. sums: of every 32 inputs. */
+/* What an output's offsets add to it: each offset times the sum of its group's inputs. sums: of every 32 inputs. */
 INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
   int64_t each = m->group / 32, count = m->in / 32, at = output * (m->in / m->group);
   __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   __m512i place = _mm512_srli_epi32(lanes, each == 1 ? 0 : each == 2 ? 1 : 2);
   __m512 total = _mm512_setzero_ps();
   for (int64_t i = 0; i < count; i += 16) {
-    int64_t left = least(16, count - i), first = at + i / each;
+    int64_t left = min(16, count - i), first = at + i / each;
     __mmask16 here = (1u << left) - 1, groups = (1u << (left + each - 1) / each) - 1;
     __m512 offsets = _mm512_maskz_loadu_ps(groups, m->offsets + first);
     total = _mm512_fmadd_ps(_mm512_permutexvar_ps(place, offsets), _mm512_maskz_loadu_ps(here, sums + i), total);
@@ -153,21 +154,21 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
   return _mm512_reduce_add_ps(total);
 }
 
-#define SCALES 16 /* that are converted at once */
+#define SCALES 16 /* group scales converted to float32 at once */
 
-/* The same of 4-bit weights: sums are exact within a group, and groups are added in order. */
+/* DOTS_8 for 4-bit weights: sums are exact within a group, and groups are added in order. */
 #define DOTS_4(R) \
   static void dots_4_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
     vf total[4][R]; \
     const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
     const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, apart = stride ? num_groups : 0; \
     const int level = m->group == 32 ? 0 : m->group == 64 ? 1 : 2; \
-    const int64_t period = (SCALES / 2) << level; /* chunks of so many scales */ \
+    const int64_t period = (SCALES / 2) << level; /* chunks covered by SCALES scales */ \
     const __m512i half = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0); \
     UNROLL for (int o = 0; o < 4; o++) UNROLL for (int r = 0; r < R; r++) total[o][r] = (vf){0}; \
     for (int64_t start = 0; start < chunks; start += period) { \
-      const int64_t end = least(chunks, start + period), from = start * 2 >> level; \
-      const __mmask16 there = (1u << least(SCALES, num_groups - from)) - 1; \
+      const int64_t end = min(chunks, start + period), from = start * 2 >> level; \
+      const __mmask16 there = (1u << min(SCALES, num_groups - from)) - 1; \
       __m512 scales[4]; \
       if (fetch.ahead) \
         UNROLL for (int o = 0; o < 4; o++) FETCH(m->groups + (first + o + fetch.ahead) * num_groups + from); \
@@ -213,11 +214,11 @@ static void dots_4(const Matrix *m, int64_t first, int64_t stride, const float *
   }
 }
 
-/* The same of rows some of which may have finer digits: four outputs, `stride` bytes apart. */
+/* `dots_4` where some of the rows may have finer digits. */
 static void finer_dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
   dots_4(m, first, stride, x, rows, fetch, y);
   const Finer *finer = (const Finer *)(x + rows * digits_size(m));
-  int64_t count = least(finer->count, rows); /* a late member may find any number here, and must not leave its memory */
+  int64_t count = min(finer->count, rows); /* a late member may read any number here, and must stay within its memory */
   if (count <= 0) return;
   float more[NIBBLE_ROWS * BLOCK];
   dots_4(m, first, stride, (const float *)(finer + 1), count, (Fetch){0}, more);
@@ -228,7 +229,7 @@ static void finer_dots_4(const Matrix *m, int64_t first, int64_t stride, const f
   }
 }
 
-/* `outputs` for rows as integers, without scale and bias. */
+/* `outputs` for rows as integers, before scale and bias. */
 static void integer_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
   int64_t stride = m->kind == INT4 ? m->in / 2 : m->in;
   for (int64_t o = 0; o < count; o += 4) {
@@ -237,7 +238,7 @@ static void integer_outputs(const Matrix *m, int64_t first, int64_t count, const
       else finer_dots_4(m, first + o, stride, x, rows, fetch, y + o);
       continue;
     }
-    for (; o < count; o++) { /* the last ones one by one: the same output four times */
+    for (; o < count; o++) { /* the last outputs one by one, each computed four times over */
       float same[ROWS * BLOCK];
       if (m->kind == INT8) dots_8(m, first + o, 0, x, rows, (Fetch){0}, same);
       else finer_dots_4(m, first + o, 0, x, rows, (Fetch){0}, same);

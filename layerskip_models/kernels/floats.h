@@ -3,7 +3,7 @@
 #define SELFSPEC_FLOATS_H
 #include "matrix.h"
 
-/* LANES inputs of R rows and SIDE(R) outputs. */
+/* Multiply-add LANES inputs for R rows and SIDE(R) outputs. */
 #define STEP(KIND, R) \
   do { \
     vf weights[SIDE(R)]; \
@@ -57,25 +57,25 @@ DOTS_OF(uint16_t, bfloat16)
 DOTS_OF(uint16_t, float16)
 DOTS_OF(int8_t, int8)
 
-/* What turns the 4 bits of an output's 32 inputs into numbers. */
+/* Scale and offset that decode 4-bit weights, for one output and 32 inputs. */
 typedef struct {
   float scale, offset;
 } Group;
 
-/* i: a multiple of 32. */
+/* i: first input, a multiple of 32. */
 INLINE Group group_of_inputs(const Matrix *m, int64_t output, int64_t i) {
   int64_t at = output * (m->in / m->group) + i / m->group;
   float scale = one_float16(m->groups + at);
   return (Group){scale, m->offsets ? m->offsets[at] : -8 * scale};
 }
 
-/* LANES weights from input i on, none of them beyond the 32 of the group. w: of one output. */
+/* LANES weights of one output from input i on; they must not cross a multiple of 32 inputs. w: the output's weights. */
 INLINE vf load_int4(const uint8_t *w, int64_t i, Group group) {
   vi q = load_bytes(w + i / 64 * 32 + i % 32) >> (i & 32 ? 4 : 0) & 15;
-  return multiply_add(all(group.scale), __builtin_convertvector(q, vf), all(group.offset));
+  return multiply_add(splat(group.scale), __builtin_convertvector(q, vf), splat(group.offset));
 }
 
-/* The same of 4-bit weights; their number of inputs is a multiple of 64. */
+/* DOTS for 4-bit weights. The number of inputs must be a multiple of 64. */
 #define DOTS_INT4(R) \
   INLINE void dots_int4_##R(const Matrix *m, int64_t first, const float *x, Fetch fetch, float *y) { \
     const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
@@ -115,8 +115,8 @@ static void dots_int4(const Matrix *m, int64_t first, const float *x, int64_t ro
   }
 }
 
-/* The weight of one output and one input. */
-INLINE float one(const Matrix *m, int64_t output, int64_t i) {
+/* One weight as float32. */
+INLINE float weight_at(const Matrix *m, int64_t output, int64_t i) {
   int64_t at = output * m->in + i;
   switch (m->kind) {
   case FLOAT32: return one_float32((const float *)m->weight + at);
@@ -131,8 +131,9 @@ INLINE float one(const Matrix *m, int64_t output, int64_t i) {
   }
 }
 
-/* Rows one behind the other become steps of LANES inputs of all rows: read in order, and not, as rows a power of two apart
- * would be, from the same few places of the cache. Inputs that fill no step come last, row by row. */
+/* Packing interleaves the rows: LANES inputs of row 0, the same inputs of row 1, and so on, then the next LANES inputs. The
+ * kernels then read in order, and rows that are a power of two apart do not compete for the same cache sets. Inputs that do not
+ * fill LANES come last, row by row. */
 INLINE int64_t packed_place(int64_t r, int64_t i, int64_t rows, int64_t in) {
   int64_t whole = in / LANES * LANES;
   return i < whole ? i / LANES * LANES * rows + r * LANES + i % LANES : whole * rows + r * (in - whole) + i - whole;
@@ -165,17 +166,17 @@ static void widen_int4(const Matrix *m, float *y) {
     }
 }
 
-/* The same matrix of 16-, 8- or 4-bit weights with these as float32, in `room`. */
-static Matrix widened(const Matrix *m, float *room) {
+/* A copy of a 16-, 8- or 4-bit matrix with its weights converted to float32, in `scratch`. */
+static Matrix widened(const Matrix *m, float *scratch) {
   Matrix wide = *m;
   int64_t count = m->out * m->in;
   switch (m->kind) {
-  case BFLOAT16: widen_bfloat16(m->weight, count, room); break;
-  case FLOAT16: widen_float16(m->weight, count, room); break;
-  case INT8: widen_int8(m->weight, count, room); break;
-  default: widen_int4(m, room);
+  case BFLOAT16: widen_bfloat16(m->weight, count, scratch); break;
+  case FLOAT16: widen_float16(m->weight, count, scratch); break;
+  case INT8: widen_int8(m->weight, count, scratch); break;
+  default: widen_int4(m, scratch);
   }
-  wide.weight = room;
+  wide.weight = scratch;
   wide.kind = FLOAT32;
   return wide;
 }

@@ -1,6 +1,6 @@
-/* Half a layer at a time, for a model that several processes hold: each has some heads and a part of the MLP's inner width.
+/* Half a layer at a time, for a model split across processes: each holds some heads and a slice of the MLP's inner width.
  *
- * The processes' parts of one half are summed before the next half begins: the caller passes them all.
+ * The processes' parts of one half are summed before the next half begins; the caller passes all of them.
  */
 #ifndef SELFSPEC_HALVES_H
 #define SELFSPEC_HALVES_H
@@ -11,15 +11,15 @@ enum Half { ATTENTION, MLP, NEITHER };
 typedef struct {
   Pass pass;          /* pass.first is the layer; pass.outputs receives this process's part, [rows, hidden] */
   float *x;           /* [rows, hidden] */
-  const float *parts; /* parts of the previous half, [ranks, rows, hidden], which are first added to x; or NULL */
+  const float *parts; /* parts of the previous half, [ranks, rows, hidden], added to x first; or NULL */
   const float *norm;  /* norm of their sum, or NULL */
   int64_t ranks;
   enum Half half;
 } Halving;
 
-/* A phase: x += norm(sum of all parts), in the order of ranks. It is so little work that it is written in place. */
+/* A phase: x += norm(sum of all parts), summed in rank order. So little work that it is written in place. */
 static void add_parts(Member *member, const Halving *a) {
-  int64_t size = a->pass.shape.hidden, rows = a->pass.rows, pieces = least(rows, pool_team(member));
+  int64_t size = a->pass.shape.hidden, rows = a->pass.rows, pieces = min(rows, pool_team(member));
   float *added = scratch_of(&a->pass).added;
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {

@@ -1,20 +1,20 @@
-/* The head without its logits: of every row the token that wins, and how sure the row is of it.
+/* The head without storing logits: each row's winning token, and how confident the row is in it.
  *
- * Logits are computed as `normalised_linear` computes them, bit for bit, and looked at while they are in the cache. The
- * vocabulary is cut into chunks in the same way for any number of threads, and the chunks' summaries are put together in
- * order: so these numbers depend on the row alone, like everything else here.
+ * Logits have the same bits as from `normalised_linear`, and are summarised while they are in the cache. The vocabulary is cut
+ * into the same chunks for any number of threads, and the chunks' summaries are combined in order. So these numbers depend on
+ * the row alone, like everything else here.
  */
 #ifndef SELFSPEC_HEAD_H
 #define SELFSPEC_HEAD_H
 #include "matrices.h"
 
-#define CHUNK 256  /* fewest outputs that are summed up together */
-#define CHUNKS 256 /* and most chunks of a vocabulary */
+#define CHUNK 256  /* smallest chunk, in outputs */
+#define CHUNKS 256 /* most chunks of a vocabulary */
 
 typedef struct {
-  float best, second; /* of the logits */
-  float sum, moment;  /* of e^(logit - best), and of that times (logit - best) */
-  int64_t token;      /* the first one whose logit is `best` */
+  float best, second; /* the two largest logits */
+  float sum, moment;  /* sums of e^(logit - best), and of that times (logit - best) */
+  int64_t token;      /* the first token whose logit is `best` */
 } Summary;
 
 INLINE int64_t chunk_size(int64_t out) {
@@ -24,33 +24,33 @@ INLINE int64_t chunk_size(int64_t out) {
 
 INLINE int64_t chunk_count(int64_t out) { return (out + chunk_size(out) - 1) / chunk_size(out); }
 
-/* Of `count` logits, behind which there is room for LANES more; a NaN among them makes `best` NaN. */
+/* Summarise `count` logits, followed by space for LANES more. first: their first token. Any NaN makes `best` NaN. */
 static Summary summarise(float *logits, int64_t count, int64_t first, int spread) {
   for (int64_t i = count; i < count + LANES; i++) logits[i] = -INFINITY;
-  vf most = all(-INFINITY), next = most;
-  vi odd = {0}, at = {0}, here; /* where each lane's largest one is */
+  vf best = splat(-INFINITY), second = best;
+  vi nans = {0}, where = {0}, here; /* where each lane's largest logit is */
   for (int i = 0; i < LANES; i++) here[i] = i;
   for (int64_t i = 0; i < count; i += LANES, here += LANES) {
     vf v = load(logits + i);
-    vi larger = v > most;
-    vf lower = choose(larger, most, v);
-    odd |= v != v;
-    at = (here & larger) | (at & ~larger);
-    most = choose(larger, v, most);
-    next = choose(lower > next, lower, next);
+    vi larger = v > best;
+    vf lower = choose(larger, best, v);
+    nans |= v != v;
+    where = (here & larger) | (where & ~larger);
+    best = choose(larger, v, best);
+    second = choose(lower > second, lower, second);
   }
-  float peaks[LANES], nexts[LANES];
-  int32_t places[LANES], odds[LANES], any = 0;
-  store(peaks, most);
-  store(nexts, next);
-  memcpy(places, &at, sizeof places);
-  memcpy(odds, &odd, sizeof odds);
+  float peaks[LANES], seconds[LANES];
+  int32_t places[LANES], any_nan[LANES], has_nan = 0;
+  store(peaks, best);
+  store(seconds, second);
+  memcpy(places, &where, sizeof places);
+  memcpy(any_nan, &nans, sizeof any_nan);
   Summary s = {-INFINITY, -INFINITY, 0, 0, first};
   int64_t place = 0;
   for (int i = 0; i < LANES; i++) {
-    any |= odds[i];
+    has_nan |= any_nan[i];
     if (peaks[i] > s.best) {
-      s.second = s.best > nexts[i] ? s.best : nexts[i];
+      s.second = s.best > seconds[i] ? s.best : seconds[i];
       s.best = peaks[i], place = places[i];
     } else {
       if (peaks[i] == s.best && places[i] < place) place = places[i];
@@ -58,7 +58,7 @@ static Summary summarise(float *logits, int64_t count, int64_t first, int spread
     }
   }
   s.token = first + place;
-  if (any) {
+  if (has_nan) {
     s.best = NAN;
     return s;
   }
@@ -66,7 +66,7 @@ static Summary summarise(float *logits, int64_t count, int64_t first, int spread
   vf sums = {0}, moments = {0};
   for (int64_t i = 0; i < count; i += LANES) {
     vf below = load(logits + i) - s.best;
-    below = choose(below < -1000.0f, all(-1000.0f), below); /* times e^-infinity = 0 it must be 0 */
+    below = choose(below < -1000.0f, splat(-1000.0f), below); /* finite, so that its product with e^-infinity = 0 is 0 */
     vf e = exponential(below);
     sums += e;
     moments += below * e;
@@ -76,8 +76,8 @@ static Summary summarise(float *logits, int64_t count, int64_t first, int spread
   return s;
 }
 
-/* Everything about a row from its chunks' summaries. */
-static Summary joined(const Summary *chunks, int64_t count, int spread) {
+/* Combine a row's chunk summaries. */
+static Summary combined(const Summary *chunks, int64_t count, int spread) {
   Summary s = chunks[0];
   for (int64_t c = 1; c < count; c++) {
     const Summary *other = chunks + c;
@@ -90,7 +90,7 @@ static Summary joined(const Summary *chunks, int64_t count, int spread) {
   if (!spread) return s;
   s.sum = s.moment = s.best != s.best ? NAN : 0;
   for (int64_t c = 0; c < count; c++) {
-    if (chunks[c].sum == 0) continue; /* of masked tokens alone */
+    if (chunks[c].sum == 0) continue; /* all its tokens are masked */
     float below = chunks[c].best - s.best, factor = expf(below);
     s.sum += factor * chunks[c].sum;
     if (factor > 0) s.moment += factor * (chunks[c].moment + below * chunks[c].sum);

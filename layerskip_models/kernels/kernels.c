@@ -1,12 +1,11 @@
-/* Decoder layers over a few rows on a CPU, at the speed at which their weights come from memory.
+/* Decoder layers over a few rows on a CPU, as fast as their weights can be read from memory.
  *
- * setup.py compiles this file once for each kind of processor, VARIANT being its name ("baseline", "avx2", ..), and library.py
- * chooses among them; native_layers.py says what each argument is. Why it exists: at batch 1 a pass is as fast as its weights
- * are read, and no public kernel reads them that fast in 16 or 8 bits, or goes on doing so when verification brings eight rows
- * instead of one.
+ * setup.py compiles this file once per kind of processor, with VARIANT as its name ("baseline", "avx2", ..), and library.py
+ * chooses among them; native_layers.py explains the arguments. Why it exists: at batch 1 a pass is limited by reading the weights.
+ * No public kernel reads 16- or 8-bit weights at full speed, or still does when verification brings eight rows instead of one.
  *
- * Every row is computed by the same operations in the same order whatever rows are beside it and however many threads
- * there are. So a token that was drafted in a pass of one row gets, in a verification of many, the very same logits.
+ * Every row is computed by the same operations in the same order, whatever other rows are in the batch and however many threads
+ * there are. So a token drafted in a pass of one row gets exactly the same logits when it is verified among many.
  */
 #include "halves.h"
 #include "head.h"
@@ -16,7 +15,7 @@
 #define EXPORT(name) JOIN(name, VARIANT) /* step_avx2 */
 #define PUBLIC __attribute__((visibility("default")))
 
-/* ---- What Python calls ---------------------------------------------------------------------------------------------- */
+/* ---- Called from Python --------------------------------------------------------------------------------------------- */
 
 typedef struct {
   Matrix matrix;
@@ -31,27 +30,27 @@ static void product(const void *arguments, Member *member) {
   leave_tiles();
 }
 
-/* y = residual + x W^T, for any number of rows. Returns as `pool_run`. */
+/* y = residual + x W^T, for any number of rows. Returns what `pool_run` returns. */
 PUBLIC int64_t EXPORT(linear)(const Matrix *m, const float *x, int64_t rows, const float *residual, float *y, int threads) {
   Product a = {*m, {x, NULL, 0, rows}, residual, y};
   return pool_run(product, &a, sizeof a, threads, bytes_read(m));
 }
 
-/* The same of normalised rows: y = norm(x) W^T. */
+/* y = norm(x) W^T. */
 PUBLIC int64_t EXPORT(normalised_linear)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows,
                                          float *y, int threads) {
   Product a = {*m, {x, norm, eps, rows}, NULL, y};
   return pool_run(product, &a, sizeof a, threads, bytes_read(m));
 }
 
-/* Numbers of scratch that a pass wants for so many rows. */
+/* Floats of scratch that a pass over `rows` rows needs. */
 PUBLIC int64_t EXPORT(scratch_size)(const Shape *s, const Layer *layer, int64_t rows) {
   return rows * (layer->qkv.out + s->heads * s->head_dim + layer->down.in + 3 * s->hidden);
 }
 
 /* ---- Exit adapters -------------------------------------------------------------------------------------------------- */
 
-/* What an early exit's rows pass before the head: y = x + D (silu(gate) * up), of normalised rows. An MLP, but narrow. */
+/* A narrow MLP between an early exit and the head: y = x + D (silu(gate) * up), where gate and up are of norm(x). */
 typedef struct {
   Matrix gate_up, down;
   const float *norm; /* [hidden] */
@@ -77,7 +76,7 @@ static void adapting(const void *arguments, Member *member) {
   leave_tiles();
 }
 
-/* An adapter alone. gated: scratch for [rows, rank]. Returns as `pool_run`. */
+/* An adapter alone. gated: scratch, [rows, rank]. Returns what `pool_run` returns. */
 PUBLIC int64_t EXPORT(adapt)(const Adapter *adapter, float eps, const float *x, int64_t rows, float *gated, float *y,
                              int threads) {
   Adapting a = {*adapter, eps, x, rows, gated, y};
@@ -88,7 +87,7 @@ static int64_t layer_bytes(const Layer *l) {
   return bytes_read(&l->qkv) + bytes_read(&l->output) + bytes_read(&l->gate_up) + bytes_read(&l->down);
 }
 
-/* Numbers of bytes of scratch that `pick` wants. */
+/* Bytes of scratch that `pick` needs. */
 PUBLIC int64_t EXPORT(pick_scratch)(const Matrix *m, int64_t rows) {
   return rows * chunk_count(m->out) * (int64_t)sizeof(Summary);
 }
@@ -100,29 +99,29 @@ typedef struct {
   int spread;
 } Picking;
 
-/* Into how many pieces the chunks of a vocabulary are divided. */
+/* The number of pieces that a vocabulary's chunks are divided into. */
 static int64_t chunk_pieces(int64_t team, const Matrix *m) {
   return pieces_of(team, chunk_count(m->out), bytes_of(m->kind, m->out * m->in));
 }
 
-/* A phase or two: logits, chunk by chunk, and what they come to. */
+/* One or two phases: compute logits chunk by chunk, and summarise each chunk. */
 static void summarise_all(Member *member, const Picking *a) {
   const Matrix *m = &a->matrix;
   int64_t rows = a->input.rows, size = chunk_size(m->out), chunks = chunk_count(m->out), width = size + LANES;
   int64_t pieces = chunk_pieces(pool_team(member), m);
   const float *x = prepared_together(member, &a->input, m);
-  int64_t before = x ? 0 : rows_room(m, rows), summaries = before + wide_room(m, rows) + (rows * width + 1) / 2 * 2; /* numbers of room */
+  int64_t before = x ? 0 : rows_scratch(m, rows), summaries = before + wide_scratch(m, rows) + (rows * width + 1) / 2 * 2; /* floats */
   int64_t most_chunks = (chunks + pieces - 1) / pieces;
-  float *room = pool_memory(member, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
-  if (!room) return;
-  float *wide = room + before, *logits = wide + wide_room(m, rows);
-  Summary *own = (Summary *)(room + summaries);
+  float *scratch = pool_memory(member, summaries * sizeof(float) + rows * most_chunks * sizeof(Summary));
+  if (!scratch) return;
+  float *wide = scratch + before, *logits = wide + wide_scratch(m, rows);
+  Summary *own = (Summary *)(scratch + summaries);
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     int64_t first = chunks * piece / pieces, count = chunks * (piece + 1) / pieces - first;
-    if (!x) x = prepared(&a->input, m, room);
+    if (!x) x = prepared(&a->input, m, scratch);
     for (int64_t c = 0; c < count; c++) {
-      int64_t begin = (first + c) * size, end = least(begin + size, m->out);
+      int64_t begin = (first + c) * size, end = min(begin + size, m->out);
       some_outputs(m, x, rows, NULL, begin, end, logits, width, wide);
       for (int64_t r = 0; r < rows; r++)
         own[r * count + c] = summarise(logits + r * width, end - begin, begin, a->spread);
@@ -139,11 +138,11 @@ static void picking(const void *arguments, Member *member) {
   leave_tiles();
 }
 
-/* What the summaries say of each row; see `pick`. */
+/* Turn the chunks' summaries into `pick`'s results. */
 static void conclude(const Picking *a, int64_t *tokens, float *numbers) {
   int64_t rows = a->input.rows, chunks = chunk_count(a->matrix.out);
   for (int64_t r = 0; r < rows; r++) {
-    Summary s = joined(a->summaries + r * chunks, chunks, a->spread);
+    Summary s = combined(a->summaries + r * chunks, chunks, a->spread);
     tokens[r] = s.token;
     numbers[r] = s.best;
     if (a->spread) {
@@ -154,9 +153,10 @@ static void conclude(const Picking *a, int64_t *tokens, float *numbers) {
   }
 }
 
-/* For rows [rows, in], normalised first: tokens[r], the argmax of its logits (the first of equal ones), and numbers[r], its logit,
- * NaN if any logit of the row is. With `spread` also, rows numbers each: the probability of the token, its logit less the
- * second largest, and the entropy in nats. No logit is stored. scratch: aligned to 8 bytes. Returns as `pool_run`. */
+/* For rows [rows, in], normalised first: tokens[r] is the argmax of row r's logits (the first if several are equal), numbers[r]
+ * that logit, or NaN if any logit of the row is NaN. With `spread`, numbers continues with three arrays of [rows]: the token's
+ * probability, its logit minus the second largest, and the entropy in nats. No logits are stored. scratch: aligned to 8 bytes.
+ * Returns what `pool_run` returns. */
 PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const float *x, int64_t rows, void *scratch,
                             int spread, int64_t *tokens, float *numbers, int threads) {
   Picking a = {*m, {x, norm, eps, rows}, scratch, spread};
@@ -165,19 +165,19 @@ PUBLIC int64_t EXPORT(pick)(const Matrix *m, const float *norm, float eps, const
   return job;
 }
 
-/* A pass in one call: embed tokens, or take rows as they are; run layers; look at the head. `Step` of library.py. */
+/* A whole pass in one call: embed tokens (or take hidden states), run layers, and pick tokens. `Step` of library.py. */
 typedef struct {
   const Shape *shape;
   const Layer *layers;
-  const Span *spans; /* as many as have `rows` rows together; of more than one, the memory must outlive the call (`pool_oldest`) */
+  const Span *spans; /* `rows` rows in total; if there are several, they must outlive the call (see `pool_oldest`) */
   int64_t num_spans;
-  const void *embedding; /* [vocab, hidden] of `kind`, of which the rows `embedded` are taken; or NULL */
+  const void *embedding; /* [vocab, hidden] of `kind`, or NULL; `embedded` selects its rows */
   int64_t kind;
   const int64_t *embedded;
-  float *x; /* [rows, hidden]; with an embedding, room for it */
+  float *x; /* [rows, hidden]: the input; with an embedding, scratch for it */
   const float *rotary;
-  float *outputs, *last; /* layer i writes [rows, hidden] to outputs + i * stride, and the last one is copied to `last` if that
-                            is not NULL; a stride of 0 keeps the last one's only */
+  float *outputs, *last; /* layer i writes [rows, hidden] to outputs + i * stride, and the last layer's output is copied to `last`
+                            unless that is NULL; a stride of 0 keeps the last layer's output only */
   int64_t first, count, rows, stride;
   float *scratch;
   const Matrix *head; /* or NULL */
@@ -187,16 +187,16 @@ typedef struct {
   void *summaries;
   int64_t *tokens;
   float *numbers;
-  const Adapter *adapter; /* that the rows pass before the head, or NULL */
+  const Adapter *adapter; /* applied before the head, or NULL */
   float *adapted;         /* [rows, rank + hidden], with an adapter */
-  float *parts;           /* room for `parts_size` numbers, or NULL: then no text's attention is divided among threads */
+  float *parts;           /* `parts_size` floats of scratch, or NULL: then no chunk's attention is divided among threads */
 } Step;
 
 typedef struct {
   Pass pass;
   Picking picking;
-  const Adapter *adapter; /* in memory as long as the model */
-  const float *exit;      /* what it adapts */
+  const Adapter *adapter; /* lives as long as the model */
+  const float *exit;      /* the adapter's input */
   float *gated;
   int looks;
 } Stepping;
@@ -213,12 +213,12 @@ static void stepping(const void *arguments, Member *member) {
 
 _Static_assert(sizeof(Stepping) <= POOL_ARGUMENTS, "the arguments of a step are too large for the team");
 
-/* Of a layer's keys and values that a text's rows read, but for windows. */
+/* Bytes of keys and values that a text's rows read in a layer, ignoring windows. */
 static int64_t cache_bytes(const Shape *s, const Span *span) {
   return 2 * s->kv_heads * s->head_dim * (span->position + span->rows) * number_bytes(span);
 }
 
-/* Numbers of `parts` that a step may want. */
+/* Floats of `parts` that a step may need. */
 PUBLIC int64_t EXPORT(parts_size)(const Step *s) {
   int64_t need = 0;
   for (const Span *span = s->spans; span < s->spans + s->num_spans; span++) {
@@ -263,8 +263,8 @@ PUBLIC int64_t EXPORT(step)(const Step *s, int threads) {
   return job;
 }
 
-/* Half of layer s->first, `which` of them, or with NEITHER only the sum behind the layer before it. parts: what all processes
- * found in the half before, [ranks, rows, hidden], or NULL; it is added to s->x. This process's part goes to s->outputs. */
+/* Run one half of layer s->first, or for NEITHER only add the previous layer's parts. parts: the previous half's results from all
+ * processes, [ranks, rows, hidden], which are added to s->x; or NULL. This process's part goes to s->outputs. */
 PUBLIC int64_t EXPORT(half)(const Step *s, int which, const float *parts, int64_t ranks, int threads) {
   const Layer *layer = s->layers + s->first;
   Halving a = {

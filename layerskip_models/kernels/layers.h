@@ -4,21 +4,21 @@
 #include "multiply.h"
 #include "shared_attention.h"
 
-/* Store dim numbers of a key or value, from `place` on, in the kind in which they are kept. */
-INLINE void keep(const float *x, int64_t kind, void *numbers, int64_t place, int64_t dim) {
+/* Store the dim numbers of a key or value at index `place`, in the cache's own kind (float32 or bfloat16). */
+INLINE void store_cached(const float *x, int64_t kind, void *numbers, int64_t place, int64_t dim) {
   if (kind == FLOAT32) memcpy((float *)numbers + place, x, dim * sizeof(float));
   else
     for (int64_t i = 0; i < dim; i++) ((uint16_t *)numbers)[place + i] = to_bfloat16(x[i]);
 }
 
-/* A phase: write the rows' rotated keys and their values to the caches. It is so little work that it is written in place. */
+/* A phase: write the rows' rotated keys and their values to the caches. So little work that it is written in place. */
 static void write_caches(Member *member, const Pass *a, int64_t layer, const float *qkv) {
   const Shape *s = &a->shape;
   const Layer *l = a->layers + layer;
   const Span *span = spans_of(a);
   int64_t dim = s->head_dim, width = (s->heads + 2 * s->kv_heads) * dim, before = 0; /* rows in earlier spans */
-  int64_t units = a->rows * s->kv_heads, pieces = least(units, pool_team(member));
-  float *room = pool_memory(member, 2 * dim * sizeof(float));
+  int64_t units = a->rows * s->kv_heads, pieces = min(units, pool_team(member));
+  float *scratch = pool_memory(member, 2 * dim * sizeof(float));
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;
@@ -27,13 +27,13 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
       if (r < before) span = spans_of(a), before = 0; /* pieces may come in any order */
       while (r >= before + span->rows) before += span++->rows;
       const float *keys = qkv + r * width + s->heads * dim, *value = keys + (s->kv_heads + head) * dim;
-      const float *key = normed_head(a, l->key_norm, l->joint, keys, s->kv_heads, head, room);
+      const float *key = normed_head(a, l->key_norm, l->joint, keys, s->kv_heads, head, scratch);
       int64_t position = span->position + r - before;
       int64_t place = layer * span->layer_stride + head * span->head_stride + position * dim;
-      float *rotated = span->kind == FLOAT32 ? (float *)span->keys + place : room + dim;
+      float *rotated = span->kind == FLOAT32 ? (float *)span->keys + place : scratch + dim;
       rotate(key, rotary_at(a, l, position), 1.0f, dim, rotated);
-      if (span->kind != FLOAT32) keep(rotated, span->kind, span->keys, place, dim);
-      keep(value, span->kind, span->values, place, dim);
+      if (span->kind != FLOAT32) store_cached(rotated, span->kind, span->keys, place, dim);
+      store_cached(value, span->kind, span->values, place, dim);
     }
     pool_done(&phase, piece);
   }
@@ -41,7 +41,7 @@ static void write_caches(Member *member, const Pass *a, int64_t layer, const flo
 
 /* A phase: y = residual + norm(x), [rows, hidden]. So little work that it is written in place. */
 static void add_normalised(Member *member, const Pass *a, const float *x, const float *norm, const float *residual, float *y) {
-  int64_t size = a->shape.hidden, pieces = least(a->rows, pool_team(member));
+  int64_t size = a->shape.hidden, pieces = min(a->rows, pool_team(member));
   Phase phase = pool_phase(member, pieces);
   for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
     if (!pool_win(&phase, piece)) continue;
@@ -60,7 +60,7 @@ static void add(Member *member, const Pass *a, const Matrix *m, const float *x, 
   if (norm) add_normalised(member, a, added, norm, residual, y);
 }
 
-/* A layer's intermediate results in the scratch of a pass: qkv, [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
+/* A layer's intermediate results in the pass's scratch: qkv is [rows, (heads + 2 * kv_heads) * head_dim], and so on. */
 typedef struct {
   float *qkv, *attended, *gated, *middle, *between, *added;
 } Scratch;

@@ -1,9 +1,9 @@
-/* Four outputs of a matrix for a few rows: the loop in which nearly all time goes. */
+/* A block of a matrix's outputs for a few rows: the loop where nearly all the time goes. */
 #ifndef SELFSPEC_MATRICES_H
 #define SELFSPEC_MATRICES_H
 #include "prepare.h"
 
-/* How many rows from `r` on go through a weight together: few, and about equally many each time. */
+/* Rows are multiplied by a weight a few at a time, in turns of about equal size. `together`: how many from row `r` on. */
 INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
   int64_t most = on_tiles(m)                            ? ROWS
                  : as_integers(m)                       ? m->kind == INT8 ? INTEGER_ROWS : NIBBLE_ROWS
@@ -13,7 +13,7 @@ INLINE int64_t turns_of(const Matrix *m, int64_t rows) {
 }
 INLINE int64_t together(const Matrix *m, int64_t r, int64_t rows) {
   int64_t turns = turns_of(m, rows), size = (rows + turns - 1) / turns;
-  return least(size, rows - r);
+  return min(size, rows - r);
 }
 
 INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const float *x, int64_t rows, Fetch fetch, float *y) {
@@ -32,15 +32,15 @@ INLINE void float_outputs(const Matrix *m, int64_t first, int64_t count, const f
     for (int64_t o = 0; o < count; o++) {
       float result = 0;
       for (int64_t i = 0; i < m->in; i++)
-        result = multiply_add_1(one(m, first + o, i), x[packed_place(r, i, rows, m->in)], result);
+        result = multiply_add_1(weight_at(m, first + o, i), x[packed_place(r, i, rows, m->in)], result);
       y[r * BLOCK + o] = result;
     }
 }
 
-/* y[r * BLOCK + o] of outputs first .. first + BLOCK - 1 and as many rows as go through a weight together; outputs behind the
- * matrix's last are not touched. Scaled, with bias. */
+/* y[r * BLOCK + o] for outputs first .. first + BLOCK - 1 and the rows of one turn (`together`), with scale and bias applied.
+ * Entries past the matrix's last output are left alone. */
 static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows, Fetch fetch, float *y) {
-  int64_t count = least(BLOCK, m->out - first);
+  int64_t count = min(BLOCK, m->out - first);
 #if TILES
   if (by_tiles(m, rows)) tile_outputs(m, first, x, rows, fetch, y);
   else
@@ -58,7 +58,7 @@ static void outputs(const Matrix *m, int64_t first, const float *x, int64_t rows
     }
 }
 
-/* How many outputs before their use weights are fetched where rows take so many turns with a group of `group` outputs. */
+/* How many outputs ahead weights are fetched, where rows take `turns` turns with a group of `group` outputs. */
 INLINE int64_t outputs_ahead(const Matrix *m, int64_t rows, int64_t turns, int64_t group) {
   int64_t step = by_tiles(m, rows) ? BLOCK : 4, bytes = bytes_of(m->kind, step * m->in);
   return turns > 1 ? group : (AHEAD + bytes - 1) / bytes * step;

@@ -1,74 +1,75 @@
-/* A matrix of weights, and how many of its outputs and of the rows take part at a time. */
+/* A weight matrix, and how many of its outputs and how many rows are processed at a time. */
 #ifndef SELFSPEC_MATRIX_H
 #define SELFSPEC_MATRIX_H
 #include "vectors.h"
 
-enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* of a weight's numbers; `KINDS` in library.py */
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4 }; /* how a weight's numbers are stored; `KINDS` in library.py */
 
-/* 4-bit weights come in chunks of 64 inputs, 32 bytes each: the lower half of byte j is input j, the upper one input 32 + j.
- * A weight is groups * q + offsets, or groups * (q - 8) without offsets; q: 0 to 15. */
+/* 4-bit weights come in chunks of 64 inputs, 32 bytes each: the low nibble of byte j is input j, the high nibble input 32 + j.
+ * A weight is groups * q + offsets, or groups * (q - 8) without offsets, with q from 0 to 15. */
 typedef struct {
   const void *weight; /* [out, in] */
-  const float *scale; /* [out], factors of outputs, or NULL */
+  const float *scale; /* [out], one factor per output, or NULL */
   const float *bias;  /* [out] or NULL */
   int64_t kind, in, out;
   const uint16_t *groups; /* [out, in / group], float16; 4-bit weights only */
   const float *offsets;   /* [out, in / group] or NULL */
   int64_t group;          /* inputs that share a scale: 32, 64 or 128 */
-  int64_t whole;          /* outputs of the matrix that this is a part of, or 0 */
+  int64_t whole;          /* outputs of the full matrix if this is a slice of one, else 0 */
 } Matrix;
 
-/* Bytes of so many weights. */
+/* Bytes of `count` weights. */
 INLINE int64_t bytes_of(int64_t kind, int64_t count) {
   return kind == FLOAT32 ? 4 * count : kind == INT8 ? count : kind == INT4 ? count / 2 : 2 * count;
 }
 
 #if defined(__AMX_INT8__) || defined(EMULATED_TILES)
 #define TILES 1
-#define BLOCK 16 /* outputs that are computed side by side, so that an input is loaded once for them */
-#define ROWS 16  /* most rows that a weight serves at once */
+#define BLOCK 16 /* outputs computed side by side, so that an input is loaded once for all of them */
+#define ROWS 16  /* most rows multiplied by a weight while it is loaded */
 #else
 #define TILES 0
 #define BLOCK 4
 #define ROWS 6
 #endif
 
-/* Whether sums of products of weights and digits stay within 32 bits: of 2^16 inputs they do, at 255 * 128 each. */
+/* Whether sums of weight * digit products fit 32 bits: up to 2^16 inputs do, at most 255 * 128 each. */
 INLINE int sums_fit(const Matrix *m) { return m->in <= 1 << 16; }
 
 #ifndef TILE_BYTES
-/* Fewest bytes of a bfloat16 matrix that tiles multiply by. Models whose matrices are all smaller decode 1.45 times as fast with
- * vectors, and read prompts .86 times as fast. */
+/* Smallest bfloat16 matrix, in bytes, that uses tiles. With vectors, models whose matrices are all smaller decode 1.45 times as
+ * fast, and read prompts .86 times as fast. */
 #define TILE_BYTES (4 << 20)
 #endif
 
 INLINE int64_t whole_bytes(const Matrix *m) { return bytes_of(m->kind, (m->whole ? m->whole : m->out) * m->in); }
 
-/* Whether the matrix unit multiplies by this matrix: its outputs, be they gates above ups, and its inputs fill tiles. It is the
- * same for every part of the matrix and for any number of rows, since sums of bfloat16 products depend on it. */
+/* Whether the matrix unit multiplies by this matrix: its inputs and its outputs (each half, if gates are stacked above ups) must
+ * fill whole tiles. Sums of bfloat16 products depend on the answer, so it is the same for every slice of the matrix and for any
+ * number of rows. */
 INLINE int on_tiles(const Matrix *m) {
   int64_t outputs = m->whole ? m->whole : m->out;
   int takes = (m->kind == INT8 && sums_fit(m)) || (m->kind == BFLOAT16 && whole_bytes(m) >= TILE_BYTES);
   return TILES && takes && m->in % 64 == 0 && outputs % (2 * BLOCK) == 0;
 }
 
-#define GROUP 32 /* outputs for all of which some rows are computed before the next: their weights then come from the cache */
-#define GROUP_BYTES (64 << 10) /* of their weights, at most: these and the next group's stay in the second cache */
-#define LINE 64 /* bytes that memory delivers together */
-#define AHEAD 8192 /* bytes; what memory delivers while it is waited for */
-#define FLOAT_ROWS 6 /* that a weight serves at once with sums in registers */
-#define SIDE(R) (MANY_REGISTERS || R <= 3 ? 4 : 2) /* outputs whose sums are in registers together */
-#define PROMPT_ROWS 32 /* from which on, with few registers, three rows at once are faster: they stay in the nearest cache */
+#define GROUP 32 /* outputs that all rows are multiplied by before the next: later rows find their weights in the cache */
+#define GROUP_BYTES (64 << 10) /* most bytes of a group's weights: these and the next group's stay in the L2 cache */
+#define LINE 64 /* bytes of a cache line */
+#define AHEAD 8192 /* prefetch distance in bytes: what memory delivers during one access's latency */
+#define FLOAT_ROWS 6 /* most rows multiplied by a weight at once, with the sums in registers */
+#define SIDE(R) (MANY_REGISTERS || R <= 3 ? 4 : 2) /* outputs whose sums are in registers at the same time */
+#define PROMPT_ROWS 32 /* with few registers, from this many rows on, three at once are faster: they stay in the L1 cache */
 
-/* Weights that are fetched while others are computed with: left alone, processors do that too late, at every row of the matrix
- * anew. Where rows take turns with a group's weights, each turn fetches its share of the next group's lines of 64 bytes, so that
- * memory is never idle. Small enough for a register. */
+/* Weights to prefetch while others are in use. The hardware prefetcher starts too late, and starts over at every row of the
+ * matrix. Where rows take turns with a group's weights, each turn fetches its share of the next group's cache lines (64 bytes),
+ * so that memory is never idle. Small enough for a register. */
 typedef struct {
-  int32_t ahead;       /* outputs further on; 0: nothing is fetched */
-  int16_t mask, place; /* lines whose place in bytes, modulo a power of two, is `place` */
+  int32_t ahead;       /* how many outputs ahead; 0: fetch nothing */
+  int16_t mask, place; /* fetch the lines whose byte offset & mask is `place` */
 } Fetch;
 
-/* Into the second cache: the nearest one has too few places for lines that are on their way (1.8 times as fast on Zen 4). */
+/* Into the L2 cache, because L1 has too few slots for lines in flight (1.8 times as fast on Zen 4). */
 #define FETCH(p) __builtin_prefetch(p, 0, 2)
 
 INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
@@ -81,7 +82,7 @@ INLINE Fetch fetch_of_turn(int64_t turn, int64_t turns, int64_t ahead) {
 }
 
 /* Outputs first .. first + count - 1 of a matrix. */
-INLINE Matrix some_of(const Matrix *m, int64_t first, int64_t count) {
+INLINE Matrix slice_of(const Matrix *m, int64_t first, int64_t count) {
   Matrix some = *m;
   some.weight = (const char *)m->weight + bytes_of(m->kind, first * m->in);
   some.out = count;

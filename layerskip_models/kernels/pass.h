@@ -1,18 +1,18 @@
-/* A pass: rows of some texts, and the layers that they go through. */
+/* A pass: rows of one or more texts, and the layers they go through. */
 #ifndef SELFSPEC_PASS_H
 #define SELFSPEC_PASS_H
 #include "attention.h"
 #include "matrices.h"
 #include "pool.h"
 
-/* Norms are NULL where a layer has none; their weights are times the root of what they are over. */
+/* Norms are NULL where a layer has none. Their weights are premultiplied by the square root of the norm's size. */
 typedef struct {
   Matrix qkv, output, gate_up, down;
-  const float *input_norm, *post_attention_norm; /* [hidden], of what goes into attention and the MLP */
-  const float *output_norm, *down_norm;          /* [hidden], of what these two add */
-  const float *query_norm, *key_norm; /* of every head alone, [head_dim], or of all of a row together, [heads * head_dim] */
-  int64_t window;                     /* positions that a row attends to, its own among them */
-  int32_t joint, rotated;             /* whether heads are normalised together; whether they are rotated */
+  const float *input_norm, *post_attention_norm; /* [hidden], applied to the input of attention and of the MLP */
+  const float *output_norm, *down_norm;          /* [hidden], applied to what these two add */
+  const float *query_norm, *key_norm; /* over each head, [head_dim], or over all heads of a row, [heads * head_dim] */
+  int64_t window;                     /* positions a row attends to, including its own */
+  int32_t joint, rotated;             /* whether heads are normalised together, and whether they are rotated */
 } Layer;
 
 typedef struct {
@@ -20,7 +20,7 @@ typedef struct {
   float eps, scale;
 } Shape;
 
-/* Rows of one text: `rows` neighbours, the first of which is at `position`, and the text's own KV cache. */
+/* Consecutive rows of one text, starting at `position`, and the text's own KV cache. */
 typedef struct {
   void *keys, *values; /* of layer 0, [kv_heads, positions, head_dim] */
   int64_t layer_stride, head_stride, position, rows;
@@ -31,27 +31,27 @@ typedef struct {
 typedef struct {
   Shape shape;
   const Layer *layers; /* of the whole model */
-  Span only;           /* used where `spans` is NULL: then nothing has to outlive the call */
+  Span only;           /* the only span where `spans` is NULL; nothing then has to outlive the call */
   const Span *spans;
   const float *x, *rotary; /* of all positions */
   float *outputs, *scratch;
   int64_t first, count, rows, stride; /* layers first .. first + count - 1 */
-  float *parts;                       /* see `Division`; NULL where there is no room for any */
+  float *parts;                       /* see `Division`; NULL if there is no memory for parts */
 } Pass;
 
 INLINE const Span *spans_of(const Pass *a) { return a->spans ? a->spans : &a->only; }
 
-/* Number `head` of a row's `heads`, x: [heads, head_dim], behind its norm, if there is one. y: for head_dim numbers. */
+/* Head number `head` of x, [heads, head_dim], after its norm if there is one. y: buffer of head_dim numbers. */
 INLINE const float *normed_head(const Pass *a, const float *norm, int joint, const float *x, int64_t heads, int64_t head, float *y) {
   int64_t dim = a->shape.head_dim, at = head * dim;
   if (!norm) return x + at;
-  /* All heads' sum anew for each of them: a row's is so little that sharing it would cost more. */
+  /* The sum over all heads is redone for each head: it is so small that sharing it would cost more. */
   float factor = joint ? norm_factor(x, a->shape.eps, heads * dim) : norm_factor(x + at, a->shape.eps, dim);
   for (int64_t i = 0; i < dim; i++) y[i] = x[at + i] * factor * norm[joint ? at + i : i];
   return y;
 }
 
-/* The factors of a position's rotation; NULL where the layer does not rotate. */
+/* The rotation's factors at a position; NULL if the layer does not rotate. */
 INLINE const float *rotary_at(const Pass *a, const Layer *l, int64_t position) {
   return l->rotated ? a->rotary + position * a->shape.head_dim : NULL;
 }

@@ -1,25 +1,24 @@
-/* See pool.h. What a thread waits for, it waits for actively for a moment only; then it sleeps (between jobs) or does the
- * missing work itself (within one).
+/* See pool.h. A thread spins only briefly. After that it sleeps (between jobs) or does the missing work itself (within a job).
  *
- * Why this is right. Every piece of a phase has a word that only grows: 4 * phase + TAKEN, WRITING or DONE. Results are
- * written by the member whose compare-and-swap set WRITING, and by nobody else; a phase ends when all its words are DONE.
+ * Why this is correct. Every piece of a phase has a word that only grows: 4 * phase + TAKEN, WRITING or DONE. Only the member
+ * whose compare-and-swap set WRITING writes the results. A phase ends when all its words are DONE.
  *
- * - Who leaves a phase has read DONE, or a later value, from each word with acquire. DONE is stored with release behind the
- *   results; what replaces it later is set by a compare-and-swap (which continues the release sequence) of a member that
- *   left the phase itself. So the results of all earlier phases happen before whatever a member does in this one.
- * - A compare-and-swap to WRITING succeeds only while the word is below it, so while the phase has not ended, so before
- *   anybody began the next. What the winner computed from can therefore not have been overwritten yet: phases do not
- *   write what they read.
- * - A member that was left behind loses every compare-and-swap, since words never fall. It only read memory: the numbers it
- *   read meanwhile may be any, and are dropped. Formally that is a data race; on the machines this runs on, a read of
- *   memory that is mapped has no other effect than its value.
- * - A job ends for its owner when its last phase has. Others may still be inside; `door` tells them, and `inside` the owner:
- *   both are sequentially consistent, so either the member sees the door closed or the owner sees the member inside.
- * - What describes a job (`pool.job` and so on) is written behind a closed door and read like a seqlock. Opening the door is a
- *   release, so whoever has seen it open sees at least that job's description. A member that is late may read words of a later
- *   job. The release fence before they are written and the acquire fence behind its reading make it then see the door that was
- *   closed before, and it takes no part. Hence nothing of the description may change between the opening and the closing, nor
- *   behind the closing without that fence: the phase that a job came to is kept in `pool.reached`, which owners alone read.
+ * - A member that leaves a phase has read DONE or a later value from every word, with acquire. DONE is stored with release after
+ *   the results. A later value comes from a compare-and-swap (which continues the release sequence) by a member that has itself
+ *   left the phase. So the results of all earlier phases happen before anything that a member does in this one.
+ * - A compare-and-swap to WRITING succeeds only while the word is lower, so while the phase has not ended and nobody has begun
+ *   the next. The winner's inputs can therefore not have been overwritten: a phase does not write what it reads.
+ * - A member that was left behind loses every compare-and-swap, since words never decrease. It has only read memory, possibly
+ *   garbage, and its result is dropped. Formally that is a data race; on the machines this runs on, reading mapped memory has no
+ *   effect other than its value.
+ * - A job ends for its owner when its last phase does. Other members may still be inside. `door` tells them that the job is over,
+ *   and `inside` tells the owner that they are there. Both are sequentially consistent, so either the member sees the door closed
+ *   or the owner sees the member inside.
+ * - The description of a job (`pool.job` and so on) is written while the door is closed, and read like a seqlock. Opening the door
+ *   is a release, so a member that has seen it open sees that job's description or a later one. A late member may read words of
+ *   a later job. The release fence before those writes and the acquire fence after the reads then guarantee that it sees that the
+ *   door was closed in between, and it does not take part. So the description must not change while the door is open, nor after
+ *   it closes without that fence. That is why the last phase of a job is kept in `pool.reached`, which only owners read.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -46,13 +45,14 @@
 enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 
 #ifndef SPIN_QUIET
-#define SPIN_QUIET 2000 /* microseconds that a helper waits actively for the next job; a round's Python takes a tenth */
+#define SPIN_QUIET 2000 /* microseconds that a helper spins for the next job; the Python code of a round takes a tenth of this */
 #endif
 #ifndef SPIN_BUSY
-#define SPIN_BUSY 50    /* the same while others want the cores */
+#define SPIN_BUSY 50    /* the same while other processes want the cores */
 #endif
-/* Microseconds between two looks at the clock that mean that the core was lost. A host that takes a virtual processor away for
- * a moment is no busy machine, and there a helper that sleeps is slow to wake; a busy process keeps a core for longer. */
+/* Microseconds between two reads of the clock from which on the core counts as lost. More than the gaps of a host that takes a
+ * virtual processor away for a moment: such a machine is not busy, and a sleeping helper is slow to wake there. A busy process
+ * keeps a core for longer. */
 #ifndef GAP
 #define GAP 1500
 #endif
@@ -60,62 +60,62 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #define CROWDED 200000   /* microseconds for which a lost core is remembered */
 #endif
 #ifndef PATIENCE
-#define PATIENCE 3       /* microseconds that a late piece is waited for, at least */
+#define PATIENCE 3       /* microseconds to wait for a late piece, at least */
 #endif
 #ifndef NAP
-#define NAP 1000         /* microseconds that a helper sleeps when it finds itself on the owner's core */
+#define NAP 1000         /* microseconds that a helper sleeps when it shares the owner's core */
 #endif
 #ifndef NAPS
-#define NAPS 20          /* after which it sleeps until it is woken */
+#define NAPS 20          /* naps, after which it sleeps until it is woken */
 #endif
-#ifndef SHORT_TURN
-#define SHORT_TURN 100   /* microseconds */
+#ifndef SHORT_SLICE
+#define SHORT_SLICE 100  /* microseconds: time slice that helpers ask for */
 #endif
 #ifndef WORTH_WAKING
-#define WORTH_WAKING (256 << 10) /* bytes of a job for which sleepers are woken */
+#define WORTH_WAKING (256 << 10) /* bytes: smallest job that wakes sleeping helpers */
 #endif
 
 typedef struct {
-  _Atomic uint64_t seen; /* the last phase that the member came to */
+  _Atomic uint64_t seen; /* the last phase that the member has reached */
   _Atomic uint64_t words[POOL_PIECES];
 } ALIGNED Place;
 
 struct Member {
-  Place *places; /* of the whole team; NULL for one that works alone */
+  Place *places; /* of the whole team; NULL if the member works alone */
   int index, team;
   uint32_t door;
-  int starved; /* it got no memory in this job */
+  int starved; /* a request for memory has failed in this job */
   uint64_t phase;
   void *memory;
-  size_t held;  /* bytes of it */
-  size_t guard; /* where the guard begins behind them; 0 without one */
-  void *common; /* memory of the team in this job */
+  size_t held;  /* bytes of memory */
+  size_t guard; /* offset of the guard after the memory; 0 if there is none */
+  void *common; /* the team's memory in this job */
   size_t common_held;
-  _Atomic int64_t inside; /* the job's number, or a lower one; 0 outside */
+  _Atomic int64_t inside; /* the job's number, or a lower number; 0 outside any job */
   char arguments[POOL_ARGUMENTS] ALIGNED;
 } ALIGNED;
 
 static struct {
   _Atomic uint32_t door ALIGNED; /* odd while a job is open */
   _Atomic int asleep;
-  _Atomic int core; /* on which the owner last opened a job; -1 if the system does not tell */
-  /* Of the open job; written while the door is closed. Atomic, since late members read them while they are written. */
+  _Atomic int core; /* core on which the owner last opened a job; -1 if unknown */
+  /* The open job, written while the door is closed. Atomic, since late members may read these while they are written. */
   _Atomic(Work) work ALIGNED;
   _Atomic size_t size;
   _Atomic int team;
   _Atomic int64_t job;
-  _Atomic uint64_t phase; /* the last one of all jobs before */
+  _Atomic uint64_t phase; /* the last phase of all earlier jobs */
   _Atomic(void *) common;
   _Atomic size_t common_held;
   _Atomic uint64_t arguments[POOL_ARGUMENTS / 8];
-  _Atomic int busy ALIGNED; /* somebody owns the team */
-  uint64_t reached;         /* the last phase of the job before; the owner's */
-  Member *holder; /* no thread: its memory is the team's; changed by the owner alone, like what follows */
-  size_t wanted;  /* bytes of it, the most that a job has asked for */
+  _Atomic int busy ALIGNED; /* some caller owns the team */
+  uint64_t reached;         /* the last phase of the previous job; used by the owner only */
+  Member *holder; /* not a thread: its memory is the team's. Only the owner changes this and what follows */
+  size_t wanted;  /* most bytes of common memory that a job has asked for */
   _Atomic int stopping;
-  int helpers; /* threads started; changed by the owner alone */
+  int helpers; /* threads started; changed by the owner only */
   pthread_t threads[POOL_MEMBERS];
-  Member *_Atomic members[POOL_MEMBERS]; /* from 1 on; one that is there stays until the end */
+  Member *_Atomic members[POOL_MEMBERS]; /* from index 1 on; entries are never removed */
   Place places[POOL_MEMBERS];
 } pool;
 
@@ -131,7 +131,7 @@ static __attribute__((unused)) uint64_t microseconds(void) {
 static _Atomic uint64_t per_microsecond = 0;
 static uint64_t ticks(void) { return __builtin_ia32_rdtsc(); }
 static void relax(void) { _mm_pause(); }
-/* Ticks of a microsecond, measured once; only how long something is waited for depends on it. */
+/* Measure the ticks per microsecond, once. Only waiting times depend on it. */
 static void measure_ticks(void) {
   if (per_microsecond) return;
   uint64_t start = microseconds(), first = ticks(), now;
@@ -159,31 +159,31 @@ static void relax(void) {
 #ifdef __linux__
 static void sleep_at(uint32_t door) {
   atomic_fetch_add(&pool.asleep, 1);
-  /* The kernel looks at the door again: a job that opened in between is not slept through. */
+  /* The kernel compares the door again, so a job that has opened meanwhile is not missed. */
   syscall(SYS_futex, &pool.door, FUTEX_WAIT_PRIVATE, door, NULL, NULL, 0);
   atomic_fetch_sub(&pool.asleep, 1);
 }
-static void make_bed(void) {}
+static void reset_sleep_lock(void) {}
 static void wake(void) { syscall(SYS_futex, &pool.door, FUTEX_WAKE_PRIVATE, POOL_MEMBERS, NULL, NULL, 0); }
 #else
-static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t bell = PTHREAD_COND_INITIALIZER;
-/* Anew, whatever state another process's threads left them in. */
-static void make_bed(void) {
-  bed = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-  bell = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t sleep_signal = PTHREAD_COND_INITIALIZER;
+/* In a forked child: the parent's threads may have left these locked. */
+static void reset_sleep_lock(void) {
+  sleep_lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+  sleep_signal = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
 }
 static void sleep_at(uint32_t door) {
-  pthread_mutex_lock(&bed);
+  pthread_mutex_lock(&sleep_lock);
   atomic_fetch_add(&pool.asleep, 1);
-  while (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) pthread_cond_wait(&bell, &bed);
+  while (atomic_load(&pool.door) == door && !atomic_load(&pool.stopping)) pthread_cond_wait(&sleep_signal, &sleep_lock);
   atomic_fetch_sub(&pool.asleep, 1);
-  pthread_mutex_unlock(&bed);
+  pthread_mutex_unlock(&sleep_lock);
 }
 static void wake(void) {
-  pthread_mutex_lock(&bed);
-  pthread_cond_broadcast(&bell);
-  pthread_mutex_unlock(&bed);
+  pthread_mutex_lock(&sleep_lock);
+  pthread_cond_broadcast(&sleep_signal);
+  pthread_mutex_unlock(&sleep_lock);
 }
 #endif
 
@@ -198,7 +198,7 @@ int pool_left(const Member *m) {
 /* ---- Memory of members ---------------------------------------------------------------------------------------------- */
 
 #ifdef __SANITIZE_ADDRESS__
-#define GUARD 0 /* what comes behind memory is guarded already */
+#define GUARD 0 /* AddressSanitizer guards the end already */
 #else
 #define GUARD 4096 /* bytes */
 #endif
@@ -212,7 +212,7 @@ static _Atomic int64_t overruns;
 PUBLIC int pool_exact_rooms(int on) { return atomic_exchange(&exact, on); }
 PUBLIC int64_t pool_overruns(void) { return atomic_load(&overruns); }
 
-static void look_at_guard(const Member *m) {
+static void check_guard(const Member *m) {
   if (!m->guard) return;
   const unsigned char *guard = (const unsigned char *)m->memory + m->guard;
   for (int i = 0; i < GUARD; i++)
@@ -225,7 +225,7 @@ static void look_at_guard(const Member *m) {
 void *pool_memory(Member *m, size_t bytes) {
   int exactly = atomic_load_explicit(&exact, memory_order_relaxed);
   if (m->held >= bytes && !exactly && !m->guard) return m->memory;
-  look_at_guard(m);
+  check_guard(m);
   free(m->memory);
   m->guard = exactly && GUARD ? bytes : 0;
   m->held = exactly ? bytes : bytes + bytes / 2;
@@ -265,12 +265,12 @@ static _Atomic uint64_t *word_of(const Phase *p, int64_t member, int64_t piece) 
   return &p->member->places[member].words[piece - first_of(p, member)];
 }
 
-/* A piece that its member has not done, or -1 when all are done. First those of members that have not come to this phase,
- * at once; then, having waited, also those that somebody is at. */
-static int64_t another(Phase *p) {
+/* An unfinished piece of another member, or -1 when all are done. Pieces of members that have not reached this phase are returned
+ * at once; pieces that somebody is working on only after a wait. */
+static int64_t take_over(Phase *p) {
   const Member *m = p->member;
   uint64_t now = ticks();
-  if (!p->waiting) { /* others' pieces take about as long as its own did */
+  if (!p->waiting) { /* expect others' pieces to take as long as its own did */
     uint64_t piece = p->end > p->own ? (now - p->began) / (p->end - p->own) : 0;
     p->waiting = now;
     p->patience = piece > ticks_of(PATIENCE) ? piece : ticks_of(PATIENCE);
@@ -298,23 +298,23 @@ static int64_t another(Phase *p) {
     }
     if (all_done) return -1;
     if (!patient && late >= 0) {
-      p->waiting = now; /* after this one, waits again */
+      p->waiting = now; /* wait again after this piece */
       return late;
     }
-    if (turn > 2000) sched_yield(); /* somebody lost its core while it wrote: nothing can be done but let it have one */
+    if (turn > 2000) sched_yield(); /* a member has lost its core while writing: all that helps is to yield a core to it */
     else relax();
   }
 }
 
 int64_t pool_next(Phase *p) {
   Member *m = p->member;
-  if (m->starved) return -1; /* nor in later phases: it has not waited for this one */
+  if (m->starved) return -1; /* nor in later phases, since it has not waited for this one */
   if (!m->places) return p->at < p->end ? p->at++ : -1;
   while (p->at < p->end) {
     int64_t piece = p->at++;
     if (atomic_load_explicit(word_of(p, m->index, piece), memory_order_relaxed) < p->done - DONE + WRITING) return piece;
   }
-  return another(p);
+  return take_over(p);
 }
 
 static int64_t member_of(const Phase *p, int64_t piece) {
@@ -342,9 +342,9 @@ void pool_done(Phase *p, int64_t piece) {
 
 /* ---- Jobs ----------------------------------------------------------------------------------------------------------- */
 
-/* Take part in the job behind this door, if it is still open. */
+/* Take part in the job that opened with this value of the door, if it is still open. */
 static void enter_job(Member *m, uint32_t door) {
-  atomic_store(&m->inside, 1); /* until the job's number is known: in any, for all that others can tell */
+  atomic_store(&m->inside, 1); /* until the job's number is known: may be any job */
   if (atomic_load(&pool.door) == door) {
     Work work = atomic_load_explicit(&pool.work, memory_order_relaxed);
     size_t size = atomic_load_explicit(&pool.size, memory_order_relaxed);
@@ -358,7 +358,7 @@ static void enter_job(Member *m, uint32_t door) {
       memcpy(m->arguments + 8 * i, &word, 8);
     }
     atomic_thread_fence(memory_order_acquire);
-    if (atomic_load(&pool.door) == door && m->index < team) { /* so all of that belongs together */
+    if (atomic_load(&pool.door) == door && m->index < team) { /* so everything read belongs to this job */
       atomic_store(&m->inside, job);
       m->door = door;
       m->team = team;
@@ -368,15 +368,15 @@ static void enter_job(Member *m, uint32_t door) {
       m->common_held = common_held;
       m->starved = 0;
       work(m->arguments, m);
-      look_at_guard(m);
+      check_guard(m);
     }
   }
   atomic_store(&m->inside, 0);
 }
 
-/* Tell members of a job, behind a closed door. */
-static void describe(Work work, const void *arguments, size_t size, int team, int64_t job) {
-  atomic_thread_fence(memory_order_release); /* see above: the door was closed before any of this */
+/* Publish a job to the members. The door must be closed. */
+static void publish_job(Work work, const void *arguments, size_t size, int team, int64_t job) {
+  atomic_thread_fence(memory_order_release); /* orders these writes after the closing of the door; see above */
   atomic_store_explicit(&pool.work, work, memory_order_relaxed);
   atomic_store_explicit(&pool.size, size, memory_order_relaxed);
   atomic_store_explicit(&pool.team, team, memory_order_relaxed);
@@ -389,7 +389,7 @@ static void describe(Work work, const void *arguments, size_t size, int team, in
   }
 }
 
-/* Whether another member is inside a job. */
+/* Whether any helper is inside a job. */
 static int somebody_inside(void) {
   for (int i = 1; i <= pool.helpers; i++)
     if (atomic_load(&pool.members[i]->inside)) return 1;
@@ -402,7 +402,7 @@ static Member *new_member(void) {
   return memset(m, 0, sizeof(Member));
 }
 
-/* Have as much common memory as was last wanted, behind a closed door; later, if a late member may still read what there is. */
+/* Grow the common memory to what was last asked for, unless a late member may still read it. The door must be closed. */
 static void share_memory(Member *owner) {
   Member *holder = pool.holder;
   if (!holder) holder = pool.holder = new_member();
@@ -421,9 +421,9 @@ static int own_core(void) {
 #endif
 }
 
-/* Ask for short turns: woken beside a busy process, a helper then runs at once and not some milliseconds later, for which the
- * owner has no use. It gets no more of the processor than its fair share. Linux before 6.12 takes no notice. */
-static void ask_for_short_turns(void) {
+/* Ask the scheduler for short time slices: a helper woken on a core with a busy process then runs at once, not some milliseconds
+ * later, when the owner no longer needs it. It still gets only its fair share. Linux before 6.12 ignores this. */
+static void ask_for_short_slices(void) {
 #if defined(SYS_sched_getattr) && defined(SYS_sched_setattr)
   struct {
     uint32_t size, policy;
@@ -433,55 +433,55 @@ static void ask_for_short_turns(void) {
     uint64_t runtime, deadline, period; /* nanoseconds */
   } own = {0};
   if (syscall(SYS_sched_getattr, 0, &own, sizeof own, 0) || own.policy != SCHED_OTHER) return;
-  own.runtime = SHORT_TURN * 1000;
-  syscall(SYS_sched_setattr, 0, &own, 0); /* nothing depends on it */
+  own.runtime = SHORT_SLICE * 1000;
+  syscall(SYS_sched_setattr, 0, &own, 0); /* failure does not matter */
 #endif
 }
 
 static void *helper(void *argument) {
   Member *m = argument;
-  ask_for_short_turns();
-  uint32_t last = 0, naps = 0; /* since the last job */
-  uint64_t crowded = 0, came = ticks(), before = came;
+  ask_for_short_slices();
+  uint32_t last = 0, naps = 0; /* naps since the last job */
+  uint64_t core_lost = 0, idle_since = ticks(), last_look = idle_since;
   for (;;) {
-    /* The door first: pool_stop changes it last, so whoever sleeps at a door that it has seen before the stop is woken. */
+    /* Read the door before `stopping`: pool_stop changes the door last, so a helper that goes to sleep on the old value wakes. */
     uint32_t door = atomic_load_explicit(&pool.door, memory_order_acquire);
     if (atomic_load_explicit(&pool.stopping, memory_order_acquire)) break;
     uint64_t now = ticks();
     int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
     if (core >= 0 && core == own_core()) {
-      /* On the owner's core it could only do what the owner then cannot. The scheduler moves one of them before long; unless
-       * there is one core only, or no job for more than one thread any more. */
+      /* On the owner's core a helper would only slow the owner down. The scheduler soon moves one of them, unless there is only
+       * one core, or no job uses more than one thread any more. */
       if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
       else sleep_at(door);
-      came = before = ticks();
+      idle_since = last_look = ticks();
       continue;
     }
     if ((door & 1) && door != last) {
       enter_job(m, last = door);
       naps = 0;
-      came = before = ticks();
+      idle_since = last_look = ticks();
       continue;
     }
-    if (now - before > ticks_of(GAP)) crowded = now;
-    before = now;
-    int busy = crowded && now - crowded < ticks_of(CROWDED);
-    if (now - came < ticks_of(busy ? SPIN_BUSY : SPIN_QUIET)) {
+    if (now - last_look > ticks_of(GAP)) core_lost = now;
+    last_look = now;
+    int busy = core_lost && now - core_lost < ticks_of(CROWDED);
+    if (now - idle_since < ticks_of(busy ? SPIN_BUSY : SPIN_QUIET)) {
       relax();
     } else {
       sleep_at(door);
-      came = before = ticks();
+      idle_since = last_look = ticks();
     }
   }
   return NULL;
 }
 
-/* Have as many helpers as a team of so many needs; returns the team that there is. */
-static int gather(int team) {
+/* Start missing helpers for a team of `team` members; returns the size that the team can have. */
+static int start_helpers(int team) {
   if (team > POOL_MEMBERS) team = POOL_MEMBERS;
   if (pool.helpers + 1 >= team) return team;
   sigset_t every, before;
-  sigfillset(&every); /* signals are for the threads of whoever uses this library */
+  sigfillset(&every); /* signals go to the application's own threads */
   pthread_sigmask(SIG_SETMASK, &every, &before);
   while (pool.helpers + 1 < team) {
     int index = pool.helpers + 1;
@@ -511,7 +511,7 @@ PUBLIC int64_t pool_oldest(void) {
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static pthread_key_t lone;
+static pthread_key_t own_member;
 
 static void free_member(void *argument) {
   Member *m = argument;
@@ -519,42 +519,42 @@ static void free_member(void *argument) {
   free(m);
 }
 
-/* A forked child has none of the threads: it starts with a pool of its own, and with a bed that nobody holds. */
-static void forget(void) {
+/* A forked child has none of the threads: it starts with an empty pool and fresh locks. */
+static void reset_in_child(void) {
   memset(&pool, 0, sizeof pool);
-  make_bed();
+  reset_sleep_lock();
 }
 
 static void prepare(void) {
   measure_ticks();
-  pthread_key_create(&lone, free_member);
-  pthread_atfork(NULL, NULL, forget);
+  pthread_key_create(&own_member, free_member);
+  pthread_atfork(NULL, NULL, reset_in_child);
 }
 
 int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int64_t bytes) {
   pthread_once(&once, prepare);
-  Member *m = pthread_getspecific(lone);
+  Member *m = pthread_getspecific(own_member);
   if (!m) {
     if (!(m = new_member())) return -1;
-    if (pthread_setspecific(lone, m)) {
+    if (pthread_setspecific(own_member, m)) {
       free(m);
       return -1;
     }
   }
   int mine = 0;
   if (threads > 1 && size <= POOL_ARGUMENTS) mine = atomic_compare_exchange_strong(&pool.busy, &mine, 1);
-  int team = mine && !atomic_load(&pool.stopping) ? gather(threads) : 1;
+  int team = mine && !atomic_load(&pool.stopping) ? start_helpers(threads) : 1;
   m->team = team;
   m->starved = 0;
   if (team == 1) {
     m->places = NULL;
     work(arguments, m);
-    look_at_guard(m);
+    check_guard(m);
     if (mine) atomic_store(&pool.busy, 0);
     return m->starved ? -1 : 0;
   }
   int64_t job = atomic_load_explicit(&pool.job, memory_order_relaxed) + 1;
-  describe(work, arguments, size, team, job);
+  publish_job(work, arguments, size, team, job);
   share_memory(m);
   m->index = 0;
   m->phase = pool.reached;
@@ -563,16 +563,16 @@ int64_t pool_run(Work work, const void *arguments, size_t size, int threads, int
   m->door = atomic_fetch_add(&pool.door, 1) + 1;
   if (bytes >= WORTH_WAKING && atomic_load(&pool.asleep)) wake();
   work(arguments, m);
-  look_at_guard(m);
-  if (pool.holder) look_at_guard(pool.holder);
+  check_guard(m);
+  if (pool.holder) check_guard(pool.holder);
   atomic_store(&pool.door, m->door + 1);
   pool.reached = m->phase;
   int64_t result = somebody_inside() ? job : 0;
   if (m->starved) {
-    /* The others go on with the phases that this one has left, and write to what the caller then frees. They end by themselves:
-     * each can do all the work of a phase, and then sees the door closed. */
+    /* Helpers go on with the phases that the owner has skipped, and would write to memory that the caller then frees. They finish
+     * by themselves: each can do all the work of a phase, and then sees the door closed. */
     while (somebody_inside()) sched_yield();
-    pool.reached += 1 << 20; /* beyond what they may have come to */
+    pool.reached += 1 << 20; /* beyond any phase that they may have reached */
     result = -1;
   }
   atomic_store(&pool.busy, 0);
@@ -587,7 +587,7 @@ PUBLIC void pool_stop(void) {
   wake();
   for (int i = 1; i <= pool.helpers; i++) pthread_join(pool.threads[i], NULL);
   for (int i = 1; i <= pool.helpers; i++) {
-    Member *m = atomic_load(&pool.members[i]); /* stays: another thread may be in pool_oldest */
+    Member *m = atomic_load(&pool.members[i]); /* not freed: another thread may be in pool_oldest */
     free(m->memory);
     m->memory = NULL;
     m->held = m->guard = 0;

@@ -8,10 +8,10 @@
  *
  *   static void work(const void *arguments, Member *member) {
  *     for each phase {
- *       float *room = pool_memory(member, bytes);
+ *       float *buffer = pool_memory(member, bytes);
  *       Phase phase = pool_phase(member, pieces);
  *       for (int64_t piece; (piece = pool_next(&phase)) >= 0;) {
- *         ... compute it into the room ...
+ *         ... compute it into the buffer ...
  *         if (pool_win(&phase, piece)) { ... copy the result ...; pool_done(&phase, piece); }
  *       }
  *       if (pool_left(member)) break;

@@ -1,6 +1,6 @@
-/* Rows of floats become what a product takes: digits for whole numbers, bfloat16 parts for tiles, or floats in steps.
+/* Convert rows of floats to the form a product takes: digits for integer products, bfloat16 parts for tiles, or packed floats.
  *
- * None of this depends on the other rows, but for where a row's numbers are put.
+ * A row's numbers do not depend on the other rows; only where they are stored does.
  */
 #ifndef SELFSPEC_PREPARE_H
 #define SELFSPEC_PREPARE_H
@@ -8,11 +8,11 @@
 #include "floats.h"
 #include "tiles.h"
 
-#define WORDS 16 /* of 4 bytes, that a row has in a step for tiles or integers */
+#define WORDS 16 /* 4-byte words of a row in a step of 64 bytes */
 
 #if INTEGERS
-/* to[i * rows + r] = from[r][i]: WORDS of each row become a tile's lines, which have a word of every row. At most 16 rows. */
-static void turn_words(const uint32_t (*from)[WORDS], int64_t rows, char *to) {
+/* Transpose: to[i * rows + r] = from[r][i], so that each line of a tile has one word of every row. At most 16 rows. */
+static void transpose_words(const uint32_t (*from)[WORDS], int64_t rows, char *to) {
 #if defined(__AVX512F__)
   if (rows > 1) {
     __m512i a[16], b[16];
@@ -43,7 +43,7 @@ static void turn_words(const uint32_t (*from)[WORDS], int64_t rows, char *to) {
     for (int64_t i = 0; i < WORDS; i++) memcpy(to + 4 * (i * rows + r), &from[r][i], 4);
 }
 
-/* The exponent by which numbers up to `largest` become integers of so many bytes. */
+/* The power of two that scales magnitudes up to `largest` to integers of `digits` bytes. */
 static int fixed_exponent(float largest, int digits) {
   const double most = digits == 3 ? 127 * 65536 + 127 * 256 + 127 : 127 * 256 + 127;
   int exponent;
@@ -52,15 +52,15 @@ static int fixed_exponent(float largest, int digits) {
   return ldexp(largest, exponent) > most ? exponent - 1 : exponent;
 }
 
-/* How a row becomes integers: its numbers times `factor` times `rest` (two steps, since one power of two may be beyond float32). */
+/* How a row is scaled to integers: times `factor`, then times `rest`. Two steps, since one power of two may overflow float32. */
 typedef struct {
   float factor, rest;
   float largest;
-  int exponent, odd; /* odd: it has NaN or an infinity, and comes to NaN */
-} Fixing;
+  int exponent, not_finite; /* not_finite: the row has NaN or infinity; its result is NaN */
+} Scaling;
 
-static Fixing fixing_of(const float *x, int64_t in, int digits) {
-  vi tops = {0}, others = {0}; /* of the bits without the sign, which are in the order of the numbers; infinity and NaN come last */
+static Scaling scaling_of(const float *x, int64_t in, int digits) {
+  vi tops = {0}, others = {0}; /* bits without the sign compare like magnitudes; infinity and NaN are the largest */
   int64_t i = 0;
   for (; i + 2 * LANES <= in; i += 2 * LANES) {
     tops = larger_integers((vi)load(x + i) & 0x7fffffff, tops);
@@ -75,15 +75,15 @@ static Fixing fixing_of(const float *x, int64_t in, int digits) {
     bits &= 0x7fffffff;
     top = bits > top ? bits : top;
   }
-  const int odd = top >= 0x7f800000;
-  const int exponent = odd || top == 0 ? 0 : fixed_exponent(of_bits(top), digits);
-  return (Fixing){ldexpf(1, exponent / 2), ldexpf(1, exponent - exponent / 2), of_bits(top), exponent, odd};
+  const int not_finite = top >= 0x7f800000;
+  const int exponent = not_finite || top == 0 ? 0 : fixed_exponent(of_bits(top), digits);
+  return (Scaling){ldexpf(1, exponent / 2), ldexpf(1, exponent - exponent / 2), of_bits(top), exponent, not_finite};
 }
 
-/* The digits of 64 integers. high: NULL where there are two digits. */
+/* Cut 64 integers into digits. high: NULL for two digits. */
 INLINE void cut_digits(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
 #if defined(__AVX512F__)
-  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0); /* as packing leaves them */
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0); /* undoes the packing's order */
   const __m512i word = _mm512_set1_epi32(0xffff), byte = _mm512_set1_epi16(0xff), half = _mm512_set1_epi16(128);
   __m512i a = _mm512_packus_epi32(_mm512_and_si512((__m512i)q[0], word), _mm512_and_si512((__m512i)q[1], word));
   __m512i b = _mm512_packus_epi32(_mm512_and_si512((__m512i)q[2], word), _mm512_and_si512((__m512i)q[3], word));
@@ -106,7 +106,7 @@ INLINE void cut_digits(const vi *q, int8_t *low, int8_t *middle, int8_t *high) {
 #endif
 }
 
-/* `shift` times the sums of every four numbers of a chunk in two digits. */
+/* `shift` times the sum of every four numbers of a chunk of two digits. */
 INLINE void sum_fours(const int8_t *high, const int8_t *low, int shift, int32_t *sums) {
 #if defined(__AVX512VNNI__)
   __m512i ones = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
@@ -118,7 +118,8 @@ INLINE void sum_fours(const int8_t *high, const int8_t *low, int shift, int32_t 
 #endif
 }
 
-/* A row's chunk for 4-bit weights: its digits, the sums of fours that make the weights 0 .. 15 to -8 .. 7, and its sums of 32. */
+/* Store a row's chunk for 4-bit weights: its digits, the corrections for every four inputs that shift weights from 0 .. 15 to
+ * -8 .. 7, and the sums of every 32 inputs. */
 INLINE void put_nibble_chunk(const vi *q, int shift, char *place, float *sums, int64_t *total) {
   vi halves[2] = {{0}, {0}};
   UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) halves[i >= CHUNK_INPUTS / LANES / 2] += q[i];
@@ -130,32 +131,33 @@ INLINE void put_nibble_chunk(const vi *q, int shift, char *place, float *sums, i
   *total += first + (int64_t)second;
 }
 
-/* Whether a row's numbers are mostly so much smaller than its largest that two digits would hold little of them. */
+/* Whether most of a row is so much smaller than its largest number that two digits would lose too much. */
 INLINE int wants_finer(const float *x, int64_t in, float largest) {
   vf total = {0};
   for (int64_t i = 0; i < in; i += LANES) total += (vf)((vi)load(x + i) & 0x7fffffff);
   return (double)largest * in > FINER * (double)sum(total);
 }
 
-/* Rows [rows, in] become digits for 4-bit weights, highest first: chunk by chunk of 64 inputs, there row by row, digit by digit, and
- * behind these the sums of four q, times -8 if the weights have no offsets. Behind all come each row's `Fixed` and its sums of 32;
- * then `Finer`, and the same again of what the digits have left of the rows that it names. A row with NaN or an infinity comes to NaN. */
-static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
+/* Convert rows [rows, in] to digits for 4-bit weights. Layout: [chunk of 64 inputs, row, digit, 64], highest digit first, each
+ * row's digits followed by the sums of every four q, times -8 if the weights have no offsets. After all chunks come each row's
+ * `Fixed`, then the sums of every 32 q; then `Finer`, and the same layout again with the remainders of the rows it lists. A row
+ * with NaN or infinity gives NaN. */
+static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = chunks_of_inputs(in);
   const int shift = m->offsets ? 0 : -8;
-  Finer *finer = (Finer *)(room + rows * digits_size(m));
-  Fixing fixing[NIBBLE_ROWS];
-  int slots[NIBBLE_ROWS]; /* of rows in finer digits; -1 without */
+  Finer *finer = (Finer *)(scratch + rows * digits_size(m));
+  Scaling scaling[NIBBLE_ROWS];
+  int slots[NIBBLE_ROWS]; /* a row's index among those with finer digits, or -1 */
   finer->count = 0;
   for (int64_t r = 0; r < rows; r++) {
-    fixing[r] = fixing_of(x + r * in, in, NIBBLE_DIGITS);
+    scaling[r] = scaling_of(x + r * in, in, NIBBLE_DIGITS);
     slots[r] = -1;
-    if (fixing[r].odd || !wants_finer(x + r * in, in, fixing[r].largest)) continue;
+    if (scaling[r].not_finite || !wants_finer(x + r * in, in, scaling[r].largest)) continue;
     slots[r] = finer->count++;
     finer->rows[slots[r]] = (int32_t)r;
   }
   const int64_t fine = finer->count;
-  char *places[2] = {(char *)room, (char *)(finer + 1)};
+  char *places[2] = {(char *)scratch, (char *)(finer + 1)};
   Fixed *fixed[2];
   float *sums[2];
   for (int k = 0; k < 2; k++) {
@@ -164,8 +166,8 @@ static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, floa
     sums[k] = (float *)(fixed[k] + count);
   }
   for (int64_t r = 0; r < rows; r++) {
-    fixed[0][r] = (Fixed){fixing[r].odd ? (double)NAN : ldexp(1.0, -fixing[r].exponent), 0};
-    if (slots[r] >= 0) fixed[1][slots[r]] = (Fixed){ldexp(1.0, -fixing[r].exponent - FINER_BITS), 0};
+    fixed[0][r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
+    if (slots[r] >= 0) fixed[1][slots[r]] = (Fixed){ldexp(1.0, -scaling[r].exponent - FINER_BITS), 0};
   }
   for (int64_t c = 0; c < chunks; c++)
     for (int64_t r = 0; r < rows; r++) {
@@ -173,7 +175,7 @@ static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, floa
       const int64_t slot = slots[r];
       vi q[CHUNK_INPUTS / LANES], rest[CHUNK_INPUTS / LANES];
       UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) {
-        vf number = fixing[r].odd ? all(0) : load(from + i * LANES) * fixing[r].factor * fixing[r].rest;
+        vf number = scaling[r].not_finite ? splat(0) : load(from + i * LANES) * scaling[r].factor * scaling[r].rest;
         q[i] = nearest(number);
         rest[i] = nearest((number - __builtin_convertvector(q[i], vf)) * (float)(1 << FINER_BITS));
       }
@@ -184,24 +186,24 @@ static void to_nibble_digits(const float *x, int64_t rows, const Matrix *m, floa
     }
 }
 
-/* Rows [rows, in] become digits for 8-bit weights, highest first: chunk by chunk of 64 inputs, there row by row and digit by digit;
- * for tiles digit by digit, four neighbouring inputs after another, and for these row by row. Behind all come each row's `Fixed`. A
- * row with NaN or an infinity comes to NaN. */
-static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room) {
+/* Convert rows [rows, in] to digits for 8-bit weights, highest first. Layout: [chunk of 64 inputs, row, digit, 64], or for tiles
+ * [chunk, digit, 16 groups of four inputs, row, 4]. Each row's `Fixed` comes after all chunks. A row with NaN or infinity gives
+ * NaN. */
+static void to_digits(const float *x, int64_t rows, const Matrix *m, float *scratch) {
   const int64_t in = m->in, chunks = chunks_of_inputs(in);
   const int tiles = by_tiles(m, rows) && rows > 1;
-  char *digits = (char *)room;
+  char *digits = (char *)scratch;
   Fixed *fixed = (Fixed *)(digits + rows * chunks * chunk_bytes(m));
-  Fixing fixing[ROWS];
+  Scaling scaling[ROWS];
   int8_t cut[DIGITS][ROWS][CHUNK_INPUTS] __attribute__((aligned(64))) = {{{0}}};
   for (int64_t r = 0; r < rows; r++) {
-    fixing[r] = fixing_of(x + r * in, in, DIGITS);
-    fixed[r] = (Fixed){fixing[r].odd ? (double)NAN : ldexp(1.0, -fixing[r].exponent), 0};
+    scaling[r] = scaling_of(x + r * in, in, DIGITS);
+    fixed[r] = (Fixed){scaling[r].not_finite ? (double)NAN : ldexp(1.0, -scaling[r].exponent), 0};
   }
   for (int64_t c = 0; c < chunks; c++) {
     for (int64_t r = 0; r < rows; r++) {
       const float *from = x + r * in + c * CHUNK_INPUTS;
-      const int64_t inputs = fixing[r].odd ? 0 : least(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
+      const int64_t inputs = scaling[r].not_finite ? 0 : min(CHUNK_INPUTS, in - c * CHUNK_INPUTS);
       float padded[CHUNK_INPUTS];
       if (inputs < CHUNK_INPUTS) {
         memset(padded, 0, sizeof padded);
@@ -210,7 +212,7 @@ static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room
       }
       vi q[CHUNK_INPUTS / LANES], total = {0};
       UNROLL16 for (int i = 0; i < CHUNK_INPUTS / LANES; i++) {
-        q[i] = nearest(load(from + i * LANES) * fixing[r].factor * fixing[r].rest);
+        q[i] = nearest(load(from + i * LANES) * scaling[r].factor * scaling[r].rest);
         total += q[i];
       }
       fixed[r].sum += sum_integers(total);
@@ -220,16 +222,16 @@ static void to_digits(const float *x, int64_t rows, const Matrix *m, float *room
       cut_digits(q, to[2], to[1], to[0]);
     }
     for (int d = 0; d < DIGITS && tiles; d++)
-      turn_words((const void *)cut[d], rows, digits + (c * DIGITS + d) * CHUNK_INPUTS * rows);
+      transpose_words((const void *)cut[d], rows, digits + (c * DIGITS + d) * CHUNK_INPUTS * rows);
   }
 }
 #endif
 
 #if TILES
-/* Rows [rows, in] become, 32 inputs at a time, three bfloat16 parts that add up to them, the largest first: [in / 32, part, 16
- * pairs of inputs, rows, 2], or with parts side by side [in / 32, 16 pairs of inputs, part, rows, 2]. */
+/* Split rows [rows, in] into three bfloat16 parts that add up to them, the largest first. Layout: [in / 32, part, 16 pairs of
+ * inputs, rows, 2], or with parts side by side [in / 32, 16 pairs of inputs, part, rows, 2]. */
 static void to_parts(const float *x, int64_t rows, const Matrix *m, char *to) {
-  const int64_t in = m->in, beside = side_by_side(m, rows), apart = beside ? rows : ROWS; /* between a row's parts */
+  const int64_t in = m->in, shared = side_by_side(m, rows), apart = shared ? rows : ROWS; /* lines between a row's parts */
   uint16_t parts[PARTS * ROWS][2 * WORDS] __attribute__((aligned(64))) = {{0}};
   for (int64_t i = 0; i < in; i += 2 * WORDS) {
     for (int64_t r = 0; r < rows; r++)
@@ -241,41 +243,41 @@ static void to_parts(const float *x, int64_t rows, const Matrix *m, char *to) {
           left -= (vf)(part << 16);
         }
       }
-    if (beside) turn_words((const void *)parts, PARTS * rows, to);
+    if (shared) transpose_words((const void *)parts, PARTS * rows, to);
     else
-      for (int p = 0; p < PARTS; p++) turn_words((const void *)parts[p * ROWS], rows, to + p * 4 * WORDS * rows);
+      for (int p = 0; p < PARTS; p++) transpose_words((const void *)parts[p * ROWS], rows, to + p * 4 * WORDS * rows);
     to += PARTS * 4 * WORDS * rows;
   }
 }
 #endif
 
-/* Numbers of room that a row takes as `outputs` wants it. */
-INLINE int64_t row_room(const Matrix *m) {
-  return as_integers(m) ? digits_room(m) : on_tiles(m) ? PARTS * m->in / 2 : m->in;
+/* Floats of memory for a row in the form that `outputs` takes. */
+INLINE int64_t row_size(const Matrix *m) {
+  return as_integers(m) ? digits_capacity(m) : on_tiles(m) ? PARTS * m->in / 2 : m->in;
 }
 
-/* Bytes of it that are read for nearly every row. */
-INLINE int64_t row_bytes(const Matrix *m) {
-  return (as_integers(m) ? digits_size(m) : row_room(m)) * (int64_t)sizeof(float);
+/* Bytes of that which are read for nearly every row: few have finer digits. */
+INLINE int64_t hot_row_bytes(const Matrix *m) {
+  return (as_integers(m) ? digits_size(m) : row_size(m)) * (int64_t)sizeof(float);
 }
 
-/* Whether a row alone is what `outputs` wants as it is. */
-INLINE int as_it_is(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
+/* Whether rows are multiplied as floats; a single row then needs no conversion. */
+INLINE int as_floats(const Matrix *m) { return !as_integers(m) && !on_tiles(m); }
 
-/* Rows that go through a weight together become what `outputs` wants. */
-INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *room) {
+/* Convert the rows of one turn (`together`) to the form that `outputs` takes. */
+INLINE void arrange(const Matrix *m, const float *x, int64_t rows, float *scratch) {
 #if INTEGERS
   if (as_integers(m)) {
-    (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, room);
+    (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, scratch);
     return;
   }
 #endif
 #if TILES
   if (on_tiles(m)) {
-    to_parts(x, rows, m, (char *)room);
+    to_parts(x, rows, m, (char *)scratch);
     return;
   }
 #endif
-  pack(x, rows, m->in, room);
+  pack(x, rows, m->in, scratch);
 }
 #endif

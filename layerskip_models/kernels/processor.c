@@ -1,5 +1,5 @@
-/* Which of the variants of kernels.c this processor can run. The operating system must save the registers, too: the compiler's
- * own test asks for both. */
+/* Which variants of kernels.c this processor can run. The operating system must save the registers, too;
+ * __builtin_cpu_supports checks both. */
 #define PUBLIC __attribute__((visibility("default")))
 
 PUBLIC int runs_baseline(void) { return 1; }
@@ -22,13 +22,13 @@ PUBLIC int runs_avx512(void) {
 }
 PUBLIC int runs_vnni(void) { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #ifdef __linux__
-/* Tiles are kept by the system only for a process that has asked for them (Linux 5.16); its threads inherit that. */
-#define REQUEST_STATE 0x1023 /* of arch_prctl */
+/* Linux (since 5.16) saves tiles only for a process that has asked for them; its threads inherit the permission. */
+#define REQUEST_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM of arch_prctl */
 #define TILE_DATA 18
 PUBLIC int runs_amx(void) {
   unsigned a, b, c, d = 0, low, high;
   if (!runs_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return 0; /* bfloat16, tiles, 8 bits */
+  if (!(d >> 22 & 1) || !(d >> 24 & 1) || !(d >> 25 & 1)) return 0; /* amx-bf16, amx-tile, amx-int8 */
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low >> 17 & 3) == 3 && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
 }
@@ -36,5 +36,5 @@ PUBLIC int runs_amx(void) {
 PUBLIC int runs_amx(void) { return 0; }
 #endif
 #elif defined(__aarch64__)
-PUBLIC int runs_neon(void) { return 1; } /* every such processor has it */
+PUBLIC int runs_neon(void) { return 1; } /* every aarch64 processor has NEON */
 #endif

@@ -1,24 +1,24 @@
 /* Products on a matrix unit (AMX): 16 outputs and up to 16 rows at the price of one.
  *
- * Weights are read as they lie. Rows come cut into parts: for 8-bit weights into the digits of digits.h, whose sums are exact, and
- * for bfloat16 weights into three bfloat16 numbers that add up to the float32 number, whose products the unit adds up in float32.
- * An element of a tile is computed by itself, in an order that the processor fixes: so a row does not depend on its company.
+ * Weights are read as stored. Rows are cut into parts. For 8-bit weights these are the digits of digits.h, whose sums are exact.
+ * For bfloat16 weights they are three bfloat16 numbers that add up to the float32 number; the unit sums their products in float32.
+ * Each element of a tile is computed by itself, in an order fixed by the processor, so a row does not depend on other rows.
  *
- * With EMULATED_TILES the unit is a few loops in C, as Intel's manual describes its instructions, which count their calls. The tests
- * use that.
+ * With EMULATED_TILES the unit is a few loops in C that follow Intel's description of the instructions and count their calls, for
+ * the tests.
  */
 #ifndef SELFSPEC_TILES_H
 #define SELFSPEC_TILES_H
 #include "digits.h"
 
-#define PARTS 3 /* of a row's number */
+#define PARTS 3 /* of each number of a row */
 
 #if TILES
-#define WEIGHTS PARTS /* the number of the weights' tile; before it are sums of each part, behind it the parts of the rows */
+#define WEIGHTS PARTS /* tile number of the weights; lower tiles hold the sums of each part, higher ones the rows' parts */
 
 typedef struct {
   uint8_t palette, start, unused[14];
-  uint16_t bytes[16]; /* of a row of each tile */
+  uint16_t bytes[16]; /* bytes per row, for each tile */
   uint8_t rows[16];
 } TileConfig;
 
@@ -32,7 +32,7 @@ typedef union {
 } Tile;
 static __thread TileConfig tile_config;
 static __thread Tile tiles[8];
-int64_t tile_products[2]; /* of bytes and of bfloat16 numbers, so far */
+int64_t tile_products[2]; /* calls so far: of byte products, of bfloat16 products */
 
 INLINE void tiles_load_config(const TileConfig *config) { tile_config = *config; }
 INLINE void tiles_release(void) { memset(&tile_config, 0, sizeof tile_config); }
@@ -51,7 +51,7 @@ static void tile_dot_bytes(int sums, int a, int b) { /* TDPBSSD */
         for (int i = 0; i < 4; i++)
           tiles[sums].integers[m][n] += tiles[a].bytes_8[m][4 * k + i] * tiles[b].bytes_8[k][4 * n + i];
 }
-INLINE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; } /* numbers too small count as 0 there */
+INLINE float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0, x) : x; } /* the unit flushes subnormals to 0 */
 INLINE float half_product(const uint16_t *a, const uint16_t *b) {
   return flushed(flushed(one_bfloat16(a)) * flushed(one_bfloat16(b)));
 }
@@ -68,7 +68,7 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
     }
 }
 #else
-/* GCC 12 believes that the configuration is 8 bytes long, and may drop what was written to the rest. */
+/* GCC 12 thinks that the configuration is 8 bytes long, and may drop stores to the rest of it. */
 #define tiles_load_config(config) \
   do { \
     __asm__ volatile("" : : "r"(config) : "memory"); \
@@ -82,16 +82,16 @@ static void tile_dot_bfloat16(int sums, int a, int b) { /* TDPBF16PS */
 #define tile_dot_bfloat16(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #endif
 
-#define BESIDE_BYTES (16 << 20) /* of a matrix, below which parts side by side were faster: at 8 MB they were, at 32 MB not */
+#define SHARED_TILE_BYTES (16 << 20) /* parts side by side are faster for smaller matrices: measured at 8 MB, not at 32 MB */
 
-/* Whether a row's parts are side by side in one tile, where there is room: one product does the work of three, to the same bits. */
+/* Whether a row's three parts share a tile, if they fit: one product then does the work of three, with the same bits. */
 INLINE int side_by_side(const Matrix *m, int64_t rows) {
-  return m->kind == BFLOAT16 && PARTS * rows <= 16 && whole_bytes(m) < BESIDE_BYTES;
+  return m->kind == BFLOAT16 && PARTS * rows <= 16 && whole_bytes(m) < SHARED_TILE_BYTES;
 }
 
-static __thread int64_t tiles_rows; /* that this thread's tiles are configured for; 0: not at all */
+static __thread int64_t tiles_rows; /* columns that this thread's tiles are configured for; 0: not configured */
 
-/* For tiles with a column for each of so many rows. */
+/* Configure tiles with `rows` columns. */
 INLINE void configure_tiles(int64_t rows) {
   if (rows == tiles_rows) return;
   TileConfig config = {.palette = 1};
@@ -103,13 +103,13 @@ INLINE void configure_tiles(int64_t rows) {
   tiles_rows = rows;
 }
 
-/* A thread that leaves a job has no tiles: the system need not save any for it, and the core may clock higher. */
+/* Release the tiles at the end of a job: the system need not save them, and the core may clock higher. */
 INLINE void leave_tiles(void) {
   if (tiles_rows) tiles_release();
   tiles_rows = 0;
 }
 
-/* One pass over 16 outputs: SUM is `bytes` or `bfloat16`. The loop over parts is written out, since tiles have fixed numbers. */
+/* One pass over 16 outputs; SUM is `bytes` or `bfloat16`. The parts are unrolled by hand, since tile numbers must be constants. */
 #define TILE_PASS(SUM) \
   do { \
     tile_zero(0); \
@@ -131,7 +131,7 @@ INLINE void leave_tiles(void) {
     tile_store(2, sums[2], 64); \
   } while (0)
 
-/* `outputs` on tiles, without scale and bias, of BLOCK outputs. */
+/* `outputs` for BLOCK outputs on tiles, before scale and bias. */
 static void tile_outputs(const Matrix *m, int64_t first, const float *packed, int64_t rows, Fetch fetch, float *y) {
   int64_t width = bytes_of(m->kind, m->in);
   const char *w = (const char *)m->weight + first * width, *x = (const char *)packed;

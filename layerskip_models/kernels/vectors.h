@@ -1,7 +1,7 @@
-/* Vectors of floats, as wide as the processor that this is compiled for has them, and the same operations on all of them.
+/* Float vectors as wide as the target processor's, with one set of operations for all widths.
  *
- * The compiler may not fuse a multiplication with an addition (-ffp-contract=off): it might do so in one copy of a loop and
- * not in another, and a row's numbers would depend on its company. `multiply_add` says where it is done.
+ * The compiler must not fuse multiplications with additions (-ffp-contract=off): it might do so in one copy of a loop and not in
+ * another, and a row's result would then depend on which other rows are in the batch. Only `multiply_add` fuses.
  */
 #ifndef SELFSPEC_VECTORS_H
 #define SELFSPEC_VECTORS_H
@@ -22,7 +22,7 @@
 #define LANES 4
 #endif
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define MANY_REGISTERS 1 /* 32 vectors, not 16 */
+#define MANY_REGISTERS 1 /* 32 vector registers, not 16 */
 #else
 #define MANY_REGISTERS 0
 #endif
@@ -40,14 +40,14 @@ typedef float v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE vf load(const float *p) { return *(const vf_memory *)p; }
 INLINE void store(float *p, vf v) { *(vf_memory *)p = v; }
-INLINE vf all(float x) { return x - (vf){0}; }
+INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
-/* The nearest bfloat16, of two equally near ones the even one. NaN stays NaN. */
+/* Round to the nearest bfloat16, ties to even. NaN stays NaN. */
 INLINE uint16_t to_bfloat16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -55,14 +55,14 @@ INLINE uint16_t to_bfloat16(float x) {
   return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded);
 }
 
-/* LANES bits of the nearest bfloat16, each in the lower half of a number. */
+/* The same for LANES numbers: each lane's lower 16 bits are the bfloat16. */
 INLINE vu to_bfloat16_lanes(vf x) {
   vu bits = (vu)x, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  vu odd = (vu)((vi)(bits & 0x7fffffffu) > 0x7f800000);
-  return ((bits >> 16 | 0x40u) & odd) | (rounded & ~odd);
+  vu is_nan = (vu)((vi)(bits & 0x7fffffffu) > 0x7f800000);
+  return ((bits >> 16 | 0x40u) & is_nan) | (rounded & ~is_nan);
 }
 
-/* a * b + c, rounded once where the processor can do that, else twice; for vectors and for single numbers alike. */
+/* a * b + c, rounded once where the processor has fused multiply-add, else twice; vectors and scalars round alike. */
 #if defined(__AVX512F__)
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE float multiply_add_1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -77,8 +77,8 @@ INLINE vf multiply_add(vf a, vf b, vf c) { return a * b + c; }
 INLINE float multiply_add_1(float a, float b, float c) { return a * b + c; }
 #endif
 
-/* A weight is kept as float32, bfloat16 (the upper half of a float32), float16 or an integer of 8 bits. LANES of them become
- * floats; compilers vectorise the conversions badly, hence the intrinsics. None of this rounds. */
+/* Load LANES weights stored as float32, bfloat16 (the upper half of a float32), float16 or int8, and convert them to float32
+ * without rounding. Intrinsics, because compilers vectorise these conversions badly. */
 INLINE vf load_float32(const float *p) { return load(p); }
 #if defined(__AVX512F__)
 INLINE vf load_bfloat16(const uint16_t *p) {
@@ -100,16 +100,16 @@ INLINE vf load_float16(const uint16_t *p) { return (vf)vcvt_f32_f16(vreinterpret
 #else
 INLINE vf load_float16(const uint16_t *p) {
   vu h = __builtin_convertvector(*(const vh_memory *)p, vu), magnitude = h & 0x7fff;
-  vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-24f; /* below 2^-14, where the exponent is 0 */
+  vf small = __builtin_convertvector((vi)magnitude, vf) * 0x1p-24f; /* subnormal: below 2^-14, exponent 0 */
   vu normal = (magnitude << 13) + (112u << 23);
-  normal += (vu)(magnitude > 0x7bff) & (112u << 23); /* infinity and NaN have the largest exponent here, too */
+  normal += (vu)(magnitude > 0x7bff) & (112u << 23); /* infinity and NaN get float32's largest exponent */
   vf value = choose((vi)(magnitude < 0x400), small, (vf)normal);
   return (vf)((vu)value | (h & 0x8000) << 16);
 }
 #endif
 #endif
 
-/* LANES bytes as integers from 0 to 255. */
+/* LANES unsigned bytes as integers from 0 to 255. */
 #if defined(__AVX512F__)
 INLINE vi load_bytes(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
 #elif defined(__AVX2__)
@@ -119,7 +119,7 @@ typedef uint8_t vub_memory __attribute__((vector_size(LANES), aligned(1), may_al
 INLINE vi load_bytes(const uint8_t *p) { return __builtin_convertvector(*(const vub_memory *)p, vi); }
 #endif
 
-/* The nearest integers, of two equally near ones the even one; numbers are within 2^31. */
+/* Round to the nearest integers, ties to even. Magnitudes must be below 2^31. */
 INLINE vi nearest(vf v) {
 #if defined(__AVX512F__)
   return (vi)_mm512_cvtps_epi32((__m512)v);
@@ -143,7 +143,7 @@ INLINE vi larger_integers(vi a, vi b) {
 #endif
 }
 
-/* The lower 16 bits of each integer. */
+/* Store the lower 16 bits of each integer. */
 INLINE void store_halves(uint16_t *p, vu v) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16((__m512i)v));
@@ -162,7 +162,7 @@ INLINE int32_t sum_integers(vi v) {
 #endif
 }
 
-/* The same of one. */
+/* Scalar versions of the loads above. */
 INLINE float of_bits(uint32_t bits) {
   float x;
   memcpy(&x, &bits, 4);
@@ -177,7 +177,7 @@ INLINE float one_float16(const uint16_t *p) {
 }
 INLINE float one_int8(const int8_t *p) { return *p; }
 
-/* y[0 .. 3] = the sums of four vectors' elements. */
+/* y[0 .. 3] = the sums over lanes of four vectors. */
 INLINE void sum_4(vf a, vf b, vf c, vf d, float *y) {
 #if defined(__AVX512F__)
   __m512 ab = _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
@@ -212,18 +212,18 @@ INLINE float sum(vf v) {
 #endif
 }
 
-/* e^x to 2 units in the last place; 0 below -87, and no further than 88; NaN stays NaN. */
+/* e^x to within 2 ULP. 0 for x below -87; x above 88 counts as 88; NaN stays NaN. */
 INLINE vf exponential(vf x) {
   vi small = x < -87.0f;
-  x = choose(small, all(-87.0f), choose(x > 88.0f, all(88.0f), x));
-  vf magic = all(12582912.0f), n = multiply_add(x, all(1.44269504f), magic) - magic;
-  vf r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
-  vf p = all(1.9875691500e-4f);
-  p = multiply_add(p, r, all(1.3981999507e-3f));
-  p = multiply_add(p, r, all(8.3334519073e-3f));
-  p = multiply_add(p, r, all(4.1665795894e-2f));
-  p = multiply_add(p, r, all(1.6666665459e-1f));
-  p = multiply_add(p, r, all(5.0000001201e-1f));
+  x = choose(small, splat(-87.0f), choose(x > 88.0f, splat(88.0f), x));
+  vf magic = splat(12582912.0f), n = multiply_add(x, splat(1.44269504f), magic) - magic;
+  vf r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
+  vf p = splat(1.9875691500e-4f);
+  p = multiply_add(p, r, splat(1.3981999507e-3f));
+  p = multiply_add(p, r, splat(8.3334519073e-3f));
+  p = multiply_add(p, r, splat(4.1665795894e-2f));
+  p = multiply_add(p, r, splat(1.6666665459e-1f));
+  p = multiply_add(p, r, splat(5.0000001201e-1f));
   p = multiply_add(p * r, r, r) + 1.0f;
   vu power = (vu)(__builtin_convertvector(n, vi) + 127) << 23;
   return (vf)((vi)(p * (vf)power) & ~small);

@@ -92,7 +92,7 @@ int main(void) {
   for (int threads = 1; threads < 4; threads++)
     for (int64_t each = 2; each <= MOST; each++) {
       for (int64_t r = 0; r < MOST; r += each) {
-        other.position = r, other.rows = least(each, MOST - r);
+        other.position = r, other.rows = min(each, MOST - r);
         step.spans = &other, step.x = x + r * HIDDEN, step.outputs = many + r * HIDDEN, step.rows = other.rows;
         EXPORT(step)(&step, threads);
       }
@@ -107,7 +107,7 @@ int main(void) {
     for (int64_t each = 1; each <= MOST; each++) {
       memcpy(state, x, MOST * HIDDEN * sizeof(float));
       for (int64_t r = 0; r < MOST; r += each) {
-        third.position = r, third.rows = least(each, MOST - r);
+        third.position = r, third.rows = min(each, MOST - r);
         step.spans = &third, step.x = state + r * HIDDEN, step.rows = third.rows;
         for (int half = 0; half <= 2 * LAYERS; half++) {
           step.first = half / 2, step.outputs = parts[half % 2];

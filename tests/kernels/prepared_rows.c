@@ -74,7 +74,7 @@ static int is_finer(const float *x, int64_t in, double unit) {
 }
 
 static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *finer_rows) {
-  const int64_t in = m->in, size = rows * row_room(m) * 4;
+  const int64_t in = m->in, size = rows * row_size(m) * 4;
   char *found = aligned_alloc(64, (size + 63) / 64 * 64), *expected = calloc(size, 1);
   memset(found, 0, size);
   (m->kind == INT4 ? to_nibble_digits : to_digits)(x, rows, m, (float *)found);
@@ -106,7 +106,7 @@ static int compare_digits(const float *x, int64_t rows, const Matrix *m, int *fi
 
 #if TILES
 static int compare_parts(const float *x, int64_t rows, const Matrix *m) {
-  const int64_t in = m->in, size = rows * row_room(m) * 4, beside = side_by_side(m, rows);
+  const int64_t in = m->in, size = rows * row_size(m) * 4, beside = side_by_side(m, rows);
   char *found = aligned_alloc(64, (size + 63) / 64 * 64);
   uint16_t *expected = calloc(size, 1);
   to_parts(x, rows, m, found);
