@@ -1,9 +1,9 @@
-"""Whether the kernels keep their promise on this very machine: a compiler or a processor may be wrong.
+"""Check that the kernels compute correctly on this machine, since a compiler or a processor may have bugs.
 
-A few small layers with odd sizes, and matrices of every kind, go through them row by row and all rows together, on one thread
-and on several, behind a text that is long enough to be divided among threads. So do matrices that fill a matrix unit's tiles,
-with 1 to 33 rows. What comes out, and what is in the KV cache then, must be the same bit for bit, and within rounding what
-PyTorch computes in float64. Takes some ten milliseconds.
+A few small layers with odd sizes and matrices of every kind run row by row and with all rows together, on one thread and on
+several, after a prefix long enough to be divided among threads. So do matrices that fill a matrix unit's tiles, with 1 to 33
+rows. Results and KV caches must be bit-identical, and must match PyTorch's float64 within rounding. Takes some ten
+milliseconds.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from layerskip_models.norm import RMSNorm
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
 LAYERS, WINDOW = 3, 6
-GROUPED = 192  # inputs of a matrix of 4 bits, which are not odd
-MANY = 4  # times ROWS: as many rows as the kernels treat in another way
-EARLIER = library.SECTION - 4  # positions before the rows, which then are in two sections
+GROUPED = 192  # inputs of the 4-bit matrix; must be a multiple of its group
+MANY = 4  # times ROWS: so many rows that the kernels take another code path
+EARLIER = library.SECTION - 4  # positions before the rows, chosen so that the rows lie in two sections
 TILED = (64, 128)  # outputs and inputs of a matrix that fills tiles
-TILED_ROWS = 33  # of it: two tiles' and one more
+TILED_ROWS = 33  # two tiles' rows and one more
 PARTS_OF = (
     1 << 14,
     1 << 16,
-)  # outputs of matrices in bfloat16 that go to tiles, with a row's parts side by side or not
+)  # outputs of bfloat16 matrices that use tiles, with a row's parts side by side or not
 _Norms = tuple[RMSNorm | None, RMSNorm | None]
 _NO_NORMS: _Norms = (None, None)
-_BOUND = 1e-4  # of numbers around 1
-_CUT_BOUND = 1e-3  # of the same, where 4-bit weights meet rows that are cut to 16 bits
-_ROUNDED_BOUND = 3e-2  # of the same, where keys and values are rounded to bfloat16
+_BOUND = 1e-4  # largest error of numbers around 1
+_CUT_BOUND = 1e-3  # the same with 4-bit weights, for which rows are cut to 16 bits
+_ROUNDED_BOUND = 3e-2  # the same where keys and values are rounded to bfloat16
 
 
 @dataclass(frozen=True)
 class _SmallModel:
-    """What a KV cache must know of a model of these layers."""
+    """What a KV cache needs to know about a model with these layers."""
 
     num_layers: int = LAYERS
     num_kv_heads: int = KV_HEADS
@@ -55,12 +55,12 @@ class _SmallModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def prepare(self, max_length: int) -> None:
-        pass  # the rotary table is drawn
+        pass  # the rotary table is random
 
 
 @dataclass(frozen=True, eq=False)
 class _Earlier:
-    """Keys and values before the rows: [layers, kv_heads, EARLIER, head_dim] each. Also what they are kept in."""
+    """Keys and values before the rows, [layers, kv_heads, EARLIER, head_dim] each, and the dtype they are stored in."""
 
     keys: Tensor
     values: Tensor
@@ -76,7 +76,7 @@ class _Earlier:
 
 
 class _Drawn:
-    """Random tensors, the same every time. CPU, float32."""
+    """Random float32 tensors on the CPU, the same every time."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(0)
@@ -116,12 +116,12 @@ class _Drawn:
         ]
 
     def four_bits(self) -> NativeInt4Linear:
-        """With an odd number of outputs, and offsets."""
+        """A 4-bit linear with an odd number of outputs, and with offsets."""
         weight = round_to_four_bits(self(INTERMEDIATE, GROUPED) * GROUPED**-0.5, group=64, symmetric=False)
         return NativeInt4Linear(weight, self(INTERMEDIATE))
 
     def tiled(self) -> list[NativeLinear]:
-        """Of those kinds that a matrix unit multiplies, each as large as it must be for that, or a part of such a one."""
+        """A linear of each kind that a matrix unit multiplies; the bfloat16 ones claim to be slices of larger matrices."""
         weight, bias = self(*TILED) * TILED[1] ** -0.5, self(TILED[0])
         linears: list[NativeLinear] = [NativeInt8Linear(weight, bias)]
         for whole in PARTS_OF:
@@ -135,7 +135,7 @@ class _Drawn:
 
 
 def fault() -> str | None:
-    """What the kernels of this process compute wrongly, or None."""
+    """What this process's kernels compute wrongly, or None."""
     with OneTeam(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
         drawn = _Drawn()
         x = drawn(ROWS, HIDDEN)
@@ -181,7 +181,7 @@ def _fault_of_linears(linear: NativeLinear, norm: RMSNorm, x: Tensor, bound: flo
 
 
 def _fault_of_tiles(linear: NativeLinear, x: Tensor) -> str | None:
-    """Every number of rows, since each may reach the unit in its own way; some on several threads, where that is no other."""
+    """Every number of rows, since each may reach the matrix unit differently; a sample of them on several threads."""
     with on_threads(1):
         alone = torch.cat([linear(row) for row in x.split(1)])
     for threads in _teams():
@@ -217,7 +217,7 @@ def _fault_of_layers(described: list[DecoderLayer], x: Tensor, angles: Tensor, e
 
 
 def _reference(layer: DecoderLayer, x: Tensor, rotary: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: theirs. keys, values: of earlier ones."""
+    """The layer in float64 with PyTorch's operators. x: [rows, hidden]. rotary: for x. keys, values: of earlier rows."""
     qkv, output, gate_up, down = map(_native, (layer.qkv, layer.output, layer.gate_up, layer.down))
     rows = _normed(x, layer.input_norm) @ qkv.weight.double().T + qkv.tensors[-1].double()
     query, key, value = rows.view(ROWS, -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), 1)
@@ -263,14 +263,14 @@ def _near(found: Tensor, expected: Tensor, bound: float = _BOUND) -> bool:
 
 
 def native_variant(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Which variant of the kernels a model on this device and in this dtype would run on, or None: for records."""
+    """The kernel variant that a model on this device and in this dtype would use, or None. For records."""
     chosen = library.kernels()
     return chosen.variant if chosen is not None and native_works(device, dtype) else None
 
 
 @cache
 def _passes(variant: str) -> bool:
-    """Whether there is no `fault`; found out once for each variant."""
+    """Whether there is no `fault`. Checked once per variant."""
     wrong = fault()
     if wrong is not None:
         library.refuse(f"the {variant} kernels failed their check on this machine: {wrong}")
@@ -280,8 +280,8 @@ def _passes(variant: str) -> bool:
 def native_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether linears and layers on this device and in this dtype may run on our own kernels.
 
-    Kernels that compute wrongly are not used: one warning says so, or a KernelsUnavailableError where the environment asks
-    for them (SELFSPEC_NATIVE, see library.py).
+    Kernels that fail the check are not used. One warning says so, or a KernelsUnavailableError if the environment demands
+    them (SELFSPEC_NATIVE, see library.py).
     """
     if device.type != "cpu" or dtype != torch.float32:
         return False

@@ -1,12 +1,12 @@
-"""The native library of this package: loading it, and the variant of its functions that suits this processor.
+"""Load the package's native library, and choose the variant of its functions that suits this processor.
 
-`setup.py` builds it when the package is built or installed; nothing is compiled at run time, and no file from outside the
-installed package is loaded. Where it is missing or cannot be used, `kernels()` says why in one warning and returns None, and
-PyTorch's operators do the work. The environment variable SELFSPEC_NATIVE changes that:
+`setup.py` builds the library when the package is built or installed. Nothing is compiled at run time, and no file from
+outside the installed package is loaded. If the library is missing or unusable, `kernels()` warns once with the reason and
+returns None, and PyTorch's operators do the work. The environment variable SELFSPEC_NATIVE changes that:
 
     0          never use the library
-    require    raise an error, with the reason, where it cannot be used
-    a variant  ("baseline", "avx2", ..) use this one, and raise an error where it cannot be used
+    require    raise an error, with the reason, if it cannot be used
+    a variant  ("baseline", "avx2", ..) use this variant, and raise an error if it cannot be used
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch
 
 LIBRARY = Path(__file__).with_name("libkernels.so")
 VARIANTS = ("amx", "vnni", "avx512", "avx2", "neon", "baseline")
-"""What the functions may have been compiled for, best first. setup.py says with which flags."""
+"""Variants that the functions may be compiled for, best first. setup.py has their compiler flags."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
-"""`enum Kind` of matrix.h, by the dtype that a weight is kept in; two weights of 4 bits are one uint8."""
+"""`enum Kind` of matrix.h, by the dtype a weight is stored in. A uint8 holds two 4-bit weights."""
 SECTION = 512
-"""Positions whose softmax is computed by itself (attention.h): longer texts may be divided among threads."""
+"""Positions whose softmax is computed together (attention.h). Longer texts may be divided among threads."""
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -38,7 +38,7 @@ class KernelsUnavailableError(RuntimeError):
 
 
 class Matrix(Structure):
-    """`Matrix` of matrix.h: a weight [out, in], with what its elements are multiplied by and what is added."""
+    """`Matrix` of matrix.h: a weight [out, in] with its scales, offsets and bias."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -94,7 +94,7 @@ class Shape(Structure):
 
 
 class Span(Structure):
-    """`Span` of pass.h: neighbouring rows of one text, and its KV cache."""
+    """`Span` of pass.h: consecutive rows of one text, and its KV cache."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -142,7 +142,7 @@ class Step(Structure):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The library's functions, compiled for one kind of processor. variant: which, one of `VARIANTS`."""
+    """The library's functions, compiled for one of `VARIANTS`."""
 
     variant: str
     linear: Callable[..., int]
@@ -171,7 +171,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The loaded file. Raises KernelsUnavailableError."""
+    """The loaded library. Raises KernelsUnavailableError."""
     if not LIBRARY.is_file():
         raise KernelsUnavailableError(
             f"{LIBRARY.name} is not in the installed package: reinstall selfspec on a machine with a C compiler, "
@@ -186,10 +186,10 @@ def _library() -> ctypes.CDLL:
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Whether an ELF file ends before its last part, the section headers: loading such a file would end the process."""
+    """Whether an ELF file ends before its section headers, which come last. Loading such a file would kill the process."""
     with path.open("rb") as file:
         header = file.read(64)
-    if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little endian; the loader itself refuses what is no library
+    if header[:6] != b"\x7fELF\x02\x01":  # 64 bits, little endian; the loader itself refuses other files
         return False
     if len(header) < 64:
         return True
@@ -199,7 +199,7 @@ def _is_cut_short(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What Python asks of the threads (pool.h), and OpenMP's number of threads, where PyTorch has loaded it."""
+    """What Python calls in pool.h, and the setter of OpenMP's number of threads if PyTorch has loaded OpenMP."""
 
     oldest: Callable[[], int]
     omp_set_num_threads: Callable[[int], None] | None
@@ -207,7 +207,7 @@ class Pool:
 
 @cache
 def pool() -> Pool:
-    """The threads of the native library, which end with the interpreter. Raises KernelsUnavailableError."""
+    """The native library's threads, which end with the interpreter. Raises KernelsUnavailableError."""
     library = _library()
     library.pool_oldest.restype = c_int64
     atexit.register(library.pool_stop)
@@ -241,9 +241,10 @@ def load(variant: str | None = None) -> Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """The functions to use in this process, or None where PyTorch's operators do the work. See SELFSPEC_NATIVE above.
+    """The functions to use in this process, or None if PyTorch's operators do the work. See SELFSPEC_NATIVE above.
 
-    Raises KernelsUnavailableError if the environment demands them in vain, ValueError if it asks for something unknown.
+    Raises KernelsUnavailableError if the environment demands kernels that cannot be used, ValueError if it asks for something
+    unknown.
     """
     choice = os.environ.get("SELFSPEC_NATIVE") or "1"
     if choice == "0":
@@ -258,7 +259,7 @@ def kernels() -> Kernels | None:
 
 
 def refuse(reason: str) -> None:
-    """Say in a warning why the kernels are not used; raise KernelsUnavailableError if the environment demands them."""
+    """Warn why the kernels are not used; raise KernelsUnavailableError instead if the environment demands them."""
     choice = os.environ.get("SELFSPEC_NATIVE") or "1"
     if choice != "1":
         raise KernelsUnavailableError(f"SELFSPEC_NATIVE={choice}, but {reason}")

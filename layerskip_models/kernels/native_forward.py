@@ -1,7 +1,7 @@
-"""A pass of decoding in one call of our own kernels: embed tokens, run some layers, look at the head.
+"""A decoding pass in one call of our own kernels: embed tokens, run some layers, pick tokens with the head.
 
-Between two passes of a small model Python's operators took as long as a layer or two: what is set up here once is not set up
-again at every step. Results are those of the single calls, bit for bit.
+With a small model, Python's operators between two passes took as long as a layer or two. So everything that does not change
+is set up once here, not at every step. Results are bit-identical to those of separate calls.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from layerskip_models.norm import RMSNorm
 
 _EMBEDDINGS = (torch.float32, torch.bfloat16, torch.float16)
 STEP_ROWS = 64
-"""Most rows of a step: its scratch lasts as long as whoever takes the steps."""
+"""Most rows of a step. Kept small, because the scratch lives as long as the `NativeForward`."""
 
 
 class Adapted(Protocol):
-    """An exit's adapter: width in the middle, and where its description lies."""
+    """An exit's adapter: its inner width, and the address of its `AdapterWeights` (None if it runs on PyTorch)."""
 
     rank: int
 
@@ -40,10 +40,10 @@ _NONE: Mapping[int, Adapted] = MappingProxyType({})
 
 
 class NativeForward:
-    """Steps for one caller at a time, over the texts of any KV caches. float32, one CPU.
+    """Steps for one caller at a time, over texts in any KV caches. float32 on a CPU.
 
-    embedding: [vocab, hidden], contiguous. rotary: gives the model's table, which may have grown. adapters: by exit layer,
-    what rows pass before the draft head. Raises RuntimeError where one is not on our kernels.
+    embedding: [vocab, hidden], contiguous. rotary: returns the model's table, which may have grown. adapters: by exit layer,
+    applied before the draft head. Raises RuntimeError if any of these does not run on our kernels.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NativeForward:
         self._x = torch.empty(STEP_ROWS, self._hidden, dtype=torch.float32, device="cpu")
         self._embedded, self._tokens = (c_int64 * STEP_ROWS)(), (c_int64 * STEP_ROWS)()
         self._numbers = (c_float * (4 * STEP_ROWS))()
-        self._space = Workspace(layers)  # not a thread's: whoever calls next may be another one
+        self._space = Workspace(layers)  # not per thread: the next call may come from another one
         self._space.reserve(STEP_ROWS)
         step = self._step = self._space.step
         step.kind, step.embedded = KINDS[embedding.dtype], addressof(self._embedded)
@@ -100,10 +100,11 @@ class NativeForward:
         detail: Detail = "token",
         record: tuple[Tensor, int] | None = None,
     ) -> list[HeadOutput]:
-        """Tokens through layers [0, stop), at most `STEP_ROWS` of them.
+        """Run at most `STEP_ROWS` tokens through layers [0, stop).
 
-        last: float32 [tokens, hidden], contiguous, gets their hidden states. head: "full" or "draft", to look at; None
-        returns nothing. record: float32 [layers, rows, hidden] and a row: gets the hidden states after every layer.
+        last: float32 [tokens, hidden], contiguous; receives their hidden states. head: "full" or "draft", the head to apply;
+        None returns an empty list. record: float32 [layers, rows, hidden] and a first row; receives the hidden states after
+        every layer.
         """
         count = len(tokens)
         if count > STEP_ROWS or not 0 <= min(tokens) <= max(tokens) < self._vocab:
@@ -132,9 +133,9 @@ class NativeForward:
     def rows(
         self, x: Tensor, rows: CacheRows, start: int, stop: int, *, record: tuple[Tensor, int] | None = None
     ) -> tuple[list[int], list[float]]:
-        """Rows through layers [start, stop) and the full head: the tokens that win and their logits, as in `Choices`.
+        """Run rows through layers [start, stop) and the full head. Returns the best tokens and their logits (see `Choices`).
 
-        x: float32 [rows, hidden], contiguous, at most `STEP_ROWS`; the output after `start` layers.
+        x: float32 [rows, hidden], contiguous, at most `STEP_ROWS` rows; the output of the first `start` layers.
         """
         check_rows("x", x, self._hidden)
         count, step = x.shape[0], self._step
@@ -159,7 +160,7 @@ class NativeForward:
         detail: Detail,
         record: tuple[Tensor, int] | None,
     ) -> None:
-        """Tell C of a pass, but for its layers and its rows' caches."""
+        """Fill in `step` for a pass, except for its layers and its rows' caches."""
         step = self._step
         if record is None:
             step.outputs, step.last, step.stride = outputs.data_ptr(), None, 0

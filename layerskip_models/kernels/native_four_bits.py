@@ -1,4 +1,4 @@
-"""Linears on our own kernels with weights of 4 bits, in groups of inputs."""
+"""Linears on our own kernels with 4-bit weights that share scales in groups of inputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from layerskip_models.kernels.native_linear import NativeLinear, pointer, readab
 class NativeInt4Linear(NativeLinear):
     """x W^T + b with W in 4 bits.
 
-    On processors that multiply bytes, inputs are cut to 16 bits of their row's largest.
-    Another model than the one with the full weights: "the model's own output" then means this one's.
-    Raises as `NativeLinear`.
+    On processors that multiply bytes, inputs are rounded to 16-bit fixed point relative to the largest of their row.
+    The rounded weights make a different model; "the model's own output" then means that of this model.
+    Raises what `NativeLinear` raises.
     """
 
     def __init__(self, weight: FourBitWeight, bias: Tensor | None = None) -> None:

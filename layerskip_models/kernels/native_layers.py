@@ -22,12 +22,12 @@ _OF_ROWS = ("input_norm", "post_attention_norm", "output_norm", "down_norm")
 _OF_HEADS = ("query_norm", "key_norm")
 _UNLIMITED = 2**62  # positions
 KV_DTYPES = (torch.float32, torch.bfloat16)
-"""What keys and values may be kept in."""
+"""Dtypes that keys and values may be stored in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What C must know of a KV cache's memory. It was checked once, which takes longer than a small pass may."""
+    """What C needs to know about a KV cache's memory. Checked once, since the check is too slow for every small pass."""
 
     keys: Tensor
     values: Tensor
@@ -36,7 +36,7 @@ class Memory:
 
     @classmethod
     def checked(cls, keys: Tensor, values: Tensor, kv_heads: int, dim: int) -> Memory:
-        """Raises ValueError unless both are in memory as the kernels read and write them."""
+        """Raises ValueError unless both have the memory layout that the kernels read and write."""
         if not (values.dtype is keys.dtype and values.dtype in KV_DTYPES and values.is_cpu and keys.is_cpu):
             raise ValueError("keys and values must be float32 on the CPU, or both bfloat16")
         strides = values.stride()
@@ -55,7 +55,7 @@ class Memory:
 
 
 class Workspace:
-    """What one caller of the kernels needs beside the weights: scratch, and the description of a call."""
+    """What a caller of the kernels needs besides the weights: scratch, and the description of a call."""
 
     def __init__(self, layers: NativeLayers) -> None:
         self.step = Step(shape=layers.shape_address, layers=layers.first)
@@ -64,16 +64,16 @@ class Workspace:
         self._scratch = self._parts = torch.empty(0)
 
     def reserve(self, rows: int) -> None:
-        """Scratch for so many rows; it grows with their number."""
+        """Make sure that there is scratch for this many rows."""
         size = self._layers.scratch_size(rows)
         if self._scratch.numel() < size:
             scratch = torch.empty(size, dtype=torch.float32, device="cpu")
             address = scratch.data_ptr()
-            # Nothing is called between these, so no signal comes between: the address is never that of freed memory.
+            # The next line calls nothing, so no signal handler runs between its stores and sees the address of freed memory.
             self._scratch, self.step.scratch = scratch, address
 
     def _reserve_parts(self) -> None:
-        """Room for what the threads find in parts of the texts that `step` describes."""
+        """Make sure that there is memory for partial attention results of the texts that `step` describes."""
         size = self._layers.parts_size(addressof(self.step))
         if self._parts.numel() < size:
             parts = torch.empty(size, dtype=torch.float32, device="cpu")
@@ -83,9 +83,9 @@ class Workspace:
     def run(
         self, rows: CacheRows, positions: Sequence[int], start: int, stop: int, rotary: Tensor, *needed: object
     ) -> None:
-        """Run what `step` describes over these rows, layers [start, stop), and count them in their caches.
+        """Run `step` over these rows in layers [start, stop), and count the rows in their caches.
 
-        positions: of each text's first row (`NativeLayers.check`). needed: what the description points to.
+        positions: each text's first row (`NativeLayers.check`). needed: objects that `step` points to.
         """
         spans = self.describe(rows, positions, rotary)
         self.step.first, self.step.count = start, stop - start
@@ -94,9 +94,9 @@ class Workspace:
             cache.extend(start, stop, number)
 
     def describe(self, rows: CacheRows, positions: Sequence[int], rotary: Tensor) -> object:
-        """Tell `step` of the texts. Returns what it then points to."""
+        """Fill in the texts in `step`. Returns the spans, which `step` then points to."""
         step, count, furthest = self.step, 0, 0
-        # Threads that come late may still read what describes several texts: it is made anew for each call.
+        # Late threads may still read an array of spans, so each call makes a new one.
         spans = self.only if len(rows) == 1 else (Span * len(rows))()
         for span, (cache, number), position in zip((spans,) if isinstance(spans, Span) else spans, rows, positions):
             memory = cache.described
@@ -113,16 +113,16 @@ class Workspace:
         return spans
 
     def keep(self, job: int, rows: CacheRows, *needed: object) -> None:
-        """Hold what a call was given while threads that come late may read it. job: what the call returned."""
+        """Keep a call's arguments alive while late threads may read them. job: what the call returned."""
         if job:
             keep(job, self, self._scratch, self._parts, *needed, *(cache for cache, _ in rows))
 
 
 class NativeLayers:
-    """All layers of a model whose matrices are `NativeLinear`. float32, one CPU.
+    """All layers of a model whose matrices are `NativeLinear`. float32 on a CPU.
 
-    A row's result does not depend on the rows beside it: what verification computes for a drafted token is, bit for bit,
-    what decoding it alone would have.
+    A row's result does not depend on other rows in the pass: what verification computes for a drafted token is bit-identical
+    to decoding it alone.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class NativeLayers:
         self._shape = Shape(hidden_size, heads, kv_heads, head_dim, eps, head_dim**-0.5)
         self._layers = (Layer * len(layers))()
         self.first = addressof(self._layers)
-        self._alive: list[Tensor] = []  # what the pointers below point to, which they do not keep alive
+        self._alive: list[Tensor] = []  # the pointers below do not keep their tensors alive
         intermediate = getattr(layers[0].down, "matrix").in_features  # noqa: B009
         sizes = {
             "qkv": ((heads + 2 * kv_heads) * head_dim, hidden_size),
@@ -174,11 +174,11 @@ class NativeLayers:
         self.shape_address = addressof(self._shape)
         self.run_step, self.run_half, self.parts_size = chosen.step, chosen.half, chosen.parts_size
         self._own = threading.local()
-        self._rotary: Tensor | None = None  # the table that was checked last
+        self._rotary: Tensor | None = None  # the table checked last
 
     @staticmethod
     def possible(layers: Sequence[DecoderLayer]) -> bool:
-        """Whether every matrix of these layers is one that the kernels can read."""
+        """Whether the kernels can run these layers: every matrix is a `NativeLinear`, and every norm has factors."""
         return all(
             all(isinstance(linear, NativeLinear) for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
             and all(norm is None or norm.factors is not None for norm in _norms(layer))
@@ -194,9 +194,9 @@ class NativeLayers:
         rotary: Tensor,
         capture: Callable[[int, Tensor], None] | None,
     ) -> Tensor:
-        """`LayerSkipModel.run_layers`; rotary: complex64 [positions, 1, head_dim / 2], of all positions from 0 on.
+        """`LayerSkipModel.run_layers`. rotary: complex64 [positions, 1, head_dim / 2], for all positions from 0 on.
 
-        Raises ValueError, before anything is computed, if an argument does not fit the others: C would read and write beyond.
+        Raises ValueError before anything is computed if the arguments do not fit together: C would access other memory.
         """
         self.check_rows(hidden, start, stop, rows, rotary)
         if start == stop:
@@ -220,12 +220,12 @@ class NativeLayers:
         return outputs[-1]
 
     def check_rows(self, hidden: Tensor, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> None:
-        """Raises ValueError if a pass over these rows, [rows, hidden], does not fit the other arguments."""
+        """Raises ValueError if hidden, [rows, hidden], does not fit the other arguments of a pass."""
         check_rows("hidden", hidden, self._hidden_size)
         self.check(hidden.shape[0], start, stop, rows, rotary)
 
     def check(self, count: int, start: int, stop: int, rows: CacheRows, rotary: Tensor) -> list[int]:
-        """Where each text's rows begin. Raises ValueError if a pass over `count` rows does not fit the other arguments."""
+        """The position of each text's first row. Raises ValueError if `count` rows do not fit the other arguments."""
         positions: list[int] = []
         if not 0 <= start <= stop <= len(self._layers):
             raise ValueError(f"layers [{start}, {stop}) are not among {len(self._layers)}")
@@ -265,14 +265,14 @@ class NativeLayers:
         return rotary
 
     def workspace(self) -> Workspace:
-        """This thread's own."""
+        """The calling thread's workspace."""
         held: Workspace | None = getattr(self._own, "workspace", None)
         if held is None:
             held = self._own.workspace = Workspace(self)
         return held
 
     def scratch_size(self, rows: int) -> int:
-        """Numbers of scratch that a call over so many rows takes."""
+        """Floats of scratch that a call over this many rows needs."""
         return self._library.scratch_size(self._shape, self.first, rows)
 
 
@@ -281,7 +281,7 @@ def _norms(layer: DecoderLayer) -> list[RMSNorm | None]:
 
 
 def portions(rows: CacheRows) -> Iterator[CacheRows]:
-    """The same rows in portions of `MOST_ROWS` at most."""
+    """The same rows in portions of at most `MOST_ROWS`."""
     part: list[tuple[KVCache, int]] = []
     left = MOST_ROWS
     for cache, number in rows:

@@ -1,4 +1,4 @@
-"""Linears on our own kernels: as fast as the weight comes from memory, for one row as for eight. See `kernels.c`."""
+"""Linears on our own kernels: one row or eight, as fast as the weight can be read from memory. See `kernels.c`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
-"""Rows that the kernels take at once, which bounds their scratch; of so many, reading the weights costs next to nothing."""
-_CONVERTED = 1 << 23  # numbers of a weight that are float32 at a time for PyTorch's product: memory at hand already
+"""Most rows per call, which bounds the scratch. With this many, reading the weights costs next to nothing."""
+_CONVERTED = 1 << 23  # numbers converted at a time for PyTorch's product: few enough that no new memory is mapped
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
 
 
 @contextmanager
 def operators_only() -> Iterator[None]:
-    """Within it linears are computed by PyTorch's operators: for those who watch these."""
+    """While active, linears are computed by PyTorch's operators, for callers that observe these."""
     token = _operators_only.set(True)
     try:
         yield
@@ -36,18 +36,18 @@ def operators_only() -> Iterator[None]:
 
 
 def only_operators() -> bool:
-    """Whether this is within `operators_only`."""
+    """Whether `operators_only` is active."""
     return _operators_only.get()
 
 
 def pieces(rows: int) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) of each call that so many rows take."""
+    """(first row, number of rows) of each call needed for this many rows."""
     for first in range(0, rows, MOST_ROWS):
         yield first, min(MOST_ROWS, rows - first)
 
 
 def without_loss(weight: Tensor) -> Tensor:
-    """A weight in the first of bfloat16, float16 and float32 that holds the same numbers. 16 bits stay what they are."""
+    """Convert a weight to the first of bfloat16, float16 and float32 that is exact. 16-bit weights stay as they are."""
     if weight.dtype in (torch.bfloat16, torch.float16):
         return weight
     weight = weight.float()
@@ -59,14 +59,14 @@ def without_loss(weight: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The same numbers one behind the other in memory, as C reads them, the first where its size allows."""
+    """The same tensor, contiguous and with its data aligned to the element size, as C reads it."""
     tensor = tensor.contiguous()
-    # a tensor of a mapped file may begin anywhere
+    # a tensor in a mapped file may begin at any address
     return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
 
 def pointer(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-    """For C, which knows no strides. ValueError unless the tensor is contiguous, on the CPU, of this dtype and shape."""
+    """A tensor's address, for C. ValueError unless the tensor is contiguous, on the CPU, and has this dtype and shape."""
     if tensor is None:
         return None
     if tensor.dtype is not dtype or tensor.shape != shape or not (tensor.is_cpu and tensor.is_contiguous()):
@@ -78,7 +78,7 @@ def pointer(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -
 
 
 def check_rows(name: str, x: Tensor, width: int) -> None:
-    """Raise ValueError unless x is float32 [rows, width] in the processor's memory: the library would read behind its end."""
+    """Raise ValueError unless x is float32 [rows, width] on the CPU: the library would read past its end."""
     if x.dtype is not torch.float32 or not x.is_cpu or x.dim() != 2 or x.shape[1] != width:
         raise ValueError(
             f"{name} must be float32 [rows, {width}] on the CPU, got {x.dtype} {list(x.shape)} on {x.device}"
@@ -86,11 +86,11 @@ def check_rows(name: str, x: Tensor, width: int) -> None:
 
 
 class NativeLinear:
-    """x W^T + b in float32. W is kept in 16 bits where that loses nothing, as for most checkpoints (`without_loss`).
+    """x W^T + b in float32. W is stored in 16 bits where that is exact, as for most checkpoints (`without_loss`).
 
-    A row's result does not depend on the rows beside it, nor on the number of threads.
-    Raises RuntimeError where there are no kernels (`native_works`); ValueError for a weight or a bias that is not a matrix or
-    does not fit it, or is not on the CPU.
+    A row's result does not depend on other rows, nor on the number of threads.
+    Raises RuntimeError if there are no kernels (`native_works`); ValueError if the weight is not a matrix, the bias does not
+    fit it, or one of them is not on the CPU.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -215,7 +215,7 @@ class NativeLinear:
         return y
 
     def choices_of_normalised(self, norm: RMSNorm, x: Tensor, detail: Detail) -> Choices:
-        """What the rows of `of_normalised`, as logits, come to; none of them is stored. x: [rows, in]."""
+        """`Choices` from the logits norm(x) W^T + b, without storing the logits. x: [rows, in]."""
         check_rows("x", x, self._in)
         factors = norm.factors
         if factors is None or _operators_only.get():
@@ -227,7 +227,7 @@ class NativeLinear:
         return Choices(torch.cat([p.tokens for p in parts]), torch.cat([p.numbers for p in parts], dim=1))
 
     def _choices(self, factors: Tensor, eps: float, x: Tensor, detail: Detail) -> Choices:
-        """x: contiguous, of no more rows than the kernels take at once."""
+        """x: contiguous, at most `MOST_ROWS` rows."""
         rows = x.shape[0]
         choices, scratch = empty_choices(rows, detail), self._scratch_for(rows)
         job = self._pick(
@@ -247,7 +247,7 @@ class NativeLinear:
         return choices
 
     def _scratch_for(self, rows: int) -> Tensor:
-        """Memory for one call of `pick`, this thread's own; it grows with the number of rows."""
+        """The calling thread's scratch for `pick`, large enough for this many rows."""
         held: tuple[int, Tensor] | None = getattr(self._scratch, "memory", None)
         if held is None or held[0] < rows:
             size = self._pick_scratch(self._address, rows)
@@ -256,11 +256,11 @@ class NativeLinear:
 
 
 class NativeInt8Linear(NativeLinear):
-    """The same with W rounded to 8 bits, one scale per output.
+    """x W^T + b with W rounded to 8 bits, with one scale per output.
 
-    On processors that multiply bytes, inputs are cut to 24 bits of their row's largest.
-    Another model than the one with the full weights: "the model's own output" then means this one's.
-    peaks: float32 [out], each output's largest magnitude, if the weight is a part of one with more inputs.
+    On processors that multiply bytes, inputs are rounded to 24-bit fixed point relative to the largest of their row.
+    The rounded weights make a different model; "the model's own output" then means that of this model.
+    peaks: float32 [out], each output's largest magnitude, if the weight is a slice of one with more inputs.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Weights, keys and values in large pages of memory: finding a page costs as much as reading a good part of it."""
+"""Large memory pages for weights, keys and values: with small ones, a TLB miss costs as much as reading much of the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from torch import Tensor
 
 LARGE = 1 << 21  # bytes of a large page on x86-64, and on most aarch64
-_ADVISE_LARGE, _COLLAPSE = 14, 25  # of madvise(2): ask for large pages; make some of the pages there are (Linux 6.1)
+_ADVISE_LARGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE and MADV_COLLAPSE (Linux 6.1) of madvise(2)
 
 
 @cache
@@ -22,16 +22,16 @@ def _advise() -> ctypes._NamedFuncPointer | None:
 
 
 def use_large_pages(tensor: Tensor) -> None:
-    """Ask the system to keep a CPU tensor's memory in large pages, as far as whole ones lie within it. Its numbers stay.
+    """Ask the system to move a CPU tensor's memory to large pages, as far as whole ones fit within it. Its data is unchanged.
 
-    Where the system has none, or will not, for example because the memory is a mapped file, nothing happens.
+    Nothing happens if the system has no large pages or refuses, for example because the memory is a mapped file.
     """
     _ask(tensor, _ADVISE_LARGE)
     _ask(tensor, _COLLAPSE)
 
 
 def expect_large_pages(tensor: Tensor) -> None:
-    """The same before anything was written to it: the memory is taken as it is written, in large pages from the beginning."""
+    """The same for a tensor that has not been written to yet: its memory is then allocated in large pages on first write."""
     _ask(tensor, _ADVISE_LARGE)
 
 

@@ -1,6 +1,6 @@
 """How many threads our kernels use, and which buffers must outlive a call because a late thread still reads them.
 
-Nobody waits for a thread that lost its core in the middle of a call (see pool.c), so it may still read the call's arguments
+Nobody waits for a thread that loses its core in the middle of a call (see pool.c), so it may still read the call's arguments
 long after the call has returned. They must not be freed before it is done: `keep` holds them until then.
 """
 
