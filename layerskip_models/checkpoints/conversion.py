@@ -65,7 +65,6 @@ def from_transformers(
     layout: Layout | None = None,
     release: bool = False,
     share: bool = False,
-    packed: Packed = _NOTHING,
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
@@ -74,7 +73,6 @@ def from_transformers(
     share: the parameters of `model` become views of the fused weights instead, with the numbers that they had. Nothing is
         resident twice, and what is written to a parameter in place is seen at once. For weights that are kept as they are:
         on CUDA, or on a CPU layout "plain" in float32 or float64.
-    packed: of layers' matrices that are in 4 bits already, whose parameters in `model` then only have the right shape.
     Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices, and where they
     cannot be shared.
     """
@@ -82,7 +80,7 @@ def from_transformers(
     if share and (reason := why_not_shared(model, layout)) is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        return convert(model, config, "plain" if share else layout, release, share, packed)
+        return convert(model, config, "plain" if share else layout, release, share)
 
 
 def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
@@ -107,12 +105,12 @@ def convert(
     share: bool = False,
     packed: Packed = _NOTHING,
     fill: Callable[[str, nn.Module], None] = lambda name, module: None,
-    only: range | None = None,
     whole_of: WholeOf = lambda kind, weight: None,
 ) -> LayerSkipModel:
     """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
 
-    only: the layers of the result, if it is to be a part of the model. whole_of: called for matrices that are rounded.
+    packed: of layers' matrices that are in 4 bits already, whose parameters in `model` then only have the right shape.
+    whole_of: called for matrices that are rounded.
     """
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -129,8 +127,6 @@ def convert(
     _check_rotation(inv_freq, config)
     layers = []
     for index, layer in enumerate(decoder.layers):
-        if only is not None and index not in only:
-            continue
         fill(f"model.layers.{index}", layer)
         layers.append(
             convert_layer(
@@ -223,7 +219,7 @@ def convert_layer(
 
     layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
     rotated: how many numbers of a head rotate, its first ones; None for all.
-    share: its parameters become views of the fused ones, else they are copied. packed: as in `from_transformers`.
+    share: its parameters become views of the fused ones, else they are copied. packed,
     whole_of: as in `convert`.
     """
     family = family_of(config)

@@ -1,9 +1,8 @@
-"""GGUF files, read by transformers: where the file is, its configuration, its weights, its tokenizer.
+"""GGUF files: where the file is, its configuration, its weights, its tokenizer.
 
-transformers undoes the quantisation of every tensor; what is to stay in 4 bits, `gguf_weights` reads. transformers ignores
-most of what a file says of its model (`gguf_metadata` reads it) and tensors that it does not know. A file with such tensors
-is refused, because it would become another model. A tokenizer or a generation_config.json beside the file goes before
-what the file says, since a GGUF file describes a tokenizer only roughly.
+transformers reads the configuration and ignores most of what a file says of its model, which `gguf_metadata` reads. A file
+with tensors that transformers' model does not have is refused, because it would become another model. A tokenizer or a
+generation_config.json beside the file goes before what the file says, since a GGUF file describes a tokenizer only roughly.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -34,13 +31,7 @@ from layerskip_models.checkpoints.gguf_metadata import (
     complete,
     read_keys,
 )
-from layerskip_models.checkpoints.gguf_weights import (
-    GgufTensors,
-    is_read_here,
-    keeps_four_bits,
-    read_gguf_weights,
-)
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.checkpoints.gguf_weights import GgufWeights
 
 GGUF_METHOD = "gguf"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -90,70 +81,20 @@ def gguf_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model of a GGUF file with float weights. name: the file or its folder. config: of `gguf_config`, unmarked."""
-    path = gguf_file(name)
-    assert path is not None
-    with _told(path):
-        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            config=config,
-            dtype=dtype,
-            device_map={"": device},
-            output_loading_info=True,
-        )
-    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
-        raise ValueError(f"{path} lacks weights of the model, or they have another shape, first {wrong[0]}: {CONVERT}")
-    # It is an ordinary model now: transformers' marks would keep it from being saved, and selfspec from running it.
-    del model.config.quantization_config
-    for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if mark in vars(model):
-            delattr(model, mark)
-    return named_gguf(model, name)
+def gguf_weights(path: Path, config: PretrainedConfig, *, keep_packed: bool) -> GgufWeights:
+    """The weights of a file. config: of `gguf_config`, unmarked. keep_packed: as in `StoredWeights`.
+
+    Raises ValueError for tensors that do not fit the model, and for an architecture that is not read.
+    """
+    reader = _reader(path)
+    return GgufWeights(path, reader, config, _tensor_names(reader, config, path), keep_packed=keep_packed)
 
 
-def named_gguf(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The model with the file's name and how it generates, from beside the file or from its configuration."""
-    model.config.name_or_path = model.name_or_path = name
-    model.generation_config = gguf_generation_config(name, model.config)
-    return model
-
-
-def gguf_generation_config(name: str, config: PretrainedConfig) -> GenerationConfig:
+def gguf_generation_config(path: Path, config: PretrainedConfig) -> GenerationConfig:
     """How the model of a file generates, from beside the file or from its configuration."""
-    path = gguf_file(name)
-    assert path is not None
     if (path.parent / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path.parent)
     return GenerationConfig.from_model_config(config)
-
-
-def packed_gguf(
-    name: str, config: PretrainedConfig, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]] | None:
-    """The weights of a file, some of them in 4 bits (`read_gguf_weights`); None if none are. Arguments as `load_gguf`'s."""
-    path = gguf_file(name)
-    assert path is not None
-    reader = _reader(path)
-    architecture = architecture_of(reader, path)
-    if not keeps_four_bits(reader, architecture):
-        return None
-    return read_gguf_weights(GgufTensors(reader, architecture, config, _tensor_names(reader, config, path)), dtype)
-
-
-def open_gguf(name: str, config: PretrainedConfig) -> GgufTensors:
-    """The tensors of a file, to be read in parts. Arguments as `load_gguf`'s.
-
-    Raises ValueError for an architecture whose order of rows is not known here.
-    """
-    path = gguf_file(name)
-    assert path is not None
-    reader = _reader(path)
-    architecture = architecture_of(reader, path)
-    if not is_read_here(architecture):
-        raise ValueError(f"parts of a GGUF file of the architecture {architecture!r} are not read: {CONVERT}")
-    return GgufTensors(reader, architecture, config, _tensor_names(reader, config, path))
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:

@@ -23,7 +23,7 @@ Sources: the README and the docstrings of vllm-project/compressed-tensors; AutoG
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ Stored = Mapping[str, Any]
 """A module's tensors by their names within it. That of `NUMBERS` may be a slice of an open safetensors file instead."""
 Cut = tuple[int, range] | None
 """Which part of a matrix is meant: a dimension and what is kept of it; None for all."""
+WHOLE: Sequence[Cut] = (None,)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
@@ -287,7 +288,7 @@ def _place(cut: Cut, rows: int, columns: int, scheme: Scheme) -> Place:
         dim, part = cut
         kept[dim] = part
     if scheme.shape not in (None, (rows, columns)) or kept[0].stop > rows or kept[1].stop > columns:
-        raise ValueError(f"its shape is {[rows, columns]}, which config.json does not fit")
+        raise ValueError(f"it has another shape, {[rows, columns]}, which config.json does not fit")
     return Place(*kept)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ORIGINAL = 'load the checkpoint that it was made from; dtype="int8" rounds that one to 8 bits here'
+"""What to do where a quantised checkpoint cannot be read."""
 _PATTERN = "re:"
 _STRATEGIES = ("tensor", "channel", "group")
 
@@ -31,7 +33,7 @@ class Scheme:
     group_size: int | None = None
     reordered: bool = False
     has_zeros: bool = False
-    shape: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
 
     def num_groups(self, columns: int) -> int | None:
         """Scales of each output; None if that is not said."""

@@ -1,7 +1,7 @@
 """Which safetensors files a checkpoint's weights are read from, and the tensors in them.
 
 The choice is transformers' own: `model.safetensors` if there is one, else all that `model.safetensors.index.json` names,
-whatever else lies in the folder. One process and several read through this, so they read the same.
+whatever else lies in the folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers.utils import cached_file
 
 from layerskip_models.checkpoints.packed_weights import modules_of
@@ -24,7 +23,7 @@ _AGAIN = "copy or download it again"
 
 
 class Tensors:
-    """The tensors of a checkpoint's safetensors files, opened once and mapped, not read. Used in a `with` statement.
+    """The tensors of a checkpoint's safetensors files, opened once and mapped, not read.
 
     name: of the checkpoint. where: the file of every tensor.
     """
@@ -33,23 +32,16 @@ class Tensors:
         self.name, self.where = name, where
         self._open: dict[Path, Any] = {}
 
-    def __enter__(self) -> Tensors:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.clear()
-
-    @property
-    def names(self) -> set[str]:
-        return {*self.where}
-
-    def whole(self, name: str) -> Tensor:
-        found: Tensor = self._file(name).get_tensor(name)
-        return found
-
     def part(self, name: str) -> Any:
-        """A slice of an open file, of which parts can be read. ValueError for a tensor that is not there."""
-        return self._file(name).get_slice(name)
+        """A slice of an open file, of which all (`[...]`) or parts can be read. ValueError for a tensor that is not there."""
+        path = self.where.get(name)
+        if path is None:
+            raise ValueError(
+                f"{self.name} lacks weights of the model, first {name}: it is not complete, or another model"
+            )
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path].get_slice(name)
 
     def check_floats(self) -> None:
         """ValueError if weights are quantised, which the caller takes for floats."""
@@ -67,27 +59,12 @@ class Tensors:
 
     def check_shapes(self, shapes: Mapping[str, Collection[int]]) -> None:
         """ValueError for a tensor of another shape than that of the same name in `shapes`."""
-        check_shapes(
-            self.name, {name: self.part(name).get_shape() for name in shapes.keys() & self.where.keys()}, shapes
-        )
-
-    def _file(self, name: str) -> Any:
-        path = self.where.get(name)
-        if path is None:
-            raise ValueError(f"{self.name} holds no {name}: the checkpoint is not complete, or of another architecture")
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path]
-
-
-def check_shapes(name: str, found: Mapping[str, Collection[int]], meant: Mapping[str, Collection[int]]) -> None:
-    """ValueError for a tensor of another shape than that of the same name in `meant`. name: of the checkpoint."""
-    for tensor in sorted(found.keys() & meant.keys()):
-        if [*found[tensor]] != [*meant[tensor]]:
-            raise ValueError(
-                f"{name} holds weights of another shape than its config.json says: {tensor} is {[*found[tensor]]}, not "
-                f"{[*meant[tensor]]}. Copy or download it again"
-            )
+        for name in sorted(shapes.keys() & self.where.keys()):
+            if (found := self.part(name).get_shape()) != [*shapes[name]]:
+                raise ValueError(
+                    f"{self.name} holds weights of another shape than its config.json says: {name} is {found}, not "
+                    f"{[*shapes[name]]}. Copy or download it again"
+                )
 
 
 def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:

@@ -9,11 +9,13 @@ Source of the scheme: Shoeybi et al. 2019, *Megatron-LM*, section 3.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from layerskip_models.checkpoints.packed_weights import WHOLE, Cut
 from layerskip_models.families import family_of
 
 
@@ -44,10 +46,6 @@ class Part:
     def after(self, offset: int) -> Part:
         """The same behind so many others."""
         return Part(self.start + offset, self.stop + offset)
-
-
-Pieces = tuple[int, tuple[Part, ...]] | None
-"""The dimension that is cut, and the parts of it that are kept, one behind the other; None for the whole weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +117,10 @@ class ShardPlan:
         local.pad_token_id = None  # may lie in another part
         return local
 
-    def pieces(self, name: str) -> Pieces:
-        """What to keep of a parameter, by its name in transformers' model.
+    def cuts(self, name: str) -> Sequence[Cut]:
+        """What to keep of a parameter, by its name in transformers' model: parts, which are joined along its rows.
 
-        A bias that is added after the sum over ranks is whole: rank 0 alone adds it (`added_once`).
+        A bias that is added after the sum over ranks is whole: rank 0 alone adds it (`added_elsewhere`).
         """
         *_, module, kind = name.split(".")
         config: Any = self.config
@@ -141,22 +139,26 @@ class ShardPlan:
             "lm_head": (self.vocab,),
         }
         if module in rows:
-            return 0, rows[module]
+            return _cuts(0, *rows[module])
         if self.joint_norms and module in ("q_norm", "k_norm"):
-            return 0, (query if module == "q_norm" else keys,)
+            return _cuts(0, query if module == "q_norm" else keys)
         if kind == "weight" and module in ("o_proj", "down_proj"):
-            return 1, (query if module == "o_proj" else self.inner,)
-        return None
+            return _cuts(1, query if module == "o_proj" else self.inner)
+        return WHOLE
 
-    def added_once(self, name: str) -> bool:
-        """Whether this is a bias that one rank alone must add."""
-        return name.endswith(("o_proj.bias", "down_proj.bias"))
+    def added_elsewhere(self, name: str) -> bool:
+        """Whether this is a bias that one rank alone must add, and another one than this does."""
+        return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
 
     @property
     def joint_norms(self) -> bool:
         """Whether queries and keys are normed over all heads of a row together, and not each by itself."""
         family = family_of(self.config)
         return family.query_norm is not None and self.config.model_type == "olmo2"
+
+
+def _cuts(dim: int, *parts: Part) -> list[Cut]:
+    return [(dim, range(part.start, part.stop)) for part in parts]
 
 
 def _heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[Part, Part]:

@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.parallel.part_files import Parts
-from layerskip_models.parallel.shard_loading import Source
-from layerskip_models.parallel.shard_plan import ShardPlan
+from layerskip_models.checkpoints.source import Source
+from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.training.microbatches import rows_of
 from layerskip_models.training.saving import while_writing, write_folder
 from layerskip_models.training.training_config import TrainingConfig
@@ -198,8 +197,8 @@ def sharded_model(config: TrainingConfig, accelerator: Accelerator, described: L
         return sharded
     source = Source(config.init, described, {})
     sharded.model.generation_config = source.generation_config()
-    with source.open() as files:
-        sharded.fill(partial(_from_files, files))
+    with source.open() as weights:
+        sharded.fill(partial(_from_files, weights))
     return sharded
 
 
@@ -209,28 +208,7 @@ def _from_first(made: dict[str, Tensor], device: torch.device, name: str, shape:
     return whole[rows.start : rows.stop].clone()
 
 
-def _from_files(files: Parts, name: str, shape: torch.Size, rows: range) -> Tensor:
+def _from_files(weights: StoredWeights, name: str, shape: torch.Size, rows: range) -> Tensor:
     if not rows:
         return torch.empty(0, *shape[1:])
-    plan = cast(ShardPlan, _Rows(rows))
-    local = files.read(name, plan, torch.float32, torch.device("cpu"))
-    if local.shape[1:] != shape[1:]:
-        raise ValueError(
-            f"{name} has rows of shape {[*local.shape[1:]]}, not {[*shape[1:]]}: config.json does not fit it"
-        )
-    return local
-
-
-class _Rows:
-    """The plan of a division by rows alone, for `Parts`."""
-
-    rank = 0
-
-    def __init__(self, rows: range) -> None:
-        self._rows = rows
-
-    def pieces(self, name: str) -> tuple[int, tuple[range]]:
-        return 0, (self._rows,)
-
-    def added_once(self, name: str) -> bool:
-        return False
+    return weights.read(name, torch.float32, torch.device("cpu"), [(0, rows)])
