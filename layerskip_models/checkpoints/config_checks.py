@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.families.family import Family
 
 _COUNTS = (
@@ -99,4 +100,4 @@ def _check(fits: bool, name: str, config: Any, field: str, meant: str) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value) and value >= 1

@@ -11,7 +11,6 @@ Source: gguf's `quants.py` and `constants.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from layerskip_models.checkpoints.gguf_metadata import CONVERT, architecture_of
+from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
 
-_BLOCK = 32
 _BYTES = {"Q4_0": 18, "Q4_1": 20}
 _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False, "phi3": False}
 """The architectures whose order of rows is known, and whether it is another one than transformers'."""
@@ -33,23 +31,23 @@ _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False, "phi3": False}
 class GgufWeights(StoredWeights):
     """`StoredWeights` of a file, read from the mapped file alone.
 
-    reader: a `gguf.GGUFReader`. names: the tensor in the file of each parameter.
+    reader: a `gguf.GGUFReader`. names: the tensor in the file of each parameter, which has the parameter's shape.
     Raises ValueError for an architecture whose order of rows is not known here.
     """
 
     def __init__(
         self,
-        path: Path,
+        name: str,
         reader: Any,
         config: PreTrainedConfig,
         names: Mapping[str, str],
         *,
         keep_packed: bool,
     ) -> None:
-        super().__init__(str(path), keep_packed)
-        architecture = architecture_of(reader, path)
+        super().__init__(name, keep_packed)
+        architecture = architecture_of(reader)
         if architecture not in _PERMUTED:
-            raise ValueError(f"the weights of a GGUF file of the architecture {architecture!r} are not read: {CONVERT}")
+            raise ValueError(f"is of the architecture {architecture!r}, whose weights are not read")
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
         self._config, self._permuted = config, _PERMUTED[architecture]
@@ -81,10 +79,6 @@ class GgufWeights(StoredWeights):
         rows, inputs = range(len(data)), range(columns)
         if cut is not None:
             rows, inputs = (cut[1], inputs) if cut[0] == 0 else (rows, cut[1])
-        if rows.stop > len(data) or inputs.stop > columns:
-            raise ValueError(
-                f"{name} has shape {tensor.shape.tolist()[::-1]}, which the file's configuration does not fit"
-            )
         order = _order(name, self._config) if self._permuted else None
         first = 0
         if cut is not None and cut[0] == 1:
