@@ -29,7 +29,7 @@ from layerskip_models.norm import RMSNorm
 from layerskip_models.parallel.collectives import Exchange, sum_in_place
 from layerskip_models.parallel.ranks import SMALL, Ranks
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
-from layerskip_models.parallel.vocabulary import merge, whole_logits
+from layerskip_models.parallel.vocabulary import choices_of_parts, numbers_of, whole_logits
 
 _ATTENTION, _MLP, _NEITHER = range(3)  # `enum Half` of halves.h
 
@@ -196,7 +196,8 @@ class ShardedVocabulary:
         return whole_logits(self._part.logits(head, hidden), max(self._sizes), self._ranks, self._sizes)
 
     def choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
-        return merge(self._part.choices(head, hidden, detail), self._own.start, self.size, self._ranks)
+        own = numbers_of(self._part.choices(head, hidden, detail), self._own.start)
+        return choices_of_parts(self._ranks.gather(own), self.size)
 
 
 def tensor_parallel(part: LayerSkipModel, plan: ShardPlan, ranks: Ranks) -> LayerSkipModel:

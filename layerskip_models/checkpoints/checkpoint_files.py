@@ -14,11 +14,6 @@ from layerskip_models.checkpoints.weight_files import FILE, INDEX
 _WEIGHTS = (FILE, INDEX)
 
 
-def is_path(name: str) -> bool:
-    """Whether a name is written as a path, so that it cannot be a hub name."""
-    return name.startswith((".", "/", "~")) or "\\" in name
-
-
 def resolve_checkpoint(name_or_path: str | Path) -> str:
     """The folder or hub name to load from.
 
@@ -41,7 +36,7 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
             raise FileNotFoundError(
                 f"{name} is a file: give the folder with config.json and *.safetensors, or a .gguf file"
             )
-        if is_path(name):
+        if name.startswith((".", "/", "~")) or "\\" in name:  # written as a path, so it cannot be a hub name
             raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
         return name
     if not any((folder / weights).exists() for weights in _WEIGHTS):

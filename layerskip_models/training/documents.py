@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
@@ -228,12 +229,6 @@ def block_order(step: int, batch_size: int, available: int, seed: int) -> list[i
     return indices
 
 
-_PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
-
-
+@lru_cache(maxsize=1)
 def _permutation(seed: int, epoch: int, available: int) -> np.ndarray:
-    key = (seed, epoch, available)
-    if key not in _PERMUTATIONS:
-        _PERMUTATIONS.clear()
-        _PERMUTATIONS[key] = np.random.default_rng(key).permutation(available)
-    return _PERMUTATIONS[key]
+    return np.random.default_rng((seed, epoch, available)).permutation(available)
