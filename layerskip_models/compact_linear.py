@@ -62,16 +62,12 @@ class HalfLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
-        if self._dtype != torch.float32:
-            return self._run(x.float(), self._weight).mul_(self._factor).to(self._dtype)
-        product = self._run(x, self._weight)
-        return product if self._scale == 1 else product.mul_(self._factor)
+        product = self._run(x.float(), self._weight)
+        return (product if self._scale == 1 else product.mul_(self._factor)).to(self._dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b, rounded once."""
-        if self._dtype != torch.float32:
-            return self._run(x.float(), self._weight).mul_(self._factor).add_(residual).to(self._dtype)
-        return torch.add(residual, self._run(x, self._weight), alpha=self._scale)
+        return torch.add(residual.float(), self._run(x.float(), self._weight), alpha=self._scale).to(self._dtype)
 
 
 class Int8Linear:

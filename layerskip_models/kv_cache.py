@@ -59,7 +59,6 @@ class KVCache:
                     expect_large_pages(memory)
         if len(self._parts) == 1:
             ((self.values, self.keys),) = self._parts
-            self._parts = []
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it
         self._rows = [0] * model.num_layers
@@ -72,15 +71,12 @@ class KVCache:
     @property
     def memory(self) -> list[Tensor]:
         """All of it."""
-        return [stored for part in self._all_parts() for stored in part]
+        return [stored for part in self._parts for stored in part]
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated, whatever the length."""
         return sum(stored.numel() * stored.element_size() for stored in self.memory)
-
-    def _all_parts(self) -> list[tuple[Tensor, Tensor]]:
-        return self._parts or [(self.values, self.keys)]
 
     def position(self, start: int, stop: int) -> int:
         """Where the next row of layers [start, stop) belongs: the number of rows they hold.
@@ -112,8 +108,6 @@ class KVCache:
         """
         position = self.room(start, stop, rows)
         end = position + rows
-        if not self._parts:
-            return _windows(self.values, self.keys, start, stop, position, end)
         found: list[Iterator[LayerWindow]] = []
         first = 0
         for values, keys in self._parts:
@@ -149,7 +143,7 @@ class KVCache:
         """
         self.declare(length)
         with torch.inference_mode():  # either cache may have been made in it
-            for (values, keys), (their_values, their_keys) in zip(self._all_parts(), source._all_parts()):
+            for (values, keys), (their_values, their_keys) in zip(self._parts, source._parts):
                 values[:, :, :length] = their_values[:, :, :length]
                 keys[..., :length] = their_keys[..., :length]
 

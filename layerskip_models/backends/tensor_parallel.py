@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip_models.backends.operators import OperatorLayers
 from layerskip_models.backends.protocol import Capture, LayerBackend, VocabularyBackend
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.decoder_layer import DecoderLayer, Linear
@@ -206,15 +205,7 @@ def tensor_parallel(part: LayerSkipModel, plan: ShardPlan, ranks: Ranks) -> Laye
     num_heads and num_kv_heads stay those of the part, so a KV cache is as large as the part; vocab_size and config become
     those of the whole model.
     """
-    summed = [_summed(layer, plan, ranks) for layer in part.operators.layers]
-    operators = OperatorLayers(
-        summed,
-        heads=part.num_heads,
-        kv_heads=part.num_kv_heads,
-        head_dim=part.head_dim,
-        dtype=part.dtype,
-        device=part.device,
-    )
+    operators = part.operators.with_layers([_summed(layer, plan, ranks) for layer in part.operators.layers])
     backend: LayerBackend = operators
     if isinstance(part.backend, NativeLayers) and not plan.joint_norms:
         backend = TensorParallelLayers(part.backend, ranks)

@@ -43,17 +43,7 @@ _HARMLESS_HOOKS = frozenset(
 )
 """Hooks that transformers itself sets, which leave the output as it is: (module, qualified name)."""
 _PLACING_HOOKS = frozenset({"AlignDevicesHook", "SequentialHook"})
-_BIASED = (
-    ".q_proj",
-    ".k_proj",
-    ".v_proj",
-    ".qkv_proj",
-    ".o_proj",
-    ".gate_proj",
-    ".up_proj",
-    ".gate_up_proj",
-    ".down_proj",
-)
+_BIASED = tuple(f".{name}_proj" for name in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down"))
 """Linears whose bias is taken over, whatever the configuration says of it."""
 
 

@@ -36,21 +36,15 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 
 
-def _shape(
-    hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, context: int, **more: Any
-) -> Mapping[str, Any]:
-    return MappingProxyType(
-        {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": inner,
-            "vocab_size": vocab,
-            "max_position_embeddings": context,
-            **more,
-        }
-    )
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def _shape(*sizes: int, **more: Any) -> Mapping[str, Any]:
+    """Fields of a LlamaConfig. sizes: in the order of `_SIZES`."""
+    return MappingProxyType({**dict(zip(_SIZES, sizes, strict=True)), **more})
 
 
 _CODE_ROPE = {"rope_type": "default", "rope_theta": 1e6}

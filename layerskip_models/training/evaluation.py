@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
@@ -19,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.training.documents import is_held_out, read_documents
+from layerskip_models.training.documents import block, encode, is_held_out, num_blocks, read_documents
 from layerskip_models.training.examples import read_examples
 from layerskip_models.training.recipe import exit_hidden_states
 
@@ -161,14 +162,9 @@ def evaluate(
     """
     text_curve = own_curve = free_curve = loop_rate = None
     if documents:
-        stream = [
-            token
-            for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
-            for token in [*ids, tokenizer.eos_token_id]
-        ]
-        rows = min(len(stream) - 1, max_text_tokens) // length
-        blocks = [stream[row * length : row * length + length + 1] for row in range(rows)]
-        text_curve = exit_curve(model, torch.tensor(blocks)) if blocks else None
+        stream = np.concatenate(encode(documents, tokenizer))[: max_text_tokens + 1]
+        rows = num_blocks(stream, length)
+        text_curve = exit_curve(model, block(stream, range(rows), length)) if rows else None
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"][-max_prompt_tokens:] for text in prompts]
     continuations = greedy_continuations(model, encoded, num_tokens)
     loops = [is_looping(tokens) for tokens in continuations]
