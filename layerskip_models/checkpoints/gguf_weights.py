@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.checkpoints.stored_weights import StoredWeights
+from layerskip_models.families import head_dim_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
 
 _BYTES = {"Q4_0": 18, "Q4_1": 20}
@@ -107,5 +108,4 @@ def _order(name: str, config: Any) -> Tensor | None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return torch.arange(heads * size, device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()
+    return torch.arange(heads * head_dim_of(config), device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()

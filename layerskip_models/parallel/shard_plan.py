@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from layerskip_models.checkpoints.packed_weights import WHOLE, Cut
-from layerskip_models.families import family_of
+from layerskip_models.families import family_of, head_dim_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ShardPlan:
         Raises ValueError for a number of ranks that the model cannot be divided by.
         """
         heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = head_dim_of(config)
         inner = int(config.intermediate_size)
         whole = heads * head_dim % unit == 0  # else the output projection has no units to be cut at
         units = inner // unit if inner % unit == 0 else inner
