@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
-from layerskip_models.families import Family
 
 _INSTEAD = "or decode with transformers' own generate"
 _NOT_READ = frozenset(
@@ -47,9 +46,9 @@ _BIASED = tuple(f".{name}_proj" for name in ("q", "k", "v", "qkv", "o", "gate", 
 """Linears whose bias is taken over, whatever the configuration says of it."""
 
 
-def check_as_built(model: PreTrainedModel, config: PreTrainedConfig, family: Family) -> None:
+def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """ValueError that names the first module that computes something else than the family's class would."""
-    built = built_on_meta(config, family, "the model")
+    built = built_on_meta(config, "the model")
     own = dict(model.named_modules(remove_duplicate=False))
     _check_global_hooks()
     _check_attention(config)

@@ -219,7 +219,7 @@ def load_config(
                 f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
     check_config(config, name)
-    built_on_meta(config, family_of(config), name)
+    built_on_meta(config, name)
     return config
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors
-from layerskip_models.checkpoints.config_checks import shapes_of
+from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
 from layerskip_models.checkpoints.conversion import WholeOf, convert
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_generation_config, gguf_weights
 from layerskip_models.checkpoints.packed_weights import WHOLE
@@ -20,7 +20,6 @@ from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
 from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
 from layerskip_models.checkpoints.weight_files import tensors_of
-from layerskip_models.families import family_of
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
@@ -57,7 +56,7 @@ class Source:
         config, settings, gguf = unquantised(self.config), quantisation_of(self.config), gguf_file(self.name)
         if gguf is not None:
             return gguf_weights(gguf, config, keep_packed=keep_packed)
-        tensors, shapes = tensors_of(self.name, self.origin), shapes_of(config, family_of(config), self.name)
+        tensors, shapes = tensors_of(self.name, self.origin), shapes_of(config, self.name)
         scheme_of = None if settings is None else schemes_of(settings)
         return SafetensorsWeights(tensors, shapes, scheme_of=scheme_of, keep_packed=keep_packed)
 
@@ -88,7 +87,7 @@ class Source:
         """
         with torch.inference_mode(False), torch.no_grad(), self.open(keep_packed) as weights:
             config: Any = self.float_config() if plan is None else plan.local_config()
-            shell = make_shell(config, dtype)
+            shell: Any = built_on_meta(config, self.name).to(dtype)
             packed: dict[str, FourBitWeight] = {}  # of the layer that is filled
 
             def fill(name: str, module: nn.Module) -> None:
@@ -125,9 +124,3 @@ def _fill_ends(shell: Any, fill: Callable[[str, nn.Module], None], *, tied: bool
         fill("lm_head", shell.lm_head)
     if tied and (not has_head or torch.equal(shell.lm_head.weight, embedding.weight)):
         shell.lm_head.weight = embedding.weight
-
-
-def make_shell(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """transformers' model without memory."""
-    with torch.device("meta"):
-        return family_of(config).model(config).to(dtype)

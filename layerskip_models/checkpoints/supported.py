@@ -75,7 +75,7 @@ def check_transformers(model: Any) -> PreTrainedConfig:
         )
     _check_weights(model)
     _check_layers(model)
-    check_as_built(model, config, family_of(config))
+    check_as_built(model, config)
     return config
 
 

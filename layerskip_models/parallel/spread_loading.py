@@ -11,9 +11,9 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
 from layerskip_models.backends.spread import spread
+from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.checkpoints.loading import find_source, resolve_dtype
 from layerskip_models.checkpoints.quantised import quantisation_of
-from layerskip_models.checkpoints.source import make_shell
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.model import LayerSkipModel
 
@@ -57,7 +57,7 @@ def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None
 
     Raises ValueError where they do not fit.
     """
-    shell = make_shell(config, dtype)
+    shell: Any = built_on_meta(config, "the model").to(dtype)
     shell.tie_weights()
     whole = [type(shell.model.layers[0]).__name__]
     limits: Any = None if max_memory is None else {**max_memory, "cpu": 0}
