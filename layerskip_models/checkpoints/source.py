@@ -19,7 +19,7 @@ from layerskip_models.checkpoints.packed_weights import WHOLE
 from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
 from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
-from layerskip_models.checkpoints.weight_files import tensors_of
+from layerskip_models.checkpoints.weight_files import tensor_files
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
@@ -56,9 +56,13 @@ class Source:
         config, settings, gguf = unquantised(self.config), quantisation_of(self.config), gguf_file(self.name)
         if gguf is not None:
             return gguf_weights(gguf, config, keep_packed=keep_packed)
-        tensors, shapes = tensors_of(self.name, self.origin), shapes_of(config, self.name)
-        scheme_of = None if settings is None else schemes_of(settings)
-        return SafetensorsWeights(tensors, shapes, scheme_of=scheme_of, keep_packed=keep_packed)
+        return SafetensorsWeights(
+            self.name,
+            tensor_files(self.name, self.origin),
+            shapes_of(config, self.name),
+            scheme_of=None if settings is None else schemes_of(settings),
+            keep_packed=keep_packed,
+        )
 
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's, or what follows from its configuration."""

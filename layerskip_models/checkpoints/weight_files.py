@@ -1,4 +1,4 @@
-"""Which safetensors files a checkpoint's weights are read from, and the tensors in them.
+"""Which safetensors files a checkpoint's weights are read from.
 
 The choice is transformers' own: `model.safetensors` if there is one, else all that `model.safetensors.index.json` names,
 whatever else lies in the folder.
@@ -7,68 +7,20 @@ whatever else lies in the folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from layerskip_models.checkpoints.packed_weights import modules_of
-
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KIND = ".safetensors"
-_FLOATS = ("F16", "BF16", "F32", "F64")
 _AGAIN = "copy or download it again"
 
 
-class Tensors:
-    """The tensors of a checkpoint's safetensors files, opened once and mapped, not read.
-
-    name: of the checkpoint. where: the file of every tensor.
-    """
-
-    def __init__(self, name: str, where: Mapping[str, Path]) -> None:
-        self.name, self.where = name, where
-        self._open: dict[Path, Any] = {}
-
-    def part(self, name: str) -> Any:
-        """A slice of an open file, of which all (`[...]`) or parts can be read. ValueError for a tensor that is not there."""
-        path = self.where.get(name)
-        if path is None:
-            raise ValueError(
-                f"{self.name} lacks weights of the model, first {name}: it is not complete, or another model"
-            )
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path].get_slice(name)
-
-    def check_floats(self) -> None:
-        """ValueError if weights are quantised, which the caller takes for floats."""
-        if modules := [*modules_of(self.where)]:
-            raise ValueError(
-                f"{self.name} holds quantised weights, first of {modules[0]}, but config.json has no quantization_config: "
-                "copy config.json again"
-            )
-        for name in sorted(self.where):
-            if name.endswith((".weight", ".bias")) and (kind := self.part(name).get_dtype()) not in _FLOATS:
-                raise ValueError(
-                    f"{name} in {self.where[name]} is of type {kind}, and weights of {', '.join(_FLOATS)} are read: load the "
-                    "checkpoint that it was made from"
-                )
-
-    def check_shapes(self, shapes: Mapping[str, Collection[int]]) -> None:
-        """ValueError for a tensor of another shape than that of the same name in `shapes`."""
-        for name in sorted(shapes.keys() & self.where.keys()):
-            if (found := self.part(name).get_shape()) != [*shapes[name]]:
-                raise ValueError(
-                    f"{self.name} holds weights of another shape than its config.json says: {name} is {found}, not "
-                    f"{[*shapes[name]]}. Copy or download it again"
-                )
-
-
-def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:
-    """All tensors of a checkpoint. name: a folder or hub name. origin: revision and local_files_only.
+def tensor_files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
+    """The file of every tensor of a checkpoint. name: a folder or hub name. origin: revision and local_files_only.
 
     Raises FileNotFoundError or OSError for files that are missing or damaged, and names them.
     """
@@ -82,7 +34,7 @@ def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:
             raise OSError(f"{path} is incomplete or damaged ({error}): {_AGAIN}") from error
     if lost := sorted(listed - where.keys()):
         raise OSError(f"{name} lacks {lost[0]}, which its {INDEX} lists, and {len(lost)} in all: {_AGAIN}")
-    return Tensors(name, where)
+    return where
 
 
 def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
