@@ -82,12 +82,12 @@ class _Sight(NamedTuple):
 
 
 def aligned(columns: int) -> int:
-    """Columns of memory for a mask of so many: a multiple of 8, or fused attention on CUDA copies the mask in every layer."""
+    """Columns of memory for a mask: a multiple of 8, or fused attention on CUDA copies the mask in every layer."""
     return -(-columns // 8) * 8
 
 
 def repeat_rows(mask: Tensor, times: int) -> Tensor:
-    """Each row so many times, one behind the other: [rows * times, columns], in rows of memory of a multiple of 8 columns."""
+    """Each row repeated `times` times: [rows * times, columns], in rows of memory of a multiple of 8 columns."""
     rows, columns = mask.shape
     repeated = torch.empty(rows, times, aligned(columns), dtype=mask.dtype, device=mask.device)[..., :columns]
     return repeated.copy_(mask.unsqueeze(1)).flatten(0, 1)

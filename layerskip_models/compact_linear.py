@@ -73,7 +73,7 @@ class HalfLinear:
 class Int8Linear:
     """x W^T + b with W rounded to 8 bits, one scale per output, and each row of x to 8 bits, one scale per row.
 
-    The products are summed as integers, hence exactly: a row's result does not depend on the rows beside it, so what
+    The products are summed as integers, hence exactly: a row's result does not depend on the other rows, so what
     drafts and what verifies agree as they do in float32. It is another model than the one with the full weights, though:
     "the model's own output" then means this one's. peaks: float32 [out], each output's largest magnitude, if the weight is
     a part of one with more inputs.

@@ -39,7 +39,7 @@ class KVCache:
     multiplies queries by them; in memory they are like the values. Both have the model's `kv_dtype`, to which rows are
     rounded once, as they are written. With layers on several devices each device has a part, and these two are not there.
 
-    A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
+    A pass through layers [start, stop) writes its rows after those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
     `roll_back`, and the next rows overwrite it.
     """
@@ -89,7 +89,7 @@ class KVCache:
         return rows[0]
 
     def room(self, start: int, stop: int, rows: int) -> int:
-        """The same, having made sure that so many rows fit behind it. Raises ValueError if they do not."""
+        """The same, after a check that `rows` more fit. Raises ValueError if they do not."""
         position = self.position(start, stop)
         if position + rows > self.max_length:
             raise ValueError(
@@ -98,7 +98,7 @@ class KVCache:
         return position
 
     def extend(self, start: int, stop: int, rows: int) -> None:
-        """Layers [start, stop) have been given so many rows more."""
+        """Layers [start, stop) have been given `rows` more."""
         self._rows[start:stop] = [self._rows[start] + rows] * (stop - start)
 
     def windows(self, start: int, stop: int, rows: int) -> Iterator[LayerWindow]:
@@ -162,7 +162,7 @@ def _windows(values: Tensor, keys: Tensor, start: int, stop: int, position: int,
 
 
 CacheRows = Sequence[tuple[KVCache, int]]
-"""The rows of a pass: so many of the text of each cache, one text behind the other."""
+"""The rows of a pass: each cache with the number of rows of its text, one text after another."""
 
 
 def cache_rows(cache: KVCache | CacheRows, rows: int) -> CacheRows:

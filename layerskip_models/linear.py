@@ -153,7 +153,7 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
 def default_layout(weight: Tensor) -> Layout:
     """The layout for a weight, [out, in], where none is asked for.
 
-    Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the rows beside it.
+    Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the other rows.
     """
     if native_works(weight.device, weight.dtype):
         return "native"

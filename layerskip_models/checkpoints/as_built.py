@@ -190,7 +190,7 @@ def _check_dropout(name: str, module: nn.Module) -> None:
 
 
 def compared_names(module: nn.Module) -> list[str]:
-    """The attributes of a module as built that its forward may read, beside parameters, buffers and modules."""
+    """The attributes of a module as built that its forward may read, other than parameters, buffers and modules."""
     return [
         key
         for key, value in vars(module).items()
@@ -217,7 +217,7 @@ def _called(thing: Any) -> str:
 
 
 class BeyondWeights:
-    """What a model had beside its parameters when this was made, and whether it still has it. Cheap: every call asks.
+    """What a model had besides its parameters when this was made, and whether it still has it. Cheap: every call asks.
 
     Parameters and the modules themselves are for others to watch. The model is referred to weakly.
     """

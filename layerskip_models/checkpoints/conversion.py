@@ -41,7 +41,7 @@ from layerskip_models.norm import RMSNorm
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
 EIGHT_BIT_LAYERS = 1
-"""Of a model that is rounded to 4 bits the first layers, beside the head, that get 8: they lose most (docs/quantised.md)."""
+"""How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/quantised.md)."""
 Packed = Mapping[str, FourBitWeight]
 """Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
@@ -68,7 +68,7 @@ def from_transformers(
     """Convert a model that transformers holds in memory.
 
     release: False copies the weights and leaves `model` as it is (they are then resident twice, the price of a fused
-        layout beside a model that stays usable); True empties `model` while converting it.
+        layout next to a model that stays usable); True empties `model` while converting it.
     share: the parameters of `model` become views of the fused weights instead, with the numbers that they had. Nothing is
         resident twice, and what is written to a parameter in place is seen at once. For weights that are kept as they are:
         on CUDA, or on a CPU layout "plain" in float32 or float64.

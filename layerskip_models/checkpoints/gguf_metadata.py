@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, beside the tensors: read into a configuration, or refused by name.
+"""What a GGUF file says of its model, apart from the tensors: read into a configuration, or refused by name.
 
 transformers reads about ten keys and passes over the others. Those that change what a model computes (a sliding window,
 scaled rotary positions, heads of another size, experts, factors on logits) are read here. A key that nobody here knows is

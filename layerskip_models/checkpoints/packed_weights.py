@@ -15,8 +15,8 @@ GPTQ: `qweight` int32 [in / values per int32, out], packed along the inputs; `qz
 in the first version of the format with 1 subtracted; `scales` [groups, out]; `g_idx` int32 [in].
 
 In all of them weight = (q - zero) * scale. The product is made in float32, where it is exact for the 16-bit scales that are
-published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`). Of a part of a matrix only its
-own numbers are read, with the scales of all.
+published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`). For a part of a matrix only
+its own numbers are read, and all scales.
 
 Sources: the README and the docstrings of vllm-project/compressed-tensors; AutoGPTQ's and GPTQModel's linears.
 """
@@ -40,7 +40,7 @@ _LAYOUTS = {  # the tensor that a layout is known by, before the names of all it
     "qweight": ("qweight", "qzeros", "scales", "g_idx"),
 }
 NUMBERS = ("weight_packed", "weight", "qweight")
-"""The tensor of each layout that holds the numbers; the others are small beside it."""
+"""The tensor of each layout that holds the numbers; the others are small in comparison."""
 Stored = Mapping[str, Any]
 """A module's tensors by their names within it. That of `NUMBERS` may be a slice of an open safetensors file instead."""
 Cut = tuple[int, range] | None

@@ -23,7 +23,7 @@ class Scheme:
     first_version: of GPTQ, whose zero points are then stored with 1 subtracted. bits: of each. strategy: what has a scale
     of its own, the "tensor", each "channel" (an output), or each "group" of an output's inputs. group_size: inputs of a
     group. reordered: whether groups have inputs in an order that only the file can tell. shape: (out, in) of the matrix.
-    has_zeros: whether there are zero points beside the scales.
+    has_zeros: whether there are zero points as well as scales.
     """
 
     first_version: bool = True

@@ -45,7 +45,7 @@ class Source:
 
     @contextmanager
     def open(self, keep_packed: bool = False) -> Iterator[StoredWeights]:
-        """Its weights. What is wrong with the files is said clearly. The caller's default device has no say in what is read.
+        """Its weights. Errors say what is wrong with the files. The caller's default device does not matter.
 
         keep_packed: as in `StoredWeights`. Raises ValueError for weights that are not those of the configuration.
         """

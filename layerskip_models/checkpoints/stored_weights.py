@@ -1,6 +1,7 @@
 """The weights that a checkpoint's files stand for: whole or in parts, as floats or in the files' own 4 bits.
 
-Of a part only its own numbers are read from the files, but all scales of quantised weights, which are a few percent of them.
+Only the numbers of the part that is asked for are read from the files. Scales of quantised weights are read whole: they are a
+few percent of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 class StoredWeights(ABC):
     """name: of the checkpoint. names: of the model's parameters that its files hold.
 
-    keep_packed: matrices of layers stay in 4 bits where the files have them so and our layout holds them.
+    keep_packed: matrices of layers stay in 4 bits where the files have 4 and our layout holds them.
     """
 
     names: Collection[str]

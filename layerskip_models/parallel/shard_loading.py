@@ -33,8 +33,8 @@ def load_shard(
 
     Every process must call it. On CUDA each takes the device of its local rank, on CPUs its share of the cores. Peak memory
     is the part, and one layer of it.
-    Raises what `load_model` raises; ValueError for a model that cannot be divided by so many; RankError if the processes do
-    not find each other.
+    Raises what `load_model` raises; ValueError for a model that cannot be divided by their number; RankError if the
+    processes do not find each other.
     """
     target = _own_device(resolve_device(device))
     source = find_source(name_or_path, revision, local_files_only)

@@ -40,11 +40,11 @@ class Part:
         return cls(start, start + base + (rank < more))
 
     def times(self, width: int) -> Part:
-        """The same of things that are so wide each."""
+        """The same in smaller units, `width` to each of these."""
         return Part(self.start * width, self.stop * width)
 
     def after(self, offset: int) -> Part:
-        """The same behind so many others."""
+        """The same, after `offset` others."""
         return Part(self.start + offset, self.stop + offset)
 
 
@@ -67,7 +67,7 @@ class ShardPlan:
 
     @classmethod
     def of(cls, config: Any, rank: int, ranks: int, unit: int = 1) -> ShardPlan:
-        """unit: so many inputs of the output and the down projection stay together, where their number is a multiple of it.
+        """unit: inputs of the output and down projections that stay together, where their number is a multiple of it.
 
         Raises ValueError for a number of ranks that the model cannot be divided by.
         """

@@ -43,7 +43,7 @@ class ShardSize:
 
 
 def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> ShardSize:
-    """What a rank of so many has. dtype: of the weights. On a CPU our kernels keep 16 bits and compute in float32.
+    """What one of `ranks` processes has. dtype: of the weights. On a CPU our kernels keep 16 bits and compute in float32.
 
     Raises ValueError for a number of ranks that the model cannot be divided by.
     """
