@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
 
+MERGE = "merge adapters into the weights first (PEFT: model = model.merge_and_unload())"
 _INSTEAD = "or decode with transformers' own generate"
 _NOT_READ = frozenset(
     {
@@ -122,8 +123,8 @@ def _check_forward(name: str, module: nn.Module, expected: type[nn.Module]) -> N
     own = _CALLS | {key for key, value in vars(expected).items() if callable(value) and not key.startswith("__")}
     if not issubclass(kind, expected):
         raise ValueError(
-            f"{name} is a {_called(kind)} where the configuration builds a {_called(expected)}: merge the adapter "
-            "(model.merge_and_unload()) or put the original module back, and decode with the result"
+            f"{name} is a {_called(kind)} where the configuration builds a {_called(expected)}, and what it adds would be "
+            f"left out: {MERGE}, or put the original module back"
         )
     for base in kind.__mro__[: kind.__mro__.index(expected)]:
         if changed := sorted(own & vars(base).keys()):

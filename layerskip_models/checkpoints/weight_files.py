@@ -42,22 +42,24 @@ def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]
 
     Raises FileNotFoundError for one that is missing, OSError for a damaged index.
     """
-    single = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **origin)
-    if single is not None:
-        return [Path(str(single))], set()
-    index = cached_file(name, INDEX, _raise_exceptions_for_missing_entries=False, **origin)
-    if index is None:
+
+    def find(file: str) -> Path | None:
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)
+        return None if found is None else Path(str(found))
+
+    if (single := find(FILE)) is not None:
+        return [single], set()
+    if (index := find(INDEX)) is None:
         raise FileNotFoundError(
             f"{name} has no {FILE}: only safetensors files are loaded; save the model with save_pretrained(), or copy the "
             "file there"
         )
-    listed = listed_files(Path(str(index)))
+    listed = listed_files(index)
     paths = []
     for file in sorted({*listed.values()}):
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)
-        if path is None:
+        if (path := find(file)) is None:
             raise FileNotFoundError(f"{name} has no {file}, which its {INDEX} names: copy the file there")
-        paths.append(Path(str(path)))
+        paths.append(path)
     return paths, {*listed}
 
 
