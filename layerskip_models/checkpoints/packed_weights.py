@@ -83,20 +83,22 @@ def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None)
     8, and for a part that is not there.
     """
     found = _numbers(parts, scheme, cut)
-    values, columns, place = found.values, found.shape[1], found.place
-    if found.zeros is None and found.bits is not None:
-        values = values - 2 ** (found.bits - 1)
-    scale, groups = found.scale.float(), found.groups
-    zeros = None if found.zeros is None else found.zeros.float()
 
     def of_part(numbers: Tensor) -> Tensor:
-        """For each group, or each input, of the part."""
-        own = place.of_rows(numbers)
-        if groups is None:
-            return place.of_groups(own, columns)
-        return own[:, groups[place.columns.start : place.columns.stop].long()]
+        """For each group of neighbours, or each input, of the part: float32 [out, groups, 1]."""
+        own = found.place.of_rows(numbers.float())
+        if found.groups is None:
+            return found.place.of_groups(own, found.shape[1]).unsqueeze(2)
+        columns = found.place.columns
+        return own[:, found.groups[columns.start : columns.stop].long()].unsqueeze(2)
 
-    return _scaled(values, of_part(scale), None if zeros is None else of_part(zeros))
+    scale = of_part(found.scale)
+    result = found.values.float().unflatten(1, (scale.shape[1], -1))
+    if found.zeros is not None:
+        result.sub_(of_part(found.zeros))
+    elif found.bits is not None:
+        result.sub_(2 ** (found.bits - 1))
+    return result.mul_(scale).flatten(1)
 
 
 def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> FourBitWeight | None:
@@ -309,14 +311,6 @@ def _bits(words: int, columns: int, scheme: Scheme) -> int:
             f"{columns} inputs in {words} words are of {found[0]} bits, and config.json says {scheme.bits}"
         )
     return scheme.bits or found[0]
-
-
-def _scaled(values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-    """(values - zeros) * scale, float32. values: integers [out, in]; scale, zeros: [out, groups of neighbours]."""
-    result = values.float().contiguous().view(len(values), scale.shape[1], -1)
-    if zeros is not None:
-        result.sub_(zeros.unsqueeze(-1))
-    return result.mul_(scale.unsqueeze(-1)).view(values.shape)
 
 
 def modules_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
