@@ -62,22 +62,18 @@ class HalfLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [rows, in]. Returns [rows, out]."""
-        if self._dtype != torch.float32:
-            return self._run(x.float(), self._weight).mul_(self._factor).to(self._dtype)
-        product = self._run(x, self._weight)
-        return product if self._scale == 1 else product.mul_(self._factor)
+        product = self._run(x.float(), self._weight)
+        return (product if self._scale == 1 else product.mul_(self._factor)).to(self._dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x W^T + b, rounded once."""
-        if self._dtype != torch.float32:
-            return self._run(x.float(), self._weight).mul_(self._factor).add_(residual).to(self._dtype)
-        return torch.add(residual, self._run(x, self._weight), alpha=self._scale)
+        return torch.add(residual.float(), self._run(x.float(), self._weight), alpha=self._scale).to(self._dtype)
 
 
 class Int8Linear:
     """x W^T + b with W rounded to 8 bits, one scale per output, and each row of x to 8 bits, one scale per row.
 
-    The products are summed as integers, hence exactly: a row's result does not depend on the rows beside it, so what
+    The products are summed as integers, hence exactly: a row's result does not depend on the other rows, so what
     drafts and what verifies agree as they do in float32. It is another model than the one with the full weights, though:
     "the model's own output" then means this one's. peaks: float32 [out], each output's largest magnitude, if the weight is
     a part of one with more inputs.

@@ -48,7 +48,7 @@ def round_to_four_bits(weight: Tensor, *, group: int, symmetric: bool, peaks: Te
 
 
 def fits_four_bits(columns: int) -> bool:
-    """Whether 4-bit weights can have so many inputs."""
+    """Whether 4-bit weights can have this many inputs."""
     return _size(columns, max(GROUP_SIZES)) is not None
 
 

@@ -136,7 +136,7 @@ class FourBitWeight:
 
     @classmethod
     def cat(cls, weights: Sequence[FourBitWeight]) -> FourBitWeight:
-        """The outputs of several weights of the same inputs, one behind the other, and not one number changed."""
+        """The outputs of several weights of the same inputs, one after another, with every number kept exactly."""
         size = min(weight.group for weight in weights)
         parts = [weight.in_groups_of(size) for weight in weights]
         offsets = factors = None

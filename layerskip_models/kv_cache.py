@@ -39,7 +39,7 @@ class KVCache:
     multiplies queries by them; in memory they are like the values. Both have the model's `kv_dtype`, to which rows are
     rounded once, as they are written. With layers on several devices each device has a part, and these two are not there.
 
-    A pass through layers [start, stop) writes its rows behind those that these layers hold, and the cache counts them: so
+    A pass through layers [start, stop) writes its rows after those that these layers hold, and the cache counts them: so
     nobody has to say at which position rows are. Drafting fills only the first layers; what rounds reject is forgotten with
     `roll_back`, and the next rows overwrite it.
     """
@@ -59,7 +59,6 @@ class KVCache:
                     expect_large_pages(memory)
         if len(self._parts) == 1:
             ((self.values, self.keys),) = self._parts
-            self._parts = []
         self.max_length = max_length
         self.described: object = None  # what our kernels know of this memory, once they have checked it
         self._rows = [0] * model.num_layers
@@ -72,15 +71,12 @@ class KVCache:
     @property
     def memory(self) -> list[Tensor]:
         """All of it."""
-        return [stored for part in self._all_parts() for stored in part]
+        return [stored for part in self._parts for stored in part]
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated, whatever the length."""
         return sum(stored.numel() * stored.element_size() for stored in self.memory)
-
-    def _all_parts(self) -> list[tuple[Tensor, Tensor]]:
-        return self._parts or [(self.values, self.keys)]
 
     def position(self, start: int, stop: int) -> int:
         """Where the next row of layers [start, stop) belongs: the number of rows they hold.
@@ -93,7 +89,7 @@ class KVCache:
         return rows[0]
 
     def room(self, start: int, stop: int, rows: int) -> int:
-        """The same, having made sure that so many rows fit behind it. Raises ValueError if they do not."""
+        """The same, after a check that `rows` more fit. Raises ValueError if they do not."""
         position = self.position(start, stop)
         if position + rows > self.max_length:
             raise ValueError(
@@ -102,7 +98,7 @@ class KVCache:
         return position
 
     def extend(self, start: int, stop: int, rows: int) -> None:
-        """Layers [start, stop) have been given so many rows more."""
+        """Layers [start, stop) have been given `rows` more."""
         self._rows[start:stop] = [self._rows[start] + rows] * (stop - start)
 
     def windows(self, start: int, stop: int, rows: int) -> Iterator[LayerWindow]:
@@ -112,8 +108,6 @@ class KVCache:
         """
         position = self.room(start, stop, rows)
         end = position + rows
-        if not self._parts:
-            return _windows(self.values, self.keys, start, stop, position, end)
         found: list[Iterator[LayerWindow]] = []
         first = 0
         for values, keys in self._parts:
@@ -149,7 +143,7 @@ class KVCache:
         """
         self.declare(length)
         with torch.inference_mode():  # either cache may have been made in it
-            for (values, keys), (their_values, their_keys) in zip(self._all_parts(), source._all_parts()):
+            for (values, keys), (their_values, their_keys) in zip(self._parts, source._parts):
                 values[:, :, :length] = their_values[:, :, :length]
                 keys[..., :length] = their_keys[..., :length]
 
@@ -168,7 +162,7 @@ def _windows(values: Tensor, keys: Tensor, start: int, stop: int, position: int,
 
 
 CacheRows = Sequence[tuple[KVCache, int]]
-"""The rows of a pass: so many of the text of each cache, one text behind the other."""
+"""The rows of a pass: each cache with the number of rows of its text, one text after another."""
 
 
 def cache_rows(cache: KVCache | CacheRows, rows: int) -> CacheRows:

@@ -99,7 +99,7 @@ def _eight_bits_work(weight: Tensor) -> bool:
     return native_works(weight.device, weight.dtype) or int8_works(weight.device, weight.dtype)
 
 
-LAYOUTS: dict[Layout, Callable[[Tensor, Tensor | None], Linear]] = {
+LAYOUTS: dict[Layout, Callable[..., Linear]] = {
     "plain": PlainLinear,
     "half": HalfLinear,
     "int8": int8_linear,
@@ -107,16 +107,12 @@ LAYOUTS: dict[Layout, Callable[[Tensor, Tensor | None], Linear]] = {
     "native": NativeLinear,
 }
 ROUNDED: frozenset[Layout] = frozenset({"int8", "int4"})
-"""Layouts whose numbers depend on a whole row of the matrix, or on some of it."""
+"""Layouts whose numbers depend on a whole row of the matrix, or on some of it; they take a `Whole` as well."""
 
 
 def linear_of(layout: Layout, weight: Tensor, bias: Tensor | None, whole: Whole | None) -> Linear:
     """A linear in this layout. whole: as in `int8_linear`, for layouts that round."""
-    if layout == "int8":
-        return int8_linear(weight, bias, whole)
-    if layout == "int4":
-        return int4_linear(weight, bias, whole)
-    return LAYOUTS[layout](weight, bias)
+    return LAYOUTS[layout](weight, bias, whole) if layout in ROUNDED else LAYOUTS[layout](weight, bias)
 
 
 def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
@@ -153,7 +149,7 @@ def check_layout(layout: Layout, weight: Tensor) -> Layout:
 def default_layout(weight: Tensor) -> Layout:
     """The layout for a weight, [out, in], where none is asked for.
 
-    Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the rows beside it.
+    Our own kernels wherever they run: they are the fastest, and a row's result does not depend on the other rows.
     """
     if native_works(weight.device, weight.dtype):
         return "native"

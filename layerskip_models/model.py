@@ -25,7 +25,7 @@ from layerskip_models.backends.protocol import Capture, LayerBackend, Vocabulary
 from layerskip_models.backends.whole_vocabulary import WholeVocabulary
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.decoder_layer import DecoderLayer, Linear
-from layerskip_models.families import family_of
+from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kernels.native_layers import NativeLayers
 from layerskip_models.kernels.native_linear import NativeLinear
@@ -108,7 +108,7 @@ class LayerSkipModel:
         self.max_positions = family_of(config).max_positions(config)
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = head_dim_of(config)
         self.dtype = self.kv_dtype = dtype
         self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
@@ -133,7 +133,6 @@ class LayerSkipModel:
             kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
-            device=self.device,
         )
         self.backend: LayerBackend = self.operators
         if NativeLayers.possible(layers):

@@ -23,7 +23,7 @@ CaptureAt = Callable[[int, int, Tensor], None]
 def piece_end(first: int, length: int, *, most: int = MOST_ROWS, together: int = 0) -> int:
     """Where the pass ends that begins at position `first` of a text of `length` tokens.
 
-    most: rows of a pass. together: so many of the text's last rows shall all be in the last pass.
+    most: rows of a pass. together: how many of the text's last rows must all be in the last pass.
     """
     rows = most if first == 0 else min(most, max(_FEWEST_ROWS, _MASK_ELEMENTS // (first + most)))
     end = min(first + rows, length)
@@ -34,7 +34,7 @@ def piece_end(first: int, length: int, *, most: int = MOST_ROWS, together: int =
 
 @dataclass(slots=True, eq=False)
 class PromptPiece:
-    """What a pass reads of a text: the tokens behind those that its cache holds, up to position `end`.
+    """What a pass reads of a text: the tokens after those that its cache holds, up to position `end`.
 
     tokens: int64 [n], the whole text. capture: sees what the layers put out for these rows.
     """

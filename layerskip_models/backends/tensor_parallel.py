@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip_models.backends.operators import OperatorLayers
 from layerskip_models.backends.protocol import Capture, LayerBackend, VocabularyBackend
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.decoder_layer import DecoderLayer, Linear
@@ -29,7 +28,7 @@ from layerskip_models.norm import RMSNorm
 from layerskip_models.parallel.collectives import Exchange, sum_in_place
 from layerskip_models.parallel.ranks import SMALL, Ranks
 from layerskip_models.parallel.shard_plan import Part, ShardPlan
-from layerskip_models.parallel.vocabulary import merge, whole_logits
+from layerskip_models.parallel.vocabulary import choices_of_parts, numbers_of, whole_logits
 
 _ATTENTION, _MLP, _NEITHER = range(3)  # `enum Half` of halves.h
 
@@ -196,7 +195,8 @@ class ShardedVocabulary:
         return whole_logits(self._part.logits(head, hidden), max(self._sizes), self._ranks, self._sizes)
 
     def choices(self, head: Linear, hidden: Tensor, detail: Detail) -> Choices:
-        return merge(self._part.choices(head, hidden, detail), self._own.start, self.size, self._ranks)
+        own = numbers_of(self._part.choices(head, hidden, detail), self._own.start)
+        return choices_of_parts(self._ranks.gather(own), self.size)
 
 
 def tensor_parallel(part: LayerSkipModel, plan: ShardPlan, ranks: Ranks) -> LayerSkipModel:
@@ -205,15 +205,7 @@ def tensor_parallel(part: LayerSkipModel, plan: ShardPlan, ranks: Ranks) -> Laye
     num_heads and num_kv_heads stay those of the part, so a KV cache is as large as the part; vocab_size and config become
     those of the whole model.
     """
-    summed = [_summed(layer, plan, ranks) for layer in part.operators.layers]
-    operators = OperatorLayers(
-        summed,
-        heads=part.num_heads,
-        kv_heads=part.num_kv_heads,
-        head_dim=part.head_dim,
-        dtype=part.dtype,
-        device=part.device,
-    )
+    operators = part.operators.with_layers([_summed(layer, plan, ranks) for layer in part.operators.layers])
     backend: LayerBackend = operators
     if isinstance(part.backend, NativeLayers) and not plan.joint_norms:
         backend = TensorParallelLayers(part.backend, ranks)

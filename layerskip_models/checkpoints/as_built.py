@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
-from layerskip_models.families import Family
 
+MERGE = "merge adapters into the weights first (PEFT: model = model.merge_and_unload())"
 _INSTEAD = "or decode with transformers' own generate"
 _NOT_READ = frozenset(
     {
@@ -43,23 +43,13 @@ _HARMLESS_HOOKS = frozenset(
 )
 """Hooks that transformers itself sets, which leave the output as it is: (module, qualified name)."""
 _PLACING_HOOKS = frozenset({"AlignDevicesHook", "SequentialHook"})
-_BIASED = (
-    ".q_proj",
-    ".k_proj",
-    ".v_proj",
-    ".qkv_proj",
-    ".o_proj",
-    ".gate_proj",
-    ".up_proj",
-    ".gate_up_proj",
-    ".down_proj",
-)
+_BIASED = tuple(f".{name}_proj" for name in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down"))
 """Linears whose bias is taken over, whatever the configuration says of it."""
 
 
-def check_as_built(model: PreTrainedModel, config: PreTrainedConfig, family: Family) -> None:
+def check_as_built(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """ValueError that names the first module that computes something else than the family's class would."""
-    built = built_on_meta(config, family, "the model")
+    built = built_on_meta(config, "the model")
     own = dict(model.named_modules(remove_duplicate=False))
     _check_global_hooks()
     _check_attention(config)
@@ -133,8 +123,8 @@ def _check_forward(name: str, module: nn.Module, expected: type[nn.Module]) -> N
     own = _CALLS | {key for key, value in vars(expected).items() if callable(value) and not key.startswith("__")}
     if not issubclass(kind, expected):
         raise ValueError(
-            f"{name} is a {_called(kind)} where the configuration builds a {_called(expected)}: merge the adapter "
-            "(model.merge_and_unload()) or put the original module back, and decode with the result"
+            f"{name} is a {_called(kind)} where the configuration builds a {_called(expected)}, and what it adds would be "
+            f"left out: {MERGE}, or put the original module back"
         )
     for base in kind.__mro__[: kind.__mro__.index(expected)]:
         if changed := sorted(own & vars(base).keys()):
@@ -201,7 +191,7 @@ def _check_dropout(name: str, module: nn.Module) -> None:
 
 
 def compared_names(module: nn.Module) -> list[str]:
-    """The attributes of a module as built that its forward may read, beside parameters, buffers and modules."""
+    """The attributes of a module as built that its forward may read, other than parameters, buffers and modules."""
     return [
         key
         for key, value in vars(module).items()
@@ -228,7 +218,7 @@ def _called(thing: Any) -> str:
 
 
 class BeyondWeights:
-    """What a model had beside its parameters when this was made, and whether it still has it. Cheap: every call asks.
+    """What a model had besides its parameters when this was made, and whether it still has it. Cheap: every call asks.
 
     Parameters and the modules themselves are for others to watch. The model is referred to weakly.
     """

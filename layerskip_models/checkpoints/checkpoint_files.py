@@ -1,8 +1,4 @@
-"""Finds a checkpoint's folder and says in one line why its files cannot be read.
-
-transformers reads the files; its messages fit a hub user who has every file, so what goes wrong most often is translated
-here, in one place, for the model and for the tokenizer.
-"""
+"""Finds a checkpoint's folder, and says in one line why the hub does not give its files."""
 
 from __future__ import annotations
 
@@ -11,17 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub.errors import GatedRepoError
-from safetensors import SafetensorError, safe_open
 
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
 from layerskip_models.checkpoints.weight_files import FILE, INDEX
 
 _WEIGHTS = (FILE, INDEX)
-
-
-def is_path(name: str) -> bool:
-    """Whether a name is written as a path, so that it cannot be a hub name."""
-    return name.startswith((".", "/", "~")) or "\\" in name
 
 
 def resolve_checkpoint(name_or_path: str | Path) -> str:
@@ -46,7 +36,7 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
             raise FileNotFoundError(
                 f"{name} is a file: give the folder with config.json and *.safetensors, or a .gguf file"
             )
-        if is_path(name):
+        if name.startswith((".", "/", "~")) or "\\" in name:  # written as a path, so it cannot be a hub name
             raise FileNotFoundError(f"no checkpoint folder at {name}: give a folder with config.json and *.safetensors")
         return name
     if not any((folder / weights).exists() for weights in _WEIGHTS):
@@ -65,41 +55,17 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
 
 @contextmanager
 def clear_errors(name: str) -> Iterator[None]:
-    """Turn what transformers says of an unreadable checkpoint into one line that names the remedy.
-
-    Raises FileNotFoundError or OSError in place of transformers' own errors.
-    """
+    """Turn what transformers says of a checkpoint that it cannot get into one line that names the remedy, an OSError."""
     try:
         yield
-    except SafetensorError as error:
-        damaged = _damaged_file(name)
-        raise OSError(f"{damaged or name} is incomplete or damaged ({error}): copy or download it again") from error
     except GatedRepoError as error:
         raise OSError(
             f"{name} is a gated checkpoint: ask for access on its hub page, then log in with `hf auth login`"
         ) from error
     except OSError as error:
-        folder = Path(name)
-        if folder.is_dir():
-            if not any((folder / weights).exists() for weights in _WEIGHTS):
-                raise FileNotFoundError(
-                    f"{name} has no model.safetensors: only safetensors files are loaded; "
-                    "save the model with save_pretrained(), or copy the file there"
-                ) from error
-        elif "connect" in str(error) or "offline" in str(error):
+        if not Path(name).is_dir() and ("connect" in str(error) or "offline" in str(error)):
             raise OSError(
                 f"{name} is neither a folder here nor in the local cache, and the hub cannot be reached: "
                 "check the name and the network, or give a local folder"
             ) from error
         raise
-
-
-def _damaged_file(name: str) -> str | None:
-    """The first safetensors file of a folder that cannot be opened."""
-    for path in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError):
-            return str(path)
-    return None

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from layerskip_models.families.family import Family
+from layerskip_models.checkpoints.typed_fields import is_int
+from layerskip_models.families import Family, family_of
 
 _COUNTS = (
     "vocab_size",
@@ -50,11 +51,11 @@ def check_fields(config: Any, family: Family, name: str) -> None:
     _check_rope(config, name)
 
 
-def built_on_meta(config: Any, family: Family, name: str) -> PreTrainedModel:
+def built_on_meta(config: Any, name: str) -> PreTrainedModel:
     """The model that transformers builds from a configuration, without memory. ValueError, of one line, if it builds none."""
     try:
         with torch.device("meta"):
-            return family.model(copy.deepcopy(config))
+            return family_of(config).model(copy.deepcopy(config))
     except Exception as error:  # of any kind: numbers that don't go together fail anywhere in transformers
         raise ValueError(
             f"transformers builds no model from the configuration of {name} "
@@ -62,9 +63,9 @@ def built_on_meta(config: Any, family: Family, name: str) -> PreTrainedModel:
         ) from error
 
 
-def shapes_of(config: Any, family: Family, name: str) -> dict[str, torch.Size]:
+def shapes_of(config: Any, name: str) -> dict[str, torch.Size]:
     """The shape of every tensor of the model that transformers would build. Errors as in `built_on_meta`."""
-    return {tensor: value.shape for tensor, value in built_on_meta(config, family, name).state_dict().items()}
+    return {tensor: value.shape for tensor, value in built_on_meta(config, name).state_dict().items()}
 
 
 def _check_windows(config: Any, family: Family, name: str) -> None:
@@ -99,4 +100,4 @@ def _check(fits: bool, name: str, config: Any, field: str, meant: str) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value) and value >= 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from layerskip_models.checkpoints.as_built import rotary_angles
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
-from layerskip_models.families import Family, family_of
+from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import (
     COMPACT,
@@ -42,7 +41,7 @@ from layerskip_models.norm import RMSNorm
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
 EIGHT_BIT_LAYERS = 1
-"""Of a model that is rounded to 4 bits the first layers, beside the head, that get 8: they lose most (docs/quantised.md)."""
+"""How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/quantised.md)."""
 Packed = Mapping[str, FourBitWeight]
 """Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
@@ -65,16 +64,14 @@ def from_transformers(
     layout: Layout | None = None,
     release: bool = False,
     share: bool = False,
-    packed: Packed = _NOTHING,
 ) -> LayerSkipModel:
     """Convert a model that transformers holds in memory.
 
     release: False copies the weights and leaves `model` as it is (they are then resident twice, the price of a fused
-        layout beside a model that stays usable); True empties `model` while converting it.
+        layout next to a model that stays usable); True empties `model` while converting it.
     share: the parameters of `model` become views of the fused weights instead, with the numbers that they had. Nothing is
         resident twice, and what is written to a parameter in place is seen at once. For weights that are kept as they are:
         on CUDA, or on a CPU layout "plain" in float32 or float64.
-    packed: of layers' matrices that are in 4 bits already, whose parameters in `model` then only have the right shape.
     Raises ValueError for another architecture, weights that are quantised, offloaded or on several devices, and where they
     cannot be shared.
     """
@@ -82,7 +79,7 @@ def from_transformers(
     if share and (reason := why_not_shared(model, layout)) is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        return convert(model, config, "plain" if share else layout, release, share, packed)
+        return convert(model, config, "plain" if share else layout, release, share)
 
 
 def why_not_shared(model: PreTrainedModel, layout: Layout | None = None) -> str | None:
@@ -107,12 +104,12 @@ def convert(
     share: bool = False,
     packed: Packed = _NOTHING,
     fill: Callable[[str, nn.Module], None] = lambda name, module: None,
-    only: range | None = None,
     whole_of: WholeOf = lambda kind, weight: None,
 ) -> LayerSkipModel:
     """`from_transformers` without its checks. fill: called with each layer and its name before it is read.
 
-    only: the layers of the result, if it is to be a part of the model. whole_of: called for matrices that are rounded.
+    packed: of layers' matrices that are in 4 bits already, whose parameters in `model` then only have the right shape.
+    whole_of: called for matrices that are rounded.
     """
     decoder = model.model
     stored = decoder.norm.weight.dtype
@@ -125,12 +122,9 @@ def convert(
             return eight_bit_layout(weight)
         return default_layout(weight) if layout is None else layout
 
-    inv_freq = _inv_freq(decoder.rotary_emb)
-    _check_rotation(inv_freq, config)
+    inv_freq = _inv_freq(decoder.rotary_emb, config)
     layers = []
     for index, layer in enumerate(decoder.layers):
-        if only is not None and index not in only:
-            continue
         fill(f"model.layers.{index}", layer)
         layers.append(
             convert_layer(
@@ -185,21 +179,20 @@ def convert(
     return result
 
 
-def _inv_freq(rotary: Any) -> Tensor:
-    """Of transformers' rotary embedding, [numbers that rotate / 2]."""
-    return rotary_angles(rotary).float().clone()
+def _inv_freq(rotary: Any, config: Any) -> Tensor:
+    """Of transformers' rotary embedding, [numbers that rotate / 2].
 
-
-def _check_rotation(inv_freq: Tensor, config: Any) -> None:
-    """ValueError for frequencies of none, and for part of a head where transformers rotates all of it."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rotated = 2 * inv_freq.numel()
+    ValueError for frequencies that are not numbers, and for part of a head where transformers rotates all of it.
+    """
+    inv_freq = rotary_angles(rotary).float().clone()
+    size, rotated = head_dim_of(config), 2 * inv_freq.numel()
     if not bool(inv_freq.isfinite().all()):
         raise ValueError(f"the rotary frequencies are NaN or infinite: rope_parameters is {config.rope_parameters}")
     if rotated > size or (rotated < size and not family_of(config).rotates_part):
         raise ValueError(
             f"rope_parameters rotate {rotated} of {size} numbers of a head, which a {config.model_type} model does not do"
         )
+    return inv_freq
 
 
 def interleaves(device: torch.device) -> bool:
@@ -223,35 +216,56 @@ def convert_layer(
 
     layout_of: the layout of one of its four matrices. dtype: what the layer is computed in. index: its number in the model.
     rotated: how many numbers of a head rotate, its first ones; None for all.
-    share: its parameters become views of the fused ones, else they are copied. packed: as in `from_transformers`.
-    whole_of: as in `convert`.
+    share: its parameters become views of the fused ones, else they are copied. packed, whole_of: as in `convert`.
     """
-    family = family_of(config)
-    heads = _Heads.of(config, rotated, interleaves(layer.mlp.down_proj.weight.device) and not share)
+    family, size = family_of(config), head_dim_of(config)
+    interleaved = interleaves(layer.mlp.down_proj.weight.device) and not share
+    turned = (config.num_attention_heads + config.num_key_value_heads) * size
 
-    def norm(name: str | None) -> RMSNorm | None:
-        return None if name is None else _norm(getattr(layer, name).weight, config, dtype, share)
+    def reordered(values: Tensor) -> Tensor:
+        """Of whole heads, one after another: [heads * size, ...], as the kernels want them."""
+        return interleave_heads(values, values.shape[0] // size, rotated) if interleaved else values
 
-    def norm_of_heads(name: str | None) -> RMSNorm | None:
-        return (
-            None
-            if name is None
-            else _norm(heads.reordered(getattr(layer.self_attn, name).weight), config, dtype, share)
-        )
+    def norm(name: str | None, of_heads: bool = False) -> RMSNorm | None:
+        if name is None:
+            return None
+        weight = getattr(layer.self_attn if of_heads else layer, name).weight
+        return _norm(reordered(weight) if of_heads else weight, config, dtype, share)
+
+    def fused(kind: str, parts: Sequence[Tensor]) -> Tensor:
+        """Weights or biases of the linears of a projection as one; a new tensor, unless they are shared."""
+        if share:
+            return together(parts)
+        value = torch.cat([part.detach() for part in parts])
+        if interleaved and kind == "qkv":
+            value[:turned] = reordered(value[:turned])
+        return value
 
     input_norm, post_attention_norm = norm(family.input_norm), norm(family.post_attention_norm)
     before = {"qkv": input_norm, "gate_up": post_attention_norm}
+    names = {
+        "qkv": [f"self_attn.{name}" for name in family.qkv],
+        "output": ["self_attn.o_proj"],
+        "gate_up": [f"mlp.{name}" for name in family.gate_up],
+        "down": ["mlp.down_proj"],
+    }
     projections: dict[str, Linear] = {}
-    for kind, parts in _projections(layer, family).items():
-        own = [packed.get(f"model.layers.{index}.{part.name}") for part in parts]
-        whole = [weight for weight in own if weight is not None]
-        bias = _fused_biases(kind, parts, heads, share)
-        bias = None if bias is None else bias.to(dtype)
-        if len(whole) == len(parts):
-            projections[kind] = four_bit_linear(_fused_packed(kind, whole, heads), bias)
+    for kind, places in names.items():
+        linears = [layer.get_submodule(place) for place in places]
+        bias = None
+        if any(linear.bias is not None for linear in linears):
+            biases = [_zeros_like_output(one.weight) if one.bias is None else one.bias for one in linears]
+            bias = fused(kind, biases).to(dtype)
+        own = [packed.get(f"model.layers.{index}.{place}") for place in places]
+        known = [weight for weight in own if weight is not None]
+        if len(known) == len(own):
+            whole = FourBitWeight.cat(known)
+            if kind == "qkv":
+                whole = whole.reordered(fused(kind, [torch.arange(whole.shape[0], device=whole.packed.device)]))
+            projections[kind] = four_bit_linear(whole, bias)
             continue
-        full = [part.linear.weight if known is None else known.values() for part, known in zip(parts, own)]
-        weight = _fused(kind, full, heads, share).to(dtype)
+        full = [linear.weight if four_bits is None else four_bits.values() for linear, four_bits in zip(linears, own)]
+        weight = fused(kind, full).to(dtype)
         layout, norm_before = layout_of(weight), before.get(kind)
         factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
         if factors is not None:
@@ -263,31 +277,12 @@ def convert_layer(
         post_attention_norm=post_attention_norm,
         output_norm=norm(family.output_norm),
         down_norm=norm(family.down_norm),
-        query_norm=norm_of_heads(family.query_norm),
-        key_norm=norm_of_heads(family.key_norm),
+        query_norm=norm(family.query_norm, of_heads=True),
+        key_norm=norm(family.key_norm, of_heads=True),
         sliding_window=family.sliding_window(config, index),
         rotated=family.rotates(config, index),
-        interleaved=heads.interleaved,
+        interleaved=interleaved,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Heads:
-    """How heads of queries and keys are laid out. rotated: as in `convert_layer`; interleaved: as in `DecoderLayer`."""
-
-    size: int
-    queries_and_keys: int
-    rotated: int | None
-    interleaved: bool
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig, rotated: int | None, interleaved: bool) -> _Heads:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(size, config.num_attention_heads + config.num_key_value_heads, rotated, interleaved)
-
-    def reordered(self, values: Tensor) -> Tensor:
-        """Of whole heads, one behind the other: [heads * size, ...], as the kernels want them."""
-        return interleave_heads(values, values.shape[0] // self.size, self.rotated) if self.interleaved else values
 
 
 def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: bool) -> RMSNorm:
@@ -295,56 +290,9 @@ def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: b
     return RMSNorm(weight if share else weight.to(dtype, copy=True), config.rms_norm_eps, live=share)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A linear of a transformers layer. name: within the layer."""
-
-    name: str
-    linear: Any
-
-
-def _projections(layer: Any, family: Family) -> dict[str, list[_Part]]:
-    """The four fused projections of a layer, each with the linears whose outputs stand one behind the other in it."""
-    names = {
-        "qkv": [f"self_attn.{name}" for name in family.qkv],
-        "output": ["self_attn.o_proj"],
-        "gate_up": [f"mlp.{name}" for name in family.gate_up],
-        "down": ["mlp.down_proj"],
-    }
-    return {kind: [_Part(name, layer.get_submodule(name)) for name in parts] for kind, parts in names.items()}
-
-
-def _fused(kind: str, found: Sequence[Tensor], heads: _Heads, share: bool) -> Tensor:
-    """Weights or biases of such linears as one; a new tensor, unless they are shared."""
-    if share:
-        return together(found)
-    value = torch.cat([parameter.detach() for parameter in found])
-    if heads.interleaved and kind == "qkv":
-        turned = heads.queries_and_keys * heads.size
-        value[:turned] = heads.reordered(value[:turned])
-    return value
-
-
-def _fused_biases(kind: str, parts: Sequence[_Part], heads: _Heads, share: bool) -> Tensor | None:
-    """The biases of such linears as one, zeros for those that have none; None if none has."""
-    if all(part.linear.bias is None for part in parts):
-        return None
-    biases = []
-    for part in parts:
-        bias, weight = part.linear.bias, part.linear.weight
-        biases.append(weight.detach().new_zeros(weight.shape[0]) if bias is None else bias)
-    return _fused(kind, biases, heads, share)
-
-
-def _fused_packed(kind: str, parts: Sequence[FourBitWeight], heads: _Heads) -> FourBitWeight:
-    """The same of weights in 4 bits."""
-    value = FourBitWeight.cat(parts)
-    if not heads.interleaved or kind != "qkv":
-        return value
-    order = torch.arange(value.shape[0], device=value.packed.device)
-    turned = heads.queries_and_keys * heads.size
-    order[:turned] = heads.reordered(order[:turned])
-    return value.reordered(order)
+def _zeros_like_output(weight: Tensor) -> Tensor:
+    """[out], of a weight [out, in]."""
+    return weight.detach().new_zeros(weight.shape[0])
 
 
 def together(parameters: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.model import LayerSkipModel
@@ -20,21 +19,12 @@ def fingerprint(model: LayerSkipModel) -> tuple[float, ...]:
 
     Logits of some tokens after a fixed short text, less their mean: all weights have a part in them.
     """
-    tokens = probe_tokens(model.vocab_size).to(model.device)
+    tokens = torch.arange(1, _PROBE_TOKENS + 1, device=model.device) * 7919 % model.vocab_size
     with torch.inference_mode():
         hidden = prefill(model, tokens, KVCache(model, _PROBE_TOKENS))
-        return fingerprint_of(model.logits(hidden[-1:])[0])
-
-
-def probe_tokens(vocab_size: int) -> Tensor:
-    """The text that a fingerprint is taken behind, int64 [8] on the CPU."""
-    return torch.arange(1, _PROBE_TOKENS + 1, device="cpu") * 7919 % vocab_size
-
-
-def fingerprint_of(logits: Tensor) -> tuple[float, ...]:
-    """The fingerprint of a model with these logits, [vocab], behind the probe tokens: for one that lies in parts."""
-    chosen = logits[torch.arange(1, 17, device=logits.device) * 104729 % logits.shape[0]]
-    return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
+        logits = model.logits(hidden[-1:])[0]
+        chosen = logits[torch.arange(1, 17, device=logits.device) * 104729 % logits.shape[0]]
+        return tuple(round(value, 4) for value in (chosen - chosen.mean()).tolist())
 
 
 def same_weights(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -1,9 +1,8 @@
-"""GGUF files, read by transformers: where the file is, its configuration, its weights, its tokenizer.
+"""GGUF files: where the file is, its configuration, its weights, its tokenizer.
 
-transformers undoes the quantisation of every tensor; what is to stay in 4 bits, `gguf_weights` reads. transformers ignores
-most of what a file says of its model (`gguf_metadata` reads it) and tensors that it does not know. A file with such tensors
-is refused, because it would become another model. A tokenizer or a generation_config.json beside the file goes before
-what the file says, since a GGUF file describes a tokenizer only roughly.
+transformers reads the configuration and ignores most of what a file says of its model, which `gguf_metadata` reads. A file
+with tensors that transformers' model does not have is refused, because it would become another model. A tokenizer or a
+generation_config.json beside the file goes before what the file says, since a GGUF file describes a tokenizer only roughly.
 """
 
 from __future__ import annotations
@@ -14,33 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from layerskip_models.checkpoints.gguf_header import check_header
 from layerskip_models.checkpoints.gguf_metadata import (
-    CONVERT,
     ROPE_FACTORS,
     architecture_of,
     check_config_is,
     complete,
     read_keys,
 )
-from layerskip_models.checkpoints.gguf_weights import (
-    GgufTensors,
-    is_read_here,
-    keeps_four_bits,
-    read_gguf_weights,
-)
-from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.checkpoints.gguf_weights import GgufWeights
 
 GGUF_METHOD = "gguf"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -76,84 +66,36 @@ def gguf_config(path: Path) -> PretrainedConfig:
     Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
     """
     reader = _reader(path)
-    keys = read_keys(reader, path)
+    with _named(path):
+        keys = read_keys(reader)
+        with _told():
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        _check_architecture(reader, config)
+        check_config_is(config, keys)
+        complete(config, keys, reader)
+        _tensor_names(reader, config)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
-    with _told(path):
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    _check_architecture(reader, config, path)
-    check_config_is(config, keys, path)
-    complete(config, keys, reader, path)
-    _tensor_names(reader, config, path)
     few_bits = not types <= _FLOATS.keys()
     config.dtype = torch.bfloat16 if few_bits else _FLOATS[min(types, key=lambda kind: _FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
     return config
 
 
-def load_gguf(name: str, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model of a GGUF file with float weights. name: the file or its folder. config: of `gguf_config`, unmarked."""
-    path = gguf_file(name)
-    assert path is not None
-    with _told(path):
-        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            config=config,
-            dtype=dtype,
-            device_map={"": device},
-            output_loading_info=True,
-        )
-    if wrong := sorted(found["missing_keys"]) or sorted(map(str, found["mismatched_keys"])):
-        raise ValueError(f"{path} lacks weights of the model, or they have another shape, first {wrong[0]}: {CONVERT}")
-    # It is an ordinary model now: transformers' marks would keep it from being saved, and selfspec from running it.
-    del model.config.quantization_config
-    for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if mark in vars(model):
-            delattr(model, mark)
-    return named_gguf(model, name)
+def gguf_weights(path: Path, config: PretrainedConfig, *, keep_packed: bool) -> GgufWeights:
+    """The weights of a file. config: of `gguf_config`, unmarked. keep_packed: as in `StoredWeights`.
+
+    Raises ValueError for tensors that do not fit the model, and for an architecture that is not read.
+    """
+    reader = _reader(path)
+    with _named(path):
+        return GgufWeights(str(path), reader, config, _tensor_names(reader, config), keep_packed=keep_packed)
 
 
-def named_gguf(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The model with the file's name and how it generates, from beside the file or from its configuration."""
-    model.config.name_or_path = model.name_or_path = name
-    model.generation_config = gguf_generation_config(name, model.config)
-    return model
-
-
-def gguf_generation_config(name: str, config: PretrainedConfig) -> GenerationConfig:
+def gguf_generation_config(path: Path, config: PretrainedConfig) -> GenerationConfig:
     """How the model of a file generates, from beside the file or from its configuration."""
-    path = gguf_file(name)
-    assert path is not None
     if (path.parent / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path.parent)
     return GenerationConfig.from_model_config(config)
-
-
-def packed_gguf(
-    name: str, config: PretrainedConfig, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]] | None:
-    """The weights of a file, some of them in 4 bits (`read_gguf_weights`); None if none are. Arguments as `load_gguf`'s."""
-    path = gguf_file(name)
-    assert path is not None
-    reader = _reader(path)
-    architecture = architecture_of(reader, path)
-    if not keeps_four_bits(reader, architecture):
-        return None
-    return read_gguf_weights(GgufTensors(reader, architecture, config, _tensor_names(reader, config, path)), dtype)
-
-
-def open_gguf(name: str, config: PretrainedConfig) -> GgufTensors:
-    """The tensors of a file, to be read in parts. Arguments as `load_gguf`'s.
-
-    Raises ValueError for an architecture whose order of rows is not known here.
-    """
-    path = gguf_file(name)
-    assert path is not None
-    reader = _reader(path)
-    architecture = architecture_of(reader, path)
-    if not is_read_here(architecture):
-        raise ValueError(f"parts of a GGUF file of the architecture {architecture!r} are not read: {CONVERT}")
-    return GgufTensors(reader, architecture, config, _tensor_names(reader, config, path))
 
 
 def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -186,52 +128,58 @@ def _reader(path: Path) -> Any:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Within it errors are one line that names the file."""
+def _named(path: Path) -> Iterator[None]:
+    """Within it a ValueError, which begins with what the file does or has, is a sentence that also says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path} {error}: load the checkpoint that the file was made from") from error
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Within it errors are one line."""
     try:
         yield
     except OSError:
         raise
     except Exception as error:  # of many kinds, from inside transformers and gguf
-        raise ValueError(
-            f"{path} cannot be read by transformers ({' '.join(str(error).split()) or type(error).__name__}): {CONVERT}"
-        ) from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"cannot be read by transformers ({said})") from error
 
 
-def _check_architecture(reader: Any, config: PretrainedConfig, path: Path) -> Any:
+def _check_architecture(reader: Any, config: PretrainedConfig) -> Any:
     """gguf's own key of the architecture. ValueError for one that transformers does not read."""
     from gguf import MODEL_ARCH_NAMES
 
-    kind = architecture_of(reader, path)
+    kind = architecture_of(reader)
     found = next((key for key, value in MODEL_ARCH_NAMES.items() if value == kind), None)
     if found is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{path} is a {kind!r} model, which transformers cannot read from GGUF: {CONVERT}")
+        raise ValueError(f"is a {kind!r} model, which transformers cannot read from GGUF")
     return found
 
 
-def _tensor_names(reader: Any, config: PretrainedConfig, path: Path) -> dict[str, str]:
+def _tensor_names(reader: Any, config: PretrainedConfig) -> dict[str, str]:
     """The file's tensor for each parameter of the model that transformers makes of it.
 
-    Raises ValueError unless the file has these tensors and no others.
+    Raises ValueError unless the file has these tensors, of these shapes, and no others.
     """
     from gguf import get_tensor_name_map
 
-    names = get_tensor_name_map(_check_architecture(reader, config, path), config.num_hidden_layers)
-    with torch.device("meta"), _told(path):
+    names = get_tensor_name_map(_check_architecture(reader, config), config.num_hidden_layers)
+    with torch.device("meta"), _told():
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}
-    there = {tensor.name for tensor in reader.tensors} - {ROPE_FACTORS}
-    if unread := sorted(there - set(wanted.values())):
-        raise ValueError(
-            f"{path} holds tensors that transformers would leave out, {len(unread)} in all, first {unread[0]}: {CONVERT}"
-        )
-    if missing := sorted(set(wanted.values()) - there):
-        raise ValueError(f"{path} lacks tensors of the model, first {missing[0]}: {CONVERT}")
-    shapes = {tensor.name: [*map(int, tensor.shape)][::-1] for tensor in reader.tensors}
-    for name, parameter in model.named_parameters():
-        if shapes[wanted[name]] != [*parameter.shape]:
+    shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
+    wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
+    there = {tensor.name: [*map(int, tensor.shape)][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
+    if unread := sorted(there.keys() - {*wanted.values()}):
+        raise ValueError(f"holds tensors that transformers would leave out, {len(unread)} in all, first {unread[0]}")
+    if missing := sorted({*wanted.values()} - there.keys()):
+        raise ValueError(f"lacks tensors of the model, first {missing[0]}")
+    for name, stored in wanted.items():
+        if there[stored] != shapes[name]:
             raise ValueError(
-                f"{path}: {wanted[name]} has shape {shapes[wanted[name]]}, and what the file says of its model needs "
-                f"{[*parameter.shape]}: {CONVERT}"
+                f"contradicts itself: {stored} has shape {there[stored]}, and what the file says of its model needs "
+                f"{shapes[name]}"
             )
     return wanted

@@ -1,23 +1,24 @@
-"""What a GGUF file says of its model, beside the tensors: read into a configuration, or refused by name.
+"""What a GGUF file says of its model, apart from the tensors: read into a configuration, or refused by name.
 
 transformers reads about ten keys and passes over the others. Those that change what a model computes (a sliding window,
 scaled rotary positions, heads of another size, experts, factors on logits) are read here. A key that nobody here knows is
 refused, unless its value says that what it is about is switched off.
 
+ValueErrors here begin with what the file does or has: the caller puts its name in front, and the remedy behind.
 Source: gguf's `constants.py`; llama.cpp's loaders of the families, for what is assumed where a key is missing.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
 
+from layerskip_models.checkpoints.typed_fields import is_int
+
 ROPE_FACTORS = "rope_freqs.weight"
-CONVERT = "load the checkpoint that the file was made from"
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _EPS, _BASE, _WINDOW = "attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.sliding_window"
 _MORE_SIZES = (
@@ -48,90 +49,77 @@ def value_of(reader: Any, key: str) -> Any:
     return None if field is None else field.contents()
 
 
-def architecture_of(reader: Any, path: Path) -> str:
+def architecture_of(reader: Any) -> str:
     """By the name that llama.cpp gives it. ValueError for a file without one."""
     kind = value_of(reader, "general.architecture")
     if not isinstance(kind, str):
-        raise ValueError(f"{path} names no architecture (general.architecture is {kind!r}): {CONVERT}")
+        raise ValueError(f"names no architecture (general.architecture is {kind!r})")
     return kind
 
 
-def read_keys(reader: Any, path: Path) -> dict[str, Any]:
+def read_keys(reader: Any) -> dict[str, Any]:
     """The keys of the file's own architecture, without its name. ValueError for those that are not read, or are wrong."""
-    prefix = f"{architecture_of(reader, path)}."
+    prefix = f"{architecture_of(reader)}."
     keys = {name.removeprefix(prefix): value_of(reader, name) for name in [*reader.fields] if name.startswith(prefix)}
-    for name in _SIZES:
+    for name in (*_SIZES, _EPS):
         if name not in keys:
-            raise ValueError(f"{path} lacks {prefix}{name}: {CONVERT}")
-    if _EPS not in keys:
-        raise ValueError(f"{path} lacks {prefix}{_EPS}: {CONVERT}")
+            raise ValueError(f"lacks {prefix}{name}")
     for name in keys.keys() & {*_SIZES, *_MORE_SIZES}:
         if isinstance(keys[name], list):
-            raise ValueError(f"{path} has another {prefix}{name} in each layer, which is not read: {CONVERT}")
-        if not _is_whole(keys[name]) or keys[name] < 1:
-            raise ValueError(f"{path} says {prefix}{name} = {keys[name]!r}, and a number from 1 is meant: {CONVERT}")
+            raise ValueError(f"has another {prefix}{name} in each layer, which is not read")
+        if not is_int(keys[name]) or keys[name] < 1:
+            raise ValueError(f"says {prefix}{name} = {keys[name]!r}, and a number from 1 is meant")
     for name in keys.keys() & {_EPS, _BASE, "rope.scaling.factor", "rope.scaling.attn_factor"}:
         if not isinstance(keys[name], (int, float)) or not 0 < keys[name] < math.inf:
-            raise ValueError(f"{path} says {prefix}{name} = {keys[name]!r}, and a number above 0 is meant: {CONVERT}")
+            raise ValueError(f"says {prefix}{name} = {keys[name]!r}, and a number above 0 is meant")
     for name in sorted(keys.keys() - _READ - _UNUSED):
         if not _is_off(name, keys[name]):
-            raise ValueError(f"{path} says {prefix}{name} = {keys[name]!r}, which is not read: {CONVERT}")
+            raise ValueError(f"says {prefix}{name} = {keys[name]!r}, which is not read")
     for kind in _TOKENS:
-        _token(reader, kind, path)
+        _token(reader, kind)
     return keys
 
 
-def complete(config: Any, keys: dict[str, Any], reader: Any, path: Path) -> None:
+def complete(config: Any, keys: dict[str, Any], reader: Any) -> None:
     """Put into transformers' configuration what its own reader leaves out. keys: of `read_keys`.
 
     Raises ValueError for what the family does not do.
     """
     heads, width = keys["attention.head_count"], keys["embedding_length"]
     if config.model_type == "llama" and "attention.head_count_kv" not in keys:
-        raise ValueError(
-            f"{path} lacks llama.attention.head_count_kv, without which transformers leaves keys in another order: {CONVERT}"
-        )
+        raise ValueError("lacks llama.attention.head_count_kv, without which transformers leaves keys in another order")
     config.num_key_value_heads = keys.get("attention.head_count_kv", heads)
     head_dim = keys.get("attention.key_length", width // heads)
     if keys.get("attention.value_length", head_dim) != head_dim:
-        raise ValueError(f"{path} has values of another size than keys, which is not read: {CONVERT}")
+        raise ValueError("has values of another size than keys, which is not read")
     if hasattr(config, "head_dim") or head_dim != width // heads:
         config.head_dim = head_dim
     rope = {**(config.rope_parameters or {}), "rope_theta": float(keys.get(_BASE, _DEFAULT_BASE))}
     rotated = keys.get("rope.dimension_count", head_dim)
     if rotated % 2:
-        raise ValueError(
-            f"{path} rotates {rotated} numbers of a head (rope.dimension_count), and pairs are meant: {CONVERT}"
-        )
+        raise ValueError(f"rotates {rotated} numbers of a head (rope.dimension_count), and pairs are meant")
     if config.model_type == "phi3":
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
-        raise ValueError(
-            f"{path} rotates {rotated} of {head_dim} numbers of a head (rope.dimension_count), which is not read: {CONVERT}"
-        )
-    config.rope_parameters = {**rope, **_rope(keys, rope["rope_theta"], head_dim, reader, path)}
-    _set_window(config, keys, path)
-    config.bos_token_id = _token(reader, "bos", path)
-    config.eos_token_id = _ends(reader, path)
-    config.pad_token_id = _token(reader, "padding", path)
+        raise ValueError(f"rotates {rotated} of {head_dim} numbers of a head (rope.dimension_count), which is not read")
+    config.rope_parameters = {**rope, **_rope(keys, rope["rope_theta"], head_dim, reader)}
+    _set_window(config, keys)
+    config.bos_token_id = _token(reader, "bos")
+    config.eos_token_id = _ends(reader)
+    config.pad_token_id = _token(reader, "padding")
 
 
-def _set_window(config: Any, keys: dict[str, Any], path: Path) -> None:
+def _set_window(config: Any, keys: dict[str, Any]) -> None:
     """The sliding window, which the file has without saying of which layers. transformers' Phi-3 has it in all of them."""
     window = keys.get(_WINDOW) or 0
-    if not _is_whole(window) or window < 0:
-        raise ValueError(f"{path} says {_WINDOW} = {window!r}, and a number is meant: {CONVERT}")
+    if not is_int(window) or window < 0:
+        raise ValueError(f"says {_WINDOW} = {window!r}, and a number is meant")
     if config.model_type == "phi3":
         config.sliding_window = window or None
     elif 0 < window < keys["context_length"]:
         raise ValueError(
-            f"{path} has a sliding window of {window} positions and does not say in which layers, which is read for Phi-3 "
-            f"only: {CONVERT}"
+            f"has a sliding window of {window} positions and does not say in which layers, which is read for Phi-3 only"
         )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_off(name: str, value: Any) -> bool:
@@ -144,21 +132,21 @@ def _is_off(name: str, value: Any) -> bool:
     return not any(values)
 
 
-def _token(reader: Any, kind: str, path: Path) -> int | None:
+def _token(reader: Any, kind: str) -> int | None:
     key = f"tokenizer.ggml.{kind}_token_id"
     found = value_of(reader, key)
-    if found is not None and not _is_whole(found):
-        raise ValueError(f"{path} says {key} = {found!r}, and a token's number is meant: {CONVERT}")
+    if found is not None and not is_int(found):
+        raise ValueError(f"says {key} = {found!r}, and a token's number is meant")
     return found
 
 
-def _ends(reader: Any, path: Path) -> list[int] | None:
+def _ends(reader: Any) -> list[int] | None:
     """The tokens that end a text or a turn."""
-    found = [_token(reader, kind, path) for kind in ("eos", "eot", "eom")]
+    found = [_token(reader, kind) for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(end for end in found if end is not None)) or None
 
 
-def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: Any, path: Path) -> dict[str, Any]:
+def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: Any) -> dict[str, Any]:
     """Rotary scaling for `rope_parameters`.
 
     A GGUF file has it as a kind and a factor (linear), or as what each frequency is divided by (Llama 3).
@@ -173,7 +161,7 @@ def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: Any, path: 
         or factors.shape != (head_dim // 2,)
         or not (np.isfinite(factors) & (factors > 0)).all()
     ):
-        raise ValueError(f"{path} has a {ROPE_FACTORS} that does not fit heads of {head_dim} numbers: {CONVERT}")
+        raise ValueError(f"has a {ROPE_FACTORS} that does not fit heads of {head_dim} numbers")
     if scaling in ("none", "linear") and attention in (None, 1.0):
         if np.allclose(factors, factors[0], rtol=1e-4):
             total = float(factors[0]) * ((factor or 1.0) if scaling == "linear" else 1.0)
@@ -181,7 +169,7 @@ def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: Any, path: 
         llama_3 = {"rope_type": "llama3", "factor": float(round(factors.max())), **_LLAMA_3}
         if scaling == "none" and np.allclose(factors, _llama_3_factors(theta, head_dim, llama_3), rtol=1e-3):
             return llama_3
-    raise ValueError(f"{path} scales rotary positions in a way that is not read here ({scaling}): {CONVERT}")
+    raise ValueError(f"scales rotary positions in a way that is not read here ({scaling})")
 
 
 def _llama_3_factors(theta: float, head_dim: int, rope: dict[str, Any]) -> np.ndarray:
@@ -192,7 +180,7 @@ def _llama_3_factors(theta: float, head_dim: int, rope: dict[str, Any]) -> np.nd
     return 1 / ((1 - smooth) / rope["factor"] + smooth)
 
 
-def check_config_is(config: PretrainedConfig, keys: dict[str, Any], path: Path) -> None:
+def check_config_is(config: PretrainedConfig, keys: dict[str, Any]) -> None:
     """ValueError where transformers read another number than the file has."""
     names = {
         "num_hidden_layers": "block_count", "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
@@ -200,6 +188,4 @@ def check_config_is(config: PretrainedConfig, keys: dict[str, Any], path: Path) 
     }  # fmt: skip
     for field, key in names.items():
         if getattr(config, field) != keys[key]:
-            raise ValueError(
-                f"{path} says {key} = {keys[key]}, and transformers read {getattr(config, field)}: {CONVERT}"
-            )
+            raise ValueError(f"says {key} = {keys[key]}, and transformers read {getattr(config, field)}")

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, with those of types Q4_0 and Q4_1 left in 4 bits.
+"""The weights of a GGUF file, whole or in parts, with those of types Q4_0 and Q4_1 left in 4 bits where that is asked for.
 
 A row of such a tensor is blocks of 32 inputs. Q4_0: a float16 scale d and 16 bytes, byte j with input j in its low and input
 16 + j in its high four bits; a number q stands for d (q - 8). Q4_1: d, a float16 m, the 16 bytes; q stands for d q + m. That
@@ -10,6 +10,7 @@ Source: gguf's `quants.py` and `constants.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,47 +18,46 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.packed_weights import Cut
+from layerskip_models.checkpoints.stored_weights import StoredWeights
+from layerskip_models.families import head_dim_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
 
-_BLOCK = 32
 _BYTES = {"Q4_0": 18, "Q4_1": 20}
-_PERMUTED = ("llama",)
-_AS_THEY_ARE = ("qwen2", "qwen3", "phi3")
+_PERMUTED = {"llama": True, "qwen2": False, "qwen3": False, "phi3": False}
+"""The architectures whose order of rows is known, and whether it is another one than transformers'."""
 
 
-def is_read_here(architecture: str) -> bool:
-    """Whether `GgufTensors` knows how a file of this architecture orders its rows."""
-    return architecture in (*_PERMUTED, *_AS_THEY_ARE)
+class GgufWeights(StoredWeights):
+    """`StoredWeights` of a file, read from the mapped file alone.
 
-
-def keeps_four_bits(reader: Any, architecture: str) -> bool:
-    """Whether `read_gguf_weights` reads this file and would keep some of it in 4 bits. reader: a `gguf.GGUFReader`."""
-    return is_read_here(architecture) and any(tensor.tensor_type.name in _BYTES for tensor in reader.tensors)
-
-
-class GgufTensors:
-    """The tensors of a file, by the names of the model's parameters. Parts of them are read from the mapped file alone.
-
-    reader: a `gguf.GGUFReader`. names: the tensor in the file of each parameter.
+    reader: a `gguf.GGUFReader`. names: the tensor in the file of each parameter, which has the parameter's shape.
+    Raises ValueError for an architecture whose order of rows is not known here.
     """
 
-    def __init__(self, reader: Any, architecture: str, config: PreTrainedConfig, names: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        reader: Any,
+        config: PreTrainedConfig,
+        names: Mapping[str, str],
+        *,
+        keep_packed: bool,
+    ) -> None:
+        super().__init__(name, keep_packed)
+        architecture = architecture_of(reader)
+        if architecture not in _PERMUTED:
+            raise ValueError(f"is of the architecture {architecture!r}, whose weights are not read")
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
-        self._config, self._permuted = config, architecture in _PERMUTED
-
-    @property
-    def names(self) -> list[str]:
-        return [*self._tensors]
+        self._config, self._permuted = config, _PERMUTED[architecture]
+        self.names = self._tensors.keys()
 
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
-        """The weight of a layer's module in 4 bits; None for one that has not these. cut: at multiples of 64 inputs."""
         name = f"{module}.weight"
-        tensor = self._tensors.get(name)
-        if tensor is None or tensor.tensor_type.name not in _BYTES or not name.startswith("model.layers."):
-            return None
-        if int(tensor.shape[0]) % CHUNK:
+        tensor = self._tensors[name]
+        if tensor.tensor_type.name not in _BYTES or int(tensor.shape[0]) % CHUNK:
             return None
         data, skipped = self._data(name, cut)
         if skipped:
@@ -65,7 +65,6 @@ class GgufTensors:
         return four_bits_of_blocks(torch.from_numpy(data), tensor.tensor_type.name)
 
     def floats(self, name: str, cut: Cut = None) -> Tensor:
-        """A parameter, or a part of it, as the floats that the file stands for."""
         from gguf import dequantize
 
         data, skipped = self._data(name, cut)
@@ -81,10 +80,6 @@ class GgufTensors:
         rows, inputs = range(len(data)), range(columns)
         if cut is not None:
             rows, inputs = (cut[1], inputs) if cut[0] == 0 else (rows, cut[1])
-        if rows.stop > len(data) or inputs.stop > columns:
-            raise ValueError(
-                f"{name} has shape {tensor.shape.tolist()[::-1]}, which the file's configuration does not fit"
-            )
         order = _order(name, self._config) if self._permuted else None
         first = 0
         if cut is not None and cut[0] == 1:
@@ -94,23 +89,6 @@ class GgufTensors:
             data = data[:, first // block * width : -(-inputs.stop // block) * width]
         own = slice(rows.start, rows.stop)
         return np.array(data[own] if order is None else data[order[own].numpy()]), inputs.start - first
-
-
-def read_gguf_weights(tensors: GgufTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, FourBitWeight]]:
-    """(weights as floats by their names in transformers, 4-bit weights by the names of their modules).
-
-    Matrices of layers can be in 4 bits, and nothing else.
-    """
-    floats: dict[str, Tensor] = {}
-    packed: dict[str, FourBitWeight] = {}
-    for name in tensors.names:
-        module = name.removesuffix(".weight")
-        weight = tensors.four_bits(module)
-        if weight is not None:
-            packed[module] = weight
-        else:
-            floats[name] = tensors.floats(name).to(dtype)
-    return floats, packed
 
 
 def four_bits_of_blocks(data: Tensor, kind: str) -> FourBitWeight:
@@ -130,5 +108,4 @@ def _order(name: str, config: Any) -> Tensor | None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return None
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return torch.arange(heads * size, device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()
+    return torch.arange(heads * head_dim_of(config), device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()

@@ -1,4 +1,4 @@
-"""Checkpoints by name or folder: transformers or `quantised` reads the files, `conversion` lays the weights out."""
+"""Checkpoints by name or folder: transformers or `source` reads the files, `conversion` lays the weights out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
-from layerskip_models.checkpoints.conversion import Packed, from_transformers
+from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
-from layerskip_models.checkpoints.quantised import check_loaded, has_few_bits, load_quantised, quantisation_of
+from layerskip_models.checkpoints.quantised import has_few_bits, quantisation_of
+from layerskip_models.checkpoints.source import Source
 from layerskip_models.checkpoints.supported import DTYPES, check_config
-from layerskip_models.checkpoints.weight_files import tensors_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
@@ -22,8 +22,6 @@ from layerskip_models.model import LayerSkipModel
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
-
-
 FEW_BITS: tuple[Layout, ...] = ("int8", "int4")
 """Names of dtypes that are layouts of the weights."""
 
@@ -86,12 +84,21 @@ def load_model(
     name_or_path: the output folder of `selfspec train` works as well as the `model/` folder in it.
     Raises ValueError for another architecture or NaN weights, FileNotFoundError or OSError when it cannot be found or read.
     """
-    config = load_config(name_or_path, revision=revision, local_files_only=local_files_only)
-    dtype, layout, keep_packed = resolve_layout(config, dtype, layout, device)
-    origin = {"revision": revision, "local_files_only": local_files_only}
-    model, packed = _load(resolve_checkpoint(name_or_path), config, dtype, device, origin, keep_packed)
-    loaded = from_transformers(model, layout=layout, release=True, packed=packed)
+    source = find_source(name_or_path, revision, local_files_only)
+    dtype, layout, keep_packed = resolve_layout(source.config, dtype, layout, device)
+    if quantisation_of(source.config) is None:
+        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
+    else:
+        target, chosen = _resolve(source, dtype, device)
+        loaded = source.read_model(chosen, layout, lambda module: target, keep_packed=keep_packed)
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
+
+
+def find_source(name_or_path: str | Path, revision: str | None, local_files_only: bool) -> Source:
+    """A checkpoint with its checked configuration; arguments and errors as in `load_model`."""
+    name = resolve_checkpoint(name_or_path)
+    config = load_config(name, revision=revision, local_files_only=local_files_only)
+    return Source(name, config, {"revision": revision, "local_files_only": local_files_only})
 
 
 def resolve_layout(
@@ -137,59 +144,42 @@ def load_transformers(
 
     Of one that is quantised: the float weights that its files stand for.
     """
-    name = resolve_checkpoint(name_or_path)
-    origin = {"revision": revision, "local_files_only": local_files_only}
-    config = load_config(name, revision=revision, local_files_only=local_files_only)
-    model, _ = _load(name, config, dtype, device, origin)
-    return model
+    return _load_transformers(find_source(name_or_path, revision, local_files_only), dtype, device)
 
 
-def _load(
-    name: str,
-    config: PreTrainedConfig,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    origin: dict[str, Any],
-    keep_packed: bool = False,
-) -> tuple[PreTrainedModel, Packed]:
-    """name: as resolved. config: of `load_config`. origin: revision and local_files_only, for transformers.
-
-    keep_packed: as in `load_quantised`.
-    """
+def _resolve(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> tuple[torch.device, torch.dtype]:
     target = resolve_device(device)
-    chosen = resolve_dtype(dtype, target, getattr(config, "dtype", None))
-    packed: Packed = {}
-    with clear_errors(name):
-        if quantisation_of(config) is not None:
-            model, packed = load_quantised(name, config, dtype=chosen, device=target, keep_packed=keep_packed, **origin)
-        else:
-            model = _load_floats(name, config, chosen, target, origin)
-    _check_finite(model, name)
-    return model, packed
+    return target, resolve_dtype(dtype, target, getattr(source.config, "dtype", None))
 
 
-def _load_floats(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, origin: dict[str, Any]
-) -> PreTrainedModel:
-    """ValueError for weights that are missing or of another shape: transformers would make random ones."""
-    with tensors_of(name, origin) as tensors:
-        tensors.check_floats()
-        tensors.check_shapes(
-            shapes_of(config, family_of(config), name)
-        )  # before memory is taken for what the config says
-    found: dict[str, Any]
-    model, found = family_of(config).model.from_pretrained(
-        name,
-        config=config,
-        dtype=dtype,
-        device_map={"": device},
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # said below, in our words
-        **origin,
-    )
-    check_loaded(found, name)
+def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """Raises ValueError for weights that are missing or of another shape: transformers would make random ones."""
+    target, chosen = _resolve(source, dtype, device)
+    config, quantised = source.float_config(), quantisation_of(source.config) is not None
+    with source.open() as weights:  # which is checked before memory is taken for what the configuration says
+        files: dict[str, Any] = {**source.origin, "use_safetensors": True, "trust_remote_code": False}
+        if quantised:
+            files = {"state_dict": {name: weights.read(name, chosen, target) for name in weights.names}}
+        found: dict[str, Any]
+        model, found = family_of(config).model.from_pretrained(
+            None if quantised else source.name,
+            config=config,
+            dtype=chosen,
+            device_map={"": target},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # said below, in our words
+            **files,
+        )
+    if wrong := sorted(found["missing_keys"]) or sorted(str(key[0]) for key in found["mismatched_keys"]):
+        raise ValueError(
+            f"{source.name} lacks weights of the model, or they have another shape, first {wrong[0]}: copy or download it "
+            "again"
+        )
+    if quantised:
+        model.config.name_or_path = model.name_or_path = source.name
+        model.generation_config = source.generation_config()
+    else:
+        _check_finite(model, source.name)
     return model
 
 
@@ -229,7 +219,7 @@ def load_config(
                 f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
     check_config(config, name)
-    built_on_meta(config, family_of(config), name)
+    built_on_meta(config, name)
     return config
 
 

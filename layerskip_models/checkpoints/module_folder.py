@@ -1,4 +1,4 @@
-"""A small network in a folder of its own, beside or without a checkpoint: reading one that may be damaged."""
+"""A small network in a folder of its own, next to a checkpoint or alone: reading one that may be damaged."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def write_module(
 
 
 def with_tuples(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The fields, these of them as tuples, which JSON has as lists. Raises TypeError or KeyError if one is none."""
+    """The fields, with the named ones as tuples: JSON has lists. Raises TypeError or KeyError for one that is not a list."""
     return {**fields, **{name: tuple(fields[name]) for name in names}}

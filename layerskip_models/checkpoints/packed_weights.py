@@ -15,15 +15,15 @@ GPTQ: `qweight` int32 [in / values per int32, out], packed along the inputs; `qz
 in the first version of the format with 1 subtracted; `scales` [groups, out]; `g_idx` int32 [in].
 
 In all of them weight = (q - zero) * scale. The product is made in float32, where it is exact for the 16-bit scales that are
-published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`). Of a part of a matrix only its
-own numbers are read, with the scales of all.
+published. Where groups are of neighbours, 4-bit numbers can stay in 4 bits (`in_four_bits`). For a part of a matrix only
+its own numbers are read, and all scales.
 
 Sources: the README and the docstrings of vllm-project/compressed-tensors; AutoGPTQ's and GPTQModel's linears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +40,12 @@ _LAYOUTS = {  # the tensor that a layout is known by, before the names of all it
     "qweight": ("qweight", "qzeros", "scales", "g_idx"),
 }
 NUMBERS = ("weight_packed", "weight", "qweight")
-"""The tensor of each layout that holds the numbers; the others are small beside it."""
+"""The tensor of each layout that holds the numbers; the others are small in comparison."""
 Stored = Mapping[str, Any]
 """A module's tensors by their names within it. That of `NUMBERS` may be a slice of an open safetensors file instead."""
 Cut = tuple[int, range] | None
 """Which part of a matrix is meant: a dimension and what is kept of it; None for all."""
+WHOLE: Sequence[Cut] = (None,)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDICES = (torch.int32, torch.int64)
 
@@ -82,20 +83,22 @@ def dequantise(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None)
     8, and for a part that is not there.
     """
     found = _numbers(parts, scheme, cut)
-    values, columns, place = found.values, found.shape[1], found.place
-    if found.zeros is None and found.bits is not None:
-        values = values - 2 ** (found.bits - 1)
-    scale, groups = found.scale.float(), found.groups
-    zeros = None if found.zeros is None else found.zeros.float()
 
     def of_part(numbers: Tensor) -> Tensor:
-        """For each group, or each input, of the part."""
-        own = place.of_rows(numbers)
-        if groups is None:
-            return place.of_groups(own, columns)
-        return own[:, groups[place.columns.start : place.columns.stop].long()]
+        """For each group of neighbours, or each input, of the part: float32 [out, groups, 1]."""
+        own = found.place.of_rows(numbers.float())
+        if found.groups is None:
+            return found.place.of_groups(own, found.shape[1]).unsqueeze(2)
+        columns = found.place.columns
+        return own[:, found.groups[columns.start : columns.stop].long()].unsqueeze(2)
 
-    return _scaled(values, of_part(scale), None if zeros is None else of_part(zeros))
+    scale = of_part(found.scale)
+    result = found.values.float().unflatten(1, (scale.shape[1], -1))
+    if found.zeros is not None:
+        result.sub_(of_part(found.zeros))
+    elif found.bits is not None:
+        result.sub_(2 ** (found.bits - 1))
+    return result.mul_(scale).flatten(1)
 
 
 def in_four_bits(parts: Stored, *, scheme: Scheme = NOTHING_SAID, cut: Cut = None) -> FourBitWeight | None:
@@ -287,7 +290,7 @@ def _place(cut: Cut, rows: int, columns: int, scheme: Scheme) -> Place:
         dim, part = cut
         kept[dim] = part
     if scheme.shape not in (None, (rows, columns)) or kept[0].stop > rows or kept[1].stop > columns:
-        raise ValueError(f"its shape is {[rows, columns]}, which config.json does not fit")
+        raise ValueError(f"it has another shape, {[rows, columns]}, which config.json does not fit")
     return Place(*kept)
 
 
@@ -308,14 +311,6 @@ def _bits(words: int, columns: int, scheme: Scheme) -> int:
             f"{columns} inputs in {words} words are of {found[0]} bits, and config.json says {scheme.bits}"
         )
     return scheme.bits or found[0]
-
-
-def _scaled(values: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
-    """(values - zeros) * scale, float32. values: integers [out, in]; scale, zeros: [out, groups of neighbours]."""
-    result = values.float().contiguous().view(len(values), scale.shape[1], -1)
-    if zeros is not None:
-        result.sub_(zeros.unsqueeze(-1))
-    return result.mul_(scale.unsqueeze(-1)).view(values.shape)
 
 
 def modules_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

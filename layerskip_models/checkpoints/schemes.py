@@ -1,4 +1,4 @@
-"""What a checkpoint's `quantization_config` says of the numbers in its files, module by module.
+"""What a checkpoint's `quantization_config` says of the numbers in its files, module by module; or why it is not read.
 
 Shapes alone do not say everything: 96 inputs with two scales of GPTQ may be groups of 48, or of 64 of which the last is half
 full. So what is said is compared with the tensors (`packed_weights`), and where the two disagree a checkpoint is refused.
@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+ORIGINAL = 'load the checkpoint that it was made from; dtype="int8" rounds that one to 8 bits here'
+"""What to do where a quantised checkpoint cannot be read."""
 _PATTERN = "re:"
-_STRATEGIES = ("tensor", "channel", "group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Scheme:
     first_version: of GPTQ, whose zero points are then stored with 1 subtracted. bits: of each. strategy: what has a scale
     of its own, the "tensor", each "channel" (an output), or each "group" of an output's inputs. group_size: inputs of a
     group. reordered: whether groups have inputs in an order that only the file can tell. shape: (out, in) of the matrix.
-    has_zeros: whether there are zero points beside the scales.
+    has_zeros: whether there are zero points as well as scales.
     """
 
     first_version: bool = True
@@ -31,7 +32,7 @@ class Scheme:
     group_size: int | None = None
     reordered: bool = False
     has_zeros: bool = False
-    shape: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
 
     def num_groups(self, columns: int) -> int | None:
         """Scales of each output; None if that is not said."""
@@ -46,14 +47,61 @@ NOTHING_SAID = Scheme()
 
 
 def schemes_of(settings: Mapping[str, Any]) -> SchemeOf:
-    """Of a `quantization_config` that `quantised.check_quantisation` has let pass; others raise errors of any kind."""
-    if str(settings["quant_method"]).lower() == "gptq":
-        found = _gptq_scheme(settings)
-        return lambda module: found
-    groups = [
-        (tuple(map(str, group.get("targets") or ())), _compressed_tensors_scheme(group.get("weights") or {}))
-        for group in (settings.get("config_groups") or {}).values()
-    ]
+    """Of a `quantization_config`. Raises ValueError that says of the checkpoint why it is not read ("its format is ..").
+
+    Values of other types than are meant may raise any other error.
+    """
+    method = str(settings.get("quant_method", "an unknown method")).lower()
+    if method == "gptq":
+        scheme = _gptq_scheme(settings)
+        return lambda module: scheme
+    if method == "compressed-tensors":
+        return _compressed_tensors_schemes(settings)
+    raise ValueError(f"its weights are quantised by {method}")
+
+
+def _gptq_scheme(settings: Mapping[str, Any]) -> Scheme:
+    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if settings.get("is_marlin_format"):
+        version = "marlin"
+    if version not in ("gptq", "gptq_v2"):
+        raise ValueError(f"its GPTQ weights are laid out for {version}")
+    if settings.get("rotation"):
+        raise ValueError(f"its weights are rotated ({settings['rotation']})")
+    if settings.get("pack_dtype", "int32") != "int32":
+        raise ValueError(f"its GPTQ weights are packed in {settings['pack_dtype']}")
+    if (bits := settings.get("bits")) not in (4, 8):
+        raise ValueError(f"its GPTQ weights are of {bits} bits")
+    if not isinstance(settings.get("group_size", -1), int):
+        raise ValueError(f"its group_size is {settings['group_size']!r}")
+    strategy, size = _strategy_and_size(None, settings.get("group_size"))
+    first_version = version != "gptq_v2"
+    if settings.get("dynamic"):  # modules may have bits and groups of their own
+        return Scheme(first_version=first_version)
+    return Scheme(
+        first_version=first_version,
+        bits=bits,
+        strategy=strategy,
+        group_size=size,
+        reordered=bool(settings.get("desc_act")),
+    )
+
+
+def _compressed_tensors_schemes(settings: Mapping[str, Any]) -> SchemeOf:
+    named = settings.get("config_groups") or {}
+    if not isinstance(named, Mapping) or not all(isinstance(group, Mapping) for group in named.values()):
+        raise ValueError("its config_groups are not groups")
+    named_formats = (settings.get("format"), *(group.get("format") for group in named.values()))
+    formats = {str(found) for found in named_formats if found not in (None, "mixed-precision")}
+    if unread := sorted(formats - {"pack-quantized", "int-quantized", "dense"}):
+        raise ValueError(f"its format is {', '.join(unread)}")
+    if (sparsity := (settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        raise ValueError(f"its weights are stored sparse ({sparsity})")
+    if settings.get("kv_cache_scheme"):
+        raise ValueError("it was made for a quantised KV cache (kv_cache_scheme)")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise ValueError("its weights are rotated at run time (transform_config)")
+    groups = [(tuple(map(str, group.get("targets") or ())), _scheme_of_group(group)) for group in named.values()]
     for target in (target for targets, _ in groups for target in targets if target.startswith(_PATTERN)):
         re.compile(target.removeprefix(_PATTERN))
     if len({scheme for _, scheme in groups}) == 1:
@@ -71,51 +119,33 @@ _MATCHES: tuple[Callable[[str, str], bool], ...] = (  # the most exact first, as
 )
 
 
-def gptq_format(settings: Mapping[str, Any]) -> str:
-    """The layout of GPTQ's tensors: "gptq" is the first version."""
-    named = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    return "marlin" if settings.get("is_marlin_format") else str(named)
-
-
-def strategy_of(weights: Mapping[str, Any]) -> str | None:
-    """What has a scale of its own, of a group of compressed-tensors; None if that is not said."""
-    said = weights.get("strategy")
-    if said is not None:
-        return str(said)
-    return _strategy_by_size(weights)
-
-
-def _strategy_by_size(settings: Mapping[str, Any]) -> str | None:
-    """Of a group's size: -1 means all inputs of an output."""
-    size = settings.get("group_size")
-    return None if size is None else "group" if size > 0 else "channel"
-
-
-def is_known(strategy: str | None) -> bool:
-    """Whether such scales are read."""
-    return strategy is None or strategy in _STRATEGIES
-
-
-def _gptq_scheme(settings: Mapping[str, Any]) -> Scheme:
-    first_version = gptq_format(settings) != "gptq_v2"
-    if settings.get("dynamic"):  # modules may have bits and groups of their own
-        return Scheme(first_version=first_version)
-    strategy = _strategy_by_size(settings)
-    return Scheme(
-        first_version=first_version,
-        bits=settings.get("bits"),
-        strategy=strategy,
-        group_size=settings["group_size"] if strategy == "group" else None,
-        reordered=bool(settings.get("desc_act")),
-    )
-
-
-def _compressed_tensors_scheme(weights: Mapping[str, Any]) -> Scheme:
-    strategy = strategy_of(weights)
+def _scheme_of_group(group: Mapping[str, Any]) -> Scheme:
+    """Of one of compressed-tensors' `config_groups`."""
+    weights = group.get("weights") or {}
+    if group.get("input_activations") or group.get("output_activations"):
+        raise ValueError(
+            "its activations are quantised as well (W8A8 and the like), and without that it is another model"
+        )
+    if weights.get("type", "int") != "int" or weights.get("num_bits", 8) not in (4, 8):
+        raise ValueError(f"its weights are of {weights.get('num_bits')} bits, type {weights.get('type')}")
+    strategy, size = _strategy_and_size(weights.get("strategy"), weights.get("group_size"))
+    if strategy not in (None, "tensor", "channel", "group"):
+        raise ValueError(f"its weights have scales by {strategy}")
+    if weights.get("block_structure"):
+        raise ValueError(f"its weights have scales by block ({weights['block_structure']})")
     return Scheme(
         bits=weights.get("num_bits"),
         strategy=strategy,
-        group_size=weights.get("group_size") if strategy == "group" else None,
+        group_size=size,
         has_zeros=weights.get("symmetric") is False,
         reordered=weights.get("actorder") in (True, "group"),
     )
+
+
+def _strategy_and_size(strategy: str | None, size: Any) -> tuple[str | None, int | None]:
+    """What has a scale of its own, by its name or else by the size of a group, of which -1 means all inputs of an output."""
+    if size is not None and not isinstance(size, int):
+        raise ValueError(f"its group_size is {size!r}")
+    if strategy is None and size is not None:
+        strategy = "group" if size > 0 else "channel"
+    return strategy, size if strategy == "group" else None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from layerskip_models.checkpoints.as_built import check_as_built
+from layerskip_models.checkpoints.as_built import MERGE, check_as_built
 from layerskip_models.checkpoints.config_checks import check_fields
 from layerskip_models.checkpoints.quantised import check_quantisation, quantisation_of
-from layerskip_models.families import FAMILIES, family_of, find_family
+from layerskip_models.families import FAMILIES, find_family
 from layerskip_models.families.unsupported import need_of
 
 LAYERSKIP_CHECKPOINTS = (
@@ -31,8 +30,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-_MERGE = "merge adapters into the weights first (PEFT: model = model.merge_and_unload())"
 
 
 def check_config(config: Any, name: str) -> PreTrainedConfig:
@@ -62,7 +59,7 @@ def check_transformers(model: Any) -> PreTrainedConfig:
     """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
     if not any(isinstance(model, family.model) for family in FAMILIES.values()):
         if hasattr(model, "merge_and_unload"):
-            raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {_MERGE}")
+            raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {MERGE}")
         kind = getattr(getattr(model, "config", None), "model_type", None)
         observes = "" if kind is None or kind in FAMILIES else f", which would need {need_of(kind)}"
         raise ValueError(
@@ -74,8 +71,7 @@ def check_transformers(model: Any) -> PreTrainedConfig:
             "a model that transformers holds quantised cannot be converted: give load_model() the checkpoint's name or folder"
         )
     _check_weights(model)
-    _check_layers(model)
-    check_as_built(model, config, family_of(config))
+    check_as_built(model, config)
     return config
 
 
@@ -89,16 +85,3 @@ def _check_weights(model: PreTrainedModel) -> None:
             f"the model's weights must be of one dtype out of {', '.join(DTYPES)}, "
             f"they are {sorted(map(str, dtypes))}: call model.to(torch.float32), or load it unquantised"
         )
-
-
-def _check_layers(model: PreTrainedModel) -> None:
-    """Each matrix must be all that its place computes: the weight of an adapter's wrapper is that of the bare model."""
-    family = family_of(model.config)
-    places = (*family.qkv, "o_proj", *family.gate_up, "down_proj", "lm_head")
-    for name, module in model.named_modules():
-        wrapped = not isinstance(module, nn.Linear) or next(module.children(), None) is not None
-        if name.endswith(places) and wrapped:
-            raise ValueError(
-                f"{name} is a {type(module).__module__}.{type(module).__name__}, not a plain torch.nn.Linear, and what it "
-                f"adds would be left out: {_MERGE}"
-            )

@@ -12,6 +12,7 @@ later updates, the more often an early exit's argmax is already the last layer's
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.loading import resolve_device
 from layerskip_models.training.recipe import run_layer
@@ -35,21 +36,15 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 
 
-def _shape(
-    hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, context: int, **more: Any
-) -> Mapping[str, Any]:
-    return MappingProxyType(
-        {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": inner,
-            "vocab_size": vocab,
-            "max_position_embeddings": context,
-            **more,
-        }
-    )
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def _shape(*sizes: int, **more: Any) -> Mapping[str, Any]:
+    """Fields of a LlamaConfig. sizes: in the order of `_SIZES`."""
+    return MappingProxyType({**dict(zip(_SIZES, sizes, strict=True)), **more})
 
 
 _CODE_ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -114,8 +109,7 @@ def parse_synthetic(name: str) -> tuple[str, Recipe]:
     Raises ValueError that lists what is possible.
     """
     shape, *options = name.removeprefix(PREFIX).split(",")
-    if shape not in SHAPES:
-        raise ValueError(f"unknown shape {shape!r}: there are {', '.join(SHAPES)}")
+    _fields_of(shape)
     kinds = {"eps": float, "decay": float, "wide": int, "first": float, "sharpness": float, "seed": int, "stored": str}
     values: dict[str, Any] = {}
     for option in options:
@@ -127,6 +121,12 @@ def parse_synthetic(name: str) -> tuple[str, Recipe]:
         except ValueError:
             raise ValueError(f"{name!r}: {key} must be a number, got {value!r}") from None
     return shape, Recipe(**values)
+
+
+def _fields_of(shape: str) -> Mapping[str, Any]:
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: there are {', '.join(SHAPES)}")
+    return SHAPES[shape]
 
 
 def synthetic_llama(
@@ -145,9 +145,7 @@ def synthetic_llama(
     recipe = recipe or Recipe()
     target = resolve_device(device)
     if isinstance(shape, str):
-        if shape not in SHAPES:
-            raise ValueError(f"unknown shape {shape!r}: there are {', '.join(SHAPES)}")
-        config = LlamaConfig(**{name: dict(v) if isinstance(v, dict) else v for name, v in SHAPES[shape].items()})
+        config = LlamaConfig(**copy.deepcopy(dict(_fields_of(shape))))
         config.name_or_path = f"{PREFIX}{shape}"
     else:
         config = shape
@@ -219,23 +217,3 @@ def _scale(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator) 
 
 def _rms(values: Tensor) -> Tensor:
     return values.float().square().mean().sqrt()
-
-
-def agreement_curve(model: LlamaForCausalLM, *, num_tokens: int = 256, seed: int = 1) -> list[float]:
-    """What was achieved: per exit layer 1 .. L, the share of positions of a random text where its argmax is the last layer's.
-
-    The model's own greedy text agrees a little otherwise; `selfspec inspect` and every benchmark measure that.
-    """
-    device = model.lm_head.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        tokens = torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator, device=device)
-        hidden = model.model.embed_tokens(tokens)
-        positions = torch.arange(num_tokens, device=device)[None]
-        rotary = model.model.rotary_emb(hidden, positions)
-        choices = []
-        for layer in model.model.layers:
-            assert isinstance(layer, LlamaDecoderLayer)
-            hidden = run_layer(layer, hidden, positions, rotary)
-            choices.append(model.lm_head(model.model.norm(hidden)).argmax(dim=-1))
-    return [float((choice == choices[-1]).float().mean()) for choice in choices]

@@ -8,20 +8,21 @@ from dataclasses import fields
 from typing import Any
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """Whether this is a whole number, and neither true nor false."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", _is_int),
+    "int": ("a whole number", is_int),
     "float": ("a number", _is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "str": ("a text", lambda value: isinstance(value, str)),
-    "tuple[int, ...]": ("whole numbers", lambda value: isinstance(value, tuple) and all(map(_is_int, value))),
+    "tuple[int, ...]": ("whole numbers", lambda value: isinstance(value, tuple) and all(map(is_int, value))),
     "tuple[float, ...]": ("numbers", lambda value: isinstance(value, tuple) and all(map(_is_number, value))),
     "dict[str, Any]": ("fields", lambda value: isinstance(value, dict)),
     "dict[str, float]": (

@@ -1,97 +1,26 @@
-"""Which safetensors files a checkpoint's weights are read from, and the tensors in them.
+"""Which safetensors files a checkpoint's weights are read from.
 
 The choice is transformers' own: `model.safetensors` if there is one, else all that `model.safetensors.index.json` names,
-whatever else lies in the folder. One process and several read through this, so they read the same.
+whatever else lies in the folder.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers.utils import cached_file
-
-from layerskip_models.checkpoints.packed_weights import modules_of
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KIND = ".safetensors"
-_FLOATS = ("F16", "BF16", "F32", "F64")
 _AGAIN = "copy or download it again"
 
 
-class Tensors:
-    """The tensors of a checkpoint's safetensors files, opened once and mapped, not read. Used in a `with` statement.
-
-    name: of the checkpoint. where: the file of every tensor.
-    """
-
-    def __init__(self, name: str, where: Mapping[str, Path]) -> None:
-        self.name, self.where = name, where
-        self._open: dict[Path, Any] = {}
-
-    def __enter__(self) -> Tensors:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.clear()
-
-    @property
-    def names(self) -> set[str]:
-        return {*self.where}
-
-    def whole(self, name: str) -> Tensor:
-        found: Tensor = self._file(name).get_tensor(name)
-        return found
-
-    def part(self, name: str) -> Any:
-        """A slice of an open file, of which parts can be read. ValueError for a tensor that is not there."""
-        return self._file(name).get_slice(name)
-
-    def check_floats(self) -> None:
-        """ValueError if weights are quantised, which the caller takes for floats."""
-        if modules := [*modules_of(self.where)]:
-            raise ValueError(
-                f"{self.name} holds quantised weights, first of {modules[0]}, but config.json has no quantization_config: "
-                "copy config.json again"
-            )
-        for name in sorted(self.where):
-            if name.endswith((".weight", ".bias")) and (kind := self.part(name).get_dtype()) not in _FLOATS:
-                raise ValueError(
-                    f"{name} in {self.where[name]} is of type {kind}, and weights of {', '.join(_FLOATS)} are read: load the "
-                    "checkpoint that it was made from"
-                )
-
-    def check_shapes(self, shapes: Mapping[str, Collection[int]]) -> None:
-        """ValueError for a tensor of another shape than that of the same name in `shapes`."""
-        check_shapes(
-            self.name, {name: self.part(name).get_shape() for name in shapes.keys() & self.where.keys()}, shapes
-        )
-
-    def _file(self, name: str) -> Any:
-        path = self.where.get(name)
-        if path is None:
-            raise ValueError(f"{self.name} holds no {name}: the checkpoint is not complete, or of another architecture")
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path]
-
-
-def check_shapes(name: str, found: Mapping[str, Collection[int]], meant: Mapping[str, Collection[int]]) -> None:
-    """ValueError for a tensor of another shape than that of the same name in `meant`. name: of the checkpoint."""
-    for tensor in sorted(found.keys() & meant.keys()):
-        if [*found[tensor]] != [*meant[tensor]]:
-            raise ValueError(
-                f"{name} holds weights of another shape than its config.json says: {tensor} is {[*found[tensor]]}, not "
-                f"{[*meant[tensor]]}. Copy or download it again"
-            )
-
-
-def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:
-    """All tensors of a checkpoint. name: a folder or hub name. origin: revision and local_files_only.
+def tensor_files(name: str, origin: Mapping[str, Any]) -> dict[str, Path]:
+    """The file of every tensor of a checkpoint. name: a folder or hub name. origin: revision and local_files_only.
 
     Raises FileNotFoundError or OSError for files that are missing or damaged, and names them.
     """
@@ -105,7 +34,7 @@ def tensors_of(name: str, origin: Mapping[str, Any]) -> Tensors:
             raise OSError(f"{path} is incomplete or damaged ({error}): {_AGAIN}") from error
     if lost := sorted(listed - where.keys()):
         raise OSError(f"{name} lacks {lost[0]}, which its {INDEX} lists, and {len(lost)} in all: {_AGAIN}")
-    return Tensors(name, where)
+    return where
 
 
 def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]]:
@@ -113,22 +42,24 @@ def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]
 
     Raises FileNotFoundError for one that is missing, OSError for a damaged index.
     """
-    single = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **origin)
-    if single is not None:
-        return [Path(str(single))], set()
-    index = cached_file(name, INDEX, _raise_exceptions_for_missing_entries=False, **origin)
-    if index is None:
+
+    def find(file: str) -> Path | None:
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)
+        return None if found is None else Path(str(found))
+
+    if (single := find(FILE)) is not None:
+        return [single], set()
+    if (index := find(INDEX)) is None:
         raise FileNotFoundError(
             f"{name} has no {FILE}: only safetensors files are loaded; save the model with save_pretrained(), or copy the "
             "file there"
         )
-    listed = listed_files(Path(str(index)))
+    listed = listed_files(index)
     paths = []
     for file in sorted({*listed.values()}):
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)
-        if path is None:
+        if (path := find(file)) is None:
             raise FileNotFoundError(f"{name} has no {file}, which its {INDEX} names: copy the file there")
-        paths.append(Path(str(path)))
+        paths.append(path)
     return paths, {*listed}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +65,16 @@ def _known(fields: dict[str, Any]) -> dict[str, Any]:
 
 def check_fits(config: AdapterConfig, model: LayerSkipModel, where: str | Path) -> None:
     """ValueError unless the adapters were trained for this model."""
-    check_shape(config, model.hidden_size, model.num_layers, model.name, where)
-    check_weights(config, fingerprint(model), model.name, where)
-
-
-def check_shape(config: AdapterConfig, hidden_size: int, num_layers: int, name: str | None, where: str | Path) -> None:
-    """ValueError unless a model of this shape may be the adapters' own. name: of the model."""
-    if config.hidden_size != hidden_size or config.exit_layers[-1] >= num_layers:
-        raise _foreign(config, where, f"a model of another shape than {name or 'this one'}")
-
-
-def check_weights(config: AdapterConfig, found: Sequence[float], name: str | None, where: str | Path) -> None:
-    """ValueError unless a model with this fingerprint is the adapters' own. name: of the model."""
-    if not same_weights(found, config.fingerprint):
-        raise _foreign(config, where, f"whose weights are not those of {name or 'this model'}")
-
-
-def _foreign(config: AdapterConfig, where: str | Path, why: str) -> ValueError:
-    layers = ", ".join(map(str, config.exit_layers))
-    return ValueError(
-        f"{where} holds adapters for exit layers {layers} of {config.base_model or 'another model'}, {why}: train them for "
-        "this model with selfspec train-exit, or say exits=None (--exits none)"
+    if config.hidden_size != model.hidden_size or config.exit_layers[-1] >= model.num_layers:
+        problem = f"a model of another shape than {model.name or 'this one'}"
+    elif not same_weights(fingerprint(model), config.fingerprint):
+        problem = f"whose weights are not those of {model.name or 'this model'}"
+    else:
+        return
+    raise ValueError(
+        f"{where} holds adapters for exit layers {', '.join(map(str, config.exit_layers))} of "
+        f"{config.base_model or 'another model'}, {problem}: train them for this model with selfspec train-exit, or say "
+        "exits=None (--exits none)"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -38,3 +39,8 @@ def family_of(config: PreTrainedConfig) -> Family:
     family = find_family(config)
     assert family is not None, config.model_type
     return family
+
+
+def head_dim_of(config: Any) -> int:
+    """Numbers of a head: configurations of some families leave it out."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

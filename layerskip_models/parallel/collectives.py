@@ -75,7 +75,7 @@ def _gather_on_gpus(part: Tensor) -> Tensor:
 
 
 def _sum_in_order(part: Tensor) -> None:
-    """A rank adds up a share of the numbers, in the order of ranks: so a sum does not depend on what is summed beside it."""
+    """A rank adds up a share of the numbers, in the order of ranks: so a sum does not depend on what is summed with it."""
     size = dist.get_world_size()
     share = -(-part.numel() // size)
     parts = part.new_zeros(size * share)

@@ -64,7 +64,7 @@ def physical_cores(numbers: Sequence[int], folder: Path = _TOPOLOGY) -> list[lis
 def share_of(cores: Sequence[Sequence[int]], place: int, count: int) -> list[int]:
     """What one of `count` processes takes of cores that all may use: neighbours, and all threads of each.
 
-    Where there are fewer cores than processes these share out the cores' threads; all of these, if there is none for each.
+    With fewer cores than processes, these share out the cores' threads. With fewer threads as well, each gets all of them.
     """
     every = [number for core in cores for number in core]
     units = cores if len(cores) >= count else [[number] for number in every]

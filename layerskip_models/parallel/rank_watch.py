@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -21,14 +20,7 @@ from layerskip_models.parallel.ranks import RankError, Ranks
 _LONGEST_INTERVAL = 5.0
 
 
-class CountStore(Protocol):
-    """What is needed of torch.distributed's stores."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, which begins at 0, and return it."""
-
-
-def launch_store(timeout: float) -> CountStore:
+def launch_store(timeout: float) -> dist.Store:
     """A connection of our own to the store of the launched processes. Raises RankError without one."""
     try:
         return dist.TCPStore(
@@ -47,7 +39,7 @@ def interval_of(timeout: float) -> float:
     return min(_LONGEST_INTERVAL, timeout / 8)
 
 
-def show_life(ranks: Ranks, store: CountStore | None = None) -> Callable[[], None]:
+def show_life(ranks: Ranks, store: dist.Store | None = None) -> Callable[[], None]:
     """On a rank that is not the first: give signs of life until the returned function is called, or the store is gone."""
     store = store or launch_store(ranks.timeout)
     ended, key, interval = threading.Event(), _key(ranks.rank), interval_of(ranks.timeout)
@@ -71,7 +63,7 @@ class RankWatch:
     size: number of ranks. timeout: seconds of silence after which a rank is lost. store: None for the launched processes'.
     """
 
-    def __init__(self, size: int, timeout: float, store: CountStore | None = None) -> None:
+    def __init__(self, size: int, timeout: float, store: dist.Store | None = None) -> None:
         self._timeout = timeout
         self._store = store or launch_store(timeout)
         self._counts = dict.fromkeys(range(1, size), -1)

@@ -9,12 +9,14 @@ Source of the scheme: Shoeybi et al. 2019, *Megatron-LM*, section 3.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from layerskip_models.families import family_of
+from layerskip_models.checkpoints.packed_weights import WHOLE, Cut
+from layerskip_models.families import family_of, head_dim_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,12 @@ class Part:
         return cls(start, start + base + (rank < more))
 
     def times(self, width: int) -> Part:
-        """The same of things that are so wide each."""
+        """The same in smaller units, `width` to each of these."""
         return Part(self.start * width, self.stop * width)
 
     def after(self, offset: int) -> Part:
-        """The same behind so many others."""
+        """The same, after `offset` others."""
         return Part(self.start + offset, self.stop + offset)
-
-
-Pieces = tuple[int, tuple[Part, ...]] | None
-"""The dimension that is cut, and the parts of it that are kept, one behind the other; None for the whole weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +67,12 @@ class ShardPlan:
 
     @classmethod
     def of(cls, config: Any, rank: int, ranks: int, unit: int = 1) -> ShardPlan:
-        """unit: so many inputs of the output and the down projection stay together, where their number is a multiple of it.
+        """unit: inputs of the output and down projections that stay together, where their number is a multiple of it.
 
         Raises ValueError for a number of ranks that the model cannot be divided by.
         """
         heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = head_dim_of(config)
         inner = int(config.intermediate_size)
         whole = heads * head_dim % unit == 0  # else the output projection has no units to be cut at
         units = inner // unit if inner % unit == 0 else inner
@@ -119,10 +117,10 @@ class ShardPlan:
         local.pad_token_id = None  # may lie in another part
         return local
 
-    def pieces(self, name: str) -> Pieces:
-        """What to keep of a parameter, by its name in transformers' model.
+    def cuts(self, name: str) -> Sequence[Cut]:
+        """What to keep of a parameter, by its name in transformers' model: parts, which are joined along its rows.
 
-        A bias that is added after the sum over ranks is whole: rank 0 alone adds it (`added_once`).
+        A bias that is added after the sum over ranks is whole: rank 0 alone adds it (`added_elsewhere`).
         """
         *_, module, kind = name.split(".")
         config: Any = self.config
@@ -141,22 +139,26 @@ class ShardPlan:
             "lm_head": (self.vocab,),
         }
         if module in rows:
-            return 0, rows[module]
+            return _cuts(0, *rows[module])
         if self.joint_norms and module in ("q_norm", "k_norm"):
-            return 0, (query if module == "q_norm" else keys,)
+            return _cuts(0, query if module == "q_norm" else keys)
         if kind == "weight" and module in ("o_proj", "down_proj"):
-            return 1, (query if module == "o_proj" else self.inner,)
-        return None
+            return _cuts(1, query if module == "o_proj" else self.inner)
+        return WHOLE
 
-    def added_once(self, name: str) -> bool:
-        """Whether this is a bias that one rank alone must add."""
-        return name.endswith(("o_proj.bias", "down_proj.bias"))
+    def added_elsewhere(self, name: str) -> bool:
+        """Whether this is a bias that one rank alone must add, and another one than this does."""
+        return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
 
     @property
     def joint_norms(self) -> bool:
         """Whether queries and keys are normed over all heads of a row together, and not each by itself."""
         family = family_of(self.config)
         return family.query_norm is not None and self.config.model_type == "olmo2"
+
+
+def _cuts(dim: int, *parts: Part) -> list[Cut]:
+    return [(dim, range(part.start, part.stop)) for part in parts]
 
 
 def _heads(heads: int, kv_heads: int, rank: int, ranks: int) -> tuple[Part, Part]:

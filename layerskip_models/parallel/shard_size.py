@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.checkpoints.conversion import DRAFT_HEAD_BYTES, arithmetic_dtype
-from layerskip_models.families import family_of
 from layerskip_models.parallel.shard_plan import ShardPlan
 
 _CHOICE_NUMBERS = 2  # float64, of a row's likeliest token: see `vocabulary.numbers_of`
@@ -43,14 +43,13 @@ class ShardSize:
 
 
 def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> ShardSize:
-    """What a rank of so many has. dtype: of the weights. On a CPU our kernels keep 16 bits and compute in float32.
+    """What one of `ranks` processes has. dtype: of the weights. On a CPU our kernels keep 16 bits and compute in float32.
 
     Raises ValueError for a number of ranks that the model cannot be divided by.
     """
     plan = ShardPlan.of(config, rank, ranks)
     local: Any = plan.local_config()
-    with torch.device("meta"):
-        shell = family_of(local).model(local)
+    shell: Any = built_on_meta(local, "the model")
     wide = arithmetic_dtype(dtype, device).itemsize
     stored = dtype.itemsize
     sizes = {"layers": 0, "norms": 0}

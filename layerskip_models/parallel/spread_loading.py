@@ -11,11 +11,11 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
 from layerskip_models.backends.spread import spread
-from layerskip_models.checkpoints.loading import resolve_dtype
+from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.loading import find_source, resolve_dtype
+from layerskip_models.checkpoints.quantised import quantisation_of
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.model import LayerSkipModel
-from layerskip_models.parallel.shard_loading import Source, load_part, make_shell
-from layerskip_models.parallel.shard_plan import ShardPlan
 
 _LAYER = "model.layers.{}"
 _FIRST, _LAST = "model.embed_tokens", ("model.norm", "lm_head")
@@ -36,8 +36,10 @@ def load_spread(
     Raises what `load_model` raises; ValueError without two GPUs, for quantised checkpoints, and where all GPUs together do
     not hold the model: a part on the processor would make every token wait for it.
     """
-    source = Source.of(name_or_path, revision, local_files_only, "loads on one device only: leave out device_map")
+    source = find_source(name_or_path, revision, local_files_only)
     config = source.config
+    if quantisation_of(config) is not None:
+        raise ValueError(f"{source.name} is quantised, and loads on one device only: leave out device_map")
     if max_memory is None and torch.cuda.device_count() < 2:
         raise ValueError(
             f"device_map='auto' spreads a model over several GPUs, and this machine has {torch.cuda.device_count()}: "
@@ -45,9 +47,7 @@ def load_spread(
         )
     chosen = resolve_dtype(dtype, torch.device("cuda"), getattr(config, "dtype", None))
     where = places(config, chosen, max_memory)
-    plan = ShardPlan.of(config, 0, 1)
-    with torch.inference_mode(False), torch.no_grad(), source.open() as files:
-        model = load_part(files, plan, chosen, where.__getitem__, "plain", source.generation_config())
+    model = source.read_model(chosen, "plain", where.__getitem__)
     devices = [where[_LAYER.format(index)] for index in range(model.num_layers)]
     return with_exits(spread(model, devices, where[_LAST[1]]), exits)
 
@@ -57,7 +57,7 @@ def places(config: Any, dtype: torch.dtype, max_memory: Mapping[int, int] | None
 
     Raises ValueError where they do not fit.
     """
-    shell = make_shell(config, dtype)
+    shell: Any = built_on_meta(config, "the model").to(dtype)
     shell.tie_weights()
     whole = [type(shell.model.layers[0]).__name__]
     limits: Any = None if max_memory is None else {**max_memory, "cpu": 0}

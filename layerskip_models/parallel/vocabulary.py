@@ -53,13 +53,8 @@ def choices_of_parts(parts: Tensor, vocab_size: int) -> Choices:
     return Choices(token.long(), torch.stack(numbers).float())
 
 
-def merge(choices: Choices, first_token: int, vocab_size: int, ranks: Ranks) -> Choices:
-    """One choice of all ranks' choices; the same bits everywhere."""
-    return choices_of_parts(ranks.gather(numbers_of(choices, first_token)), vocab_size)
-
-
 def whole_logits(part: Tensor, widest: int, ranks: Ranks, sizes: list[int]) -> Tensor:
-    """All ranks' logits beside each other. part: [rows, own vocabulary]; sizes: of the parts. Returns [rows, vocab]."""
+    """All ranks' logits, side by side. part: [rows, own vocabulary]; sizes: of the parts. Returns [rows, vocab]."""
     padded = part if part.shape[1] == widest else F.pad(part, (0, widest - part.shape[1]))
     found = ranks.gather(padded)
     return torch.cat([found[rank, :, :size] for rank, size in enumerate(sizes)], dim=1)

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
@@ -186,18 +187,19 @@ def pack_streams(
     rng = np.random.default_rng(seed)
     documents: list[np.ndarray] = []
     for source, texts in train:
-        encoded = _encode(texts, tokenizer)
+        encoded = encode(texts, tokenizer)
         whole, rest = divmod(source.weight, 1.0)
         documents += encoded * int(whole)
         extra = rng.permutation(len(encoded))[: round(rest * len(encoded))]
         documents += [encoded[index] for index in extra]
     shuffled = [documents[index] for index in rng.permutation(len(documents))]
     empty = np.zeros(0, np.uint32)
-    kept = _encode([held_out[index] for index in rng.permutation(len(held_out))], tokenizer)
+    kept = encode([held_out[index] for index in rng.permutation(len(held_out))], tokenizer)
     return TokenStreams(train=np.concatenate([empty, *shuffled]), held_out=np.concatenate([empty, *kept]))
 
 
-def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+    """The token ids of each text and EOS, uint32."""
     if not texts:
         return []
     ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -228,12 +230,6 @@ def block_order(step: int, batch_size: int, available: int, seed: int) -> list[i
     return indices
 
 
-_PERMUTATIONS: dict[tuple[int, int, int], np.ndarray] = {}
-
-
+@lru_cache(maxsize=1)
 def _permutation(seed: int, epoch: int, available: int) -> np.ndarray:
-    key = (seed, epoch, available)
-    if key not in _PERMUTATIONS:
-        _PERMUTATIONS.clear()
-        _PERMUTATIONS[key] = np.random.default_rng(key).permutation(available)
-    return _PERMUTATIONS[key]
+    return np.random.default_rng((seed, epoch, available)).permutation(available)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
@@ -19,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from layerskip_models.training.documents import is_held_out, read_documents
+from layerskip_models.training.documents import block, encode, is_held_out, num_blocks, read_documents
 from layerskip_models.training.examples import read_examples
 from layerskip_models.training.recipe import exit_hidden_states
 
@@ -66,15 +67,18 @@ def exit_curve(model: LlamaForCausalLM, blocks: Tensor, batch_rows: int = 4) -> 
     """Teacher-forced curve on blocks, int64 [rows, length + 1], with the model in evaluation mode."""
     was_training = model.training
     model.eval()
-    sums = torch.zeros(2, len(model.model.layers), dtype=torch.float64)
-    for start in range(0, len(blocks), batch_rows):
-        rows = blocks[start : start + batch_rows].to(model.device)
-        sums += exit_sums(model, rows[:, :-1], rows[:, 1:])
+    curve = _curve(model, ((rows, 0) for rows in blocks.split(batch_rows)))
     model.train(was_training)
-    return _curve(sums, blocks.shape[0] * (blocks.shape[1] - 1))
+    return curve
 
 
-def _curve(sums: Tensor, num_rows: int) -> ExitCurve:
+def _curve(model: LlamaForCausalLM, texts: Iterable[tuple[Tensor, int]]) -> ExitCurve:
+    """Over the rows of all texts, int64 [batch, length + 1], from the row that is given with each."""
+    sums, num_rows = torch.zeros(2, len(model.model.layers), dtype=torch.float64), 0
+    for ids, first_row in texts:
+        ids = ids.to(model.device)
+        sums += exit_sums(model, ids[:, :-1], ids[:, 1:], first_row)
+        num_rows += ids[:, first_row + 1 :].numel()
     loss, agreement = (sums / max(num_rows, 1)).tolist()
     return ExitCurve(loss=loss, agreement=agreement, num_rows=num_rows)
 
@@ -111,13 +115,8 @@ def own_text_curve(
 ) -> ExitCurve:
     """Curve over the rows that predict the continuations' tokens, prompts and continuations teacher-forced."""
     model.eval()
-    sums = torch.zeros(2, len(model.model.layers), dtype=torch.float64)
-    num_rows = 0
-    for prompt, continuation in zip(prompts, continuations, strict=True):
-        ids = torch.tensor([[*prompt, *continuation]], device=model.device)
-        sums += exit_sums(model, ids[:, :-1], ids[:, 1:], first_row=len(prompt) - 1)
-        num_rows += len(continuation)
-    return _curve(sums, num_rows)
+    pairs = zip(prompts, continuations, strict=True)
+    return _curve(model, ((torch.tensor([[*prompt, *text]]), len(prompt) - 1) for prompt, text in pairs))
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
@@ -161,14 +160,9 @@ def evaluate(
     """
     text_curve = own_curve = free_curve = loop_rate = None
     if documents:
-        stream = [
-            token
-            for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]
-            for token in [*ids, tokenizer.eos_token_id]
-        ]
-        rows = min(len(stream) - 1, max_text_tokens) // length
-        blocks = [stream[row * length : row * length + length + 1] for row in range(rows)]
-        text_curve = exit_curve(model, torch.tensor(blocks)) if blocks else None
+        stream = np.concatenate(encode(documents, tokenizer))[: max_text_tokens + 1]
+        rows = num_blocks(stream, length)
+        text_curve = exit_curve(model, block(stream, range(rows), length)) if rows else None
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"][-max_prompt_tokens:] for text in prompts]
     continuations = greedy_continuations(model, encoded, num_tokens)
     loops = [is_looping(tokens) for tokens in continuations]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -15,69 +16,64 @@ from layerskip_models.training.saving import write_folder
 Result = TypeVar("Result")
 
 
-class HeldModel(Protocol):
+class HeldModel(ABC):
     """A model under training.
 
     in_step: the processes exchange weights as they compute, so all must make the same passes.
     """
 
-    model: Any
     in_step: bool
-
-    def gathered(self, function: Callable[[], Result]) -> Result:
-        """Run the function, which may use layers, norm and head of the model, and return its result."""
-        ...
-
-    def released(self) -> None:
-        """To be called after `gathered` where no backward pass follows."""
-        ...
-
-    def reduce(self, totals: Tensor) -> Tensor:
-        """Sum the gradients over the processes, in place, and return the sums of `totals` [n], such as losses."""
-        ...
-
-    def clip(self, max_norm: float) -> None:
-        """Scale the gradients down to a norm of at most max_norm."""
-        ...
-
-    def save(
-        self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]
-    ) -> None:
-        """Write a checkpoint's folder, whole or not at all; write_state adds to it."""
-        ...
-
-    def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Read what `save` wrote."""
-        ...
-
-    def whole_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parameters, in the first process; every process must call it."""
-        ...
-
-
-class WholeCopies:
-    """Every process holds the whole model, and they exchange gradients once a step."""
-
-    in_step = False
 
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self._accelerator = accelerator
         self.model: Any = model
 
     def gathered(self, function: Callable[[], Result]) -> Result:
+        """Run the function, which may use layers, norm and head of the model, and return its result."""
         return function()
 
-    def released(self) -> None:
-        pass
+    def released(self) -> None:  # noqa: B027
+        """To be called after `gathered` where no backward pass follows."""
 
     def reduce(self, totals: Tensor) -> Tensor:
-        parameters = list(self.model.parameters())
-        for parameter in parameters:  # none in a layer that all samples skipped; momentum still moves it
+        """Sum the gradients over the processes, in place, and return the sums of `totals` [n], such as losses."""
+        for parameter in self.model.parameters():  # none in a layer that all samples skipped; momentum still moves it
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        return self._summed(totals)
+
+    @abstractmethod
+    def _summed(self, totals: Tensor) -> Tensor:
+        """`reduce`, now that every parameter has a gradient."""
+
+    @abstractmethod
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients down to a norm over all processes of at most max_norm."""
+
+    @abstractmethod
+    def save(
+        self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]
+    ) -> None:
+        """Write a checkpoint's folder, whole or not at all; write_state adds to it."""
+
+    @abstractmethod
+    def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Read what `save` wrote. Raises ValueError when a part of it is missing."""
+
+    @abstractmethod
+    def whole_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters, in the first process; every process must call it."""
+
+
+class WholeCopies(HeldModel):
+    """Every process holds the whole model, and they exchange gradients once a step."""
+
+    in_step = False
+
+    def _summed(self, totals: Tensor) -> Tensor:
         if self._accelerator.num_processes == 1:
             return totals
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in self.model.parameters()]
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), totals])
         pieces = self._accelerator.reduce(flat, reduction="sum").split([*(g.numel() for g in gradients), len(totals)])
         for gradient, piece in zip(gradients, pieces):

@@ -7,7 +7,7 @@ Run as `python -m layerskip_models.training.loop --data PATH --output-dir DIR ..
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -136,17 +136,8 @@ class LayerSkipTraining:
             ids = training_data.block(self.streams.train, [order[row] for row in part.rows], length)
             ids = sent(ids, accelerator.device)
             share = part.real / batch_size
-            with accelerator.autocast():
-                found = early_exit_backward(
-                    self.model,
-                    self._states(ids[:, :-1], shares, keep, part),
-                    ids[:, 1:] if part.real == len(ids) else _without_loss(ids[:, 1:], part.real),
-                    shares,
-                    scale=share,
-                    chunk_rows=config.loss_chunk_rows,
-                    row_weights=config.row_weights(),
-                    drafted=ids[:, :-1] != self.tokenizer.eos_token_id,  # another document follows it
-                )
+            kept = (None, None) if keep is None else (keep[:, part.rows], keep[:, part.together].any(1))
+            found = self._backward(ids[:, :-1], _real(ids[:, 1:], part), shares, share, kept=kept)
             for layer, loss in found.items():
                 totals[layer] += loss * share
         if step >= config.max_steps - config.own_text_steps:
@@ -163,16 +154,33 @@ class LayerSkipTraining:
             num_rows, rows_at_once, state.process_index, state.num_processes, in_step=self.held.in_step
         )
 
-    def _states(
-        self, input_ids: Tensor, exits: Iterable[int], keep: Tensor | None = None, part: MicroBatch | None = None
+    def _backward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | dict[int, Tensor],
+        shares: dict[int, float],
+        scale: float,
+        *,
+        kept: tuple[Tensor | None, Tensor | None] = (None, None),
+        unwanted: Tensor | None = None,
     ) -> dict[int, Tensor]:
-        """Hidden states at the exits; keep: bool [L, batch], of which the part's rows are looked up."""
-        kept = wanted = None
-        if keep is not None and part is not None:
-            kept, wanted = keep[:, part.rows], keep[:, part.together].any(1)
-        return self.held.gathered(
-            lambda: exit_hidden_states(self.model, input_ids, exits, kept, wanted, self.run_layer)
-        )
+        """`early_exit_backward` of a micro batch. kept: its rows of a keep mask, and what is computed elsewhere."""
+        config = self.config
+        with self.accelerator.autocast():
+            states = self.held.gathered(
+                lambda: exit_hidden_states(self.model, input_ids, shares, *kept, run=self.run_layer)
+            )
+            return early_exit_backward(
+                self.model,
+                states,
+                labels,
+                shares,
+                scale=scale,
+                chunk_rows=config.loss_chunk_rows,
+                unwanted=unwanted,
+                row_weights=config.row_weights(),
+                drafted=input_ids != self.tokenizer.eos_token_id,  # another document follows it
+            )
 
     def _own_text_backward(self, step: int, shares: dict[int, float]) -> None:
         """Add the gradient of the loss on the model's own continuations of training text."""
@@ -192,23 +200,13 @@ class LayerSkipTraining:
         for part in parts:
             rows = slice(start, start + len(part.rows))
             start = rows.stop
-            labels = {layer: text.last_labels[rows] if layer == last else text.labels[rows] for layer in shares}
+            labels = {
+                layer: _real(text.last_labels[rows] if layer == last else text.labels[rows], part) for layer in shares
+            }
             loops = text.loops[rows]
-            if part.real < len(part.rows):
-                labels = {layer: _without_loss(found, part.real) for layer, found in labels.items()}
-                loops = loops & (torch.arange(len(loops), device=loops.device) < part.real)[:, None]
-            with accelerator.autocast():
-                early_exit_backward(
-                    self.model,
-                    self._states(text.input_ids[rows], shares),
-                    labels,
-                    shares,
-                    scale=config.own_text_weight * part.real / config.own_text_rows,
-                    chunk_rows=config.loss_chunk_rows,
-                    unwanted=loops,
-                    row_weights=config.row_weights(),
-                    drafted=text.input_ids[rows] != self.tokenizer.eos_token_id,
-                )
+            loops = loops & (torch.arange(len(loops), device=loops.device) < part.real)[:, None]
+            scale = config.own_text_weight * part.real / config.own_text_rows
+            self._backward(text.input_ids[rows], labels, shares, scale, unwanted=loops)
 
     def _precision_of_weights(self) -> AbstractContextManager[object]:
         """Divided weights are gathered as autocast would round them, so what is computed without it needs it, too."""
@@ -272,10 +270,12 @@ class LayerSkipTraining:
         self.tokenizer.save_pretrained(path)
 
 
-def _without_loss(labels: Tensor, real: int) -> Tensor:
-    """The labels, of which only the first `real` rows keep theirs."""
+def _real(labels: Tensor, part: MicroBatch) -> Tensor:
+    """The labels, without those of rows that pad the micro batch."""
+    if part.real == len(labels):
+        return labels
     found = labels.clone()
-    found[real:] = IGNORED
+    found[part.real :] = IGNORED
     return found
 
 

@@ -54,9 +54,12 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Muon.step takes no closure")
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(group, parameter, parameter, orthogonalise(self._direction(group, parameter)))
+            self._step_group(group)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._move(group, parameter, parameter, orthogonalise(self._direction(group, parameter)))
 
     def _direction(self, group: dict[str, Any], parameter: Parameter) -> Tensor:
         """The gradient averaged with those before it, as far as this process holds it."""
@@ -81,28 +84,24 @@ class ShardedMuon(Muon):
     computed twice, and a process gathers one matrix at a time.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step from the parameters' gradients, which all must have. A closure is not supported."""
-        if closure is not None:
-            raise ValueError("Muon.step takes no closure")
+    def _step_group(self, group: dict[str, Any]) -> None:
+        """All parameters must have gradients."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        for group in self.param_groups:
-            for first in range(0, len(group["params"]), ranks):
-                turn = group["params"][first : first + ranks]  # one matrix for each process; in the end, for some
-                parts = [self._direction(group, parameter) for parameter in turn]
-                lengths = [part.numel() for part in parts] + [0] * (ranks - len(turn))
-                mine = turn[rank] if rank < len(turn) else None
-                counts = [0] * ranks
-                if mine is not None:
-                    rows, columns = mine.shape
-                    counts = [len(rows_of(rows, other, ranks)) * columns for other in range(ranks)]
-                whole = _exchange(torch.cat([part.flatten() for part in parts]), lengths, counts)
-                if mine is not None:
-                    whole = orthogonalise(whole.view(mine.shape)).flatten()
-                updates = _exchange(whole, counts, lengths).split(lengths)
-                for parameter, part, update in zip(turn, parts, updates):
-                    self._move(group, parameter, local_part(parameter), update.view_as(part))
+        for first in range(0, len(group["params"]), ranks):
+            turn = group["params"][first : first + ranks]  # one matrix for each process; in the end, for some
+            parts = [self._direction(group, parameter) for parameter in turn]
+            lengths = [part.numel() for part in parts] + [0] * (ranks - len(turn))
+            mine = turn[rank] if rank < len(turn) else None
+            counts = [0] * ranks
+            if mine is not None:
+                rows, columns = mine.shape
+                counts = [len(rows_of(rows, other, ranks)) * columns for other in range(ranks)]
+            whole = _exchange(torch.cat([part.flatten() for part in parts]), lengths, counts)
+            if mine is not None:
+                whole = orthogonalise(whole.view(mine.shape)).flatten()
+            updates = _exchange(whole, counts, lengths).split(lengths)
+            for parameter, part, update in zip(turn, parts, updates):
+                self._move(group, parameter, local_part(parameter), update.view_as(part))
 
 
 def _exchange(numbers: Tensor, lengths: list[int], counts: list[int]) -> Tensor:

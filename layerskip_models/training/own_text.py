@@ -25,10 +25,6 @@ class OwnText:
     labels: Tensor  # int64 [rows, length]: every token of the continuations, else IGNORED; for the exits below
     loops: Tensor  # bool [rows, length]: the label closes a loop
 
-    def share_of_loops(self) -> float:
-        """Share of the continuations' tokens that close a loop."""
-        return self.loops.sum().item() / max((self.labels != IGNORED).sum().item(), 1)
-
 
 def closes_loop(tokens: list[int]) -> list[bool]:
     """For each token, True if the 4-gram that ends with it has occurred ALLOWED times before."""

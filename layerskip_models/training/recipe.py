@@ -205,7 +205,9 @@ def early_exit_backward(
     a chunk holds whole sequences: at least one, however small chunk_rows is.
     """
     flat_unwanted = None if unwanted is None else rearrange(unwanted, "batch length -> (batch length)")
-    flat_drafted = None if drafted is None else rearrange(drafted, "batch length -> (batch length)")
+    may_draft = True if drafted is None else rearrange(drafted, "batch length -> (batch length)")
+    if flat_unwanted is not None:
+        may_draft = ~flat_unwanted & may_draft
     last = len(model.model.layers) - 1
     losses: dict[int, Tensor] = {}
     roots, gradients = [], []
@@ -214,12 +216,9 @@ def early_exit_backward(
         flat = rearrange(state.detach(), "batch length hidden -> (batch length) hidden")
         layer_labels = labels if isinstance(labels, Tensor) else labels[layer]
         flat_labels = rearrange(layer_labels, "batch length -> (batch length)")
-        in_drafts = labelled = flat_labels != IGNORED
+        labelled = flat_labels != IGNORED
+        in_drafts = labelled & may_draft
         num_rows = labelled.sum().clamp(min=1)
-        if flat_unwanted is not None:
-            in_drafts = in_drafts & ~flat_unwanted
-        if flat_drafted is not None:
-            in_drafts = in_drafts & flat_drafted
         total = torch.zeros((), device=state.device)
         pieces = []
         length = state.shape[1]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.parallel.part_files import Parts
-from layerskip_models.parallel.shard_loading import Source
-from layerskip_models.parallel.shard_plan import ShardPlan
+from layerskip_models.checkpoints.source import Source
+from layerskip_models.checkpoints.stored_weights import StoredWeights
+from layerskip_models.training.held_model import HeldModel, Result
 from layerskip_models.training.microbatches import rows_of
 from layerskip_models.training.saving import while_writing, write_folder
 from layerskip_models.training.training_config import TrainingConfig
 
-Result = TypeVar("Result")
 Read = Callable[[str, torch.Size, range], Tensor]
 """read(name, shape, rows): these rows of a parameter, float32. shape: of the whole parameter."""
 
@@ -45,19 +44,18 @@ def check_launched() -> None:
         )
 
 
-class ShardedTraining:
+class ShardedTraining(HeldModel):
     """A model whose rows are divided over the processes, which must all make the same calls in the same order."""
 
     in_step = True
 
     def __init__(self, accelerator: Accelerator, config: LlamaConfig, precision: str) -> None:
         """Without weights: `fill` or `load` gives them."""
-        self._accelerator = accelerator
         self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
         with init_empty_weights(include_buffers=False):
             model = LlamaForCausalLM(config)
         model.tie_weights()
-        self.model: LlamaForCausalLM = model.to(torch.float32).train()
+        super().__init__(accelerator, model.to(torch.float32).train())
         self._mesh = init_device_mesh(accelerator.device.type, (self.ranks,))
         # Inside the layers as under autocast: matrices in bfloat16, what goes from layer to layer in float32. The head and
         # the embedding stay float32, which autocast rounds: the gradients of all chunks are added up in it.
@@ -66,7 +64,7 @@ class ShardedTraining:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        decoder: Any = self.model.model
+        decoder = self.model.model
         for layer in decoder.layers:
             fully_shard(layer, mesh=self._mesh, mp_policy=layers)
         rest = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -78,9 +76,8 @@ class ShardedTraining:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
                 module.set_gradient_divide_factor(1.0)  # losses have their share of the batch already
-        root: Any = self.model
-        root.run_gathered = MethodType(lambda model, function: function(), self.model)
-        register_fsdp_forward_method(root, "run_gathered")
+        self.model.run_gathered = MethodType(lambda model, function: function(), self.model)
+        register_fsdp_forward_method(self.model, "run_gathered")
 
     def fill(self, read: Read) -> None:
         """Give every parameter this process's rows."""
@@ -100,23 +97,19 @@ class ShardedTraining:
 
     def gathered(self, function: Callable[[], Result]) -> Result:
         """Run the function with norm and head gathered, and each layer when it computes."""
-        run: Callable[..., Result] = cast(Any, self.model).run_gathered
-        return run(function)
+        found: Result = self.model.run_gathered(function)
+        return found
 
     def released(self) -> None:
-        """To be called after `gathered` where no backward pass follows: frees norm and head."""
-        cast(FSDPModule, self.model).reshard()
+        """Frees norm and head."""
+        self.model.reshard()
 
-    def reduce(self, totals: Tensor) -> Tensor:
+    def _summed(self, totals: Tensor) -> Tensor:
         """The gradients are summed where they were computed."""
-        for parameter in self.model.parameters():  # none in a layer that all samples skipped; momentum still moves it
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         summed: Tensor = self._accelerator.reduce(totals, reduction="sum")
         return summed
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradients down to a norm over all processes of at most max_norm."""
         parameters = list(self.model.parameters())
         norm = torch.nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -125,9 +118,9 @@ class ShardedTraining:
     def save(
         self, path: Path, optimizers: Sequence[torch.optim.Optimizer], write_state: Callable[[Path], None]
     ) -> None:
-        """Write a checkpoint's folder: a file of each process, and what write_state adds to them."""
+        """A file of each process, and what write_state adds to them."""
         self.released()
-        tensors: dict[str, Any] = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
+        tensors = self._parameters()
         for name, parameter, optimizer in self._optimised(optimizers):
             tensors |= {f"{kind}.{name}": value for kind, value in optimizer.state[parameter].items()}
 
@@ -145,8 +138,8 @@ class ShardedTraining:
             write(while_writing(path))
 
     def load(self, path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Read a checkpoint that any number of processes wrote. Raises ValueError when a part of it is missing."""
-        tensors: dict[str, Any] = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
+        """Any number of processes may have written it."""
+        tensors = self._parameters()
         try:
             stored = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
             for name, parameter, optimizer in self._optimised(optimizers):
@@ -161,6 +154,10 @@ class ShardedTraining:
                 f"{path} does not hold the shards of all processes: delete this folder, and the run starts over"
             ) from error
 
+    def _parameters(self) -> dict[str, Any]:
+        """By their names in a checkpoint."""
+        return {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
+
     def _optimised(
         self, optimizers: Sequence[torch.optim.Optimizer]
     ) -> Iterator[tuple[str, Parameter, torch.optim.Optimizer]]:
@@ -172,7 +169,7 @@ class ShardedTraining:
                     yield names[parameter], parameter, optimizer
 
     def whole_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parameters in `dtype` on the CPU of the first process, gathered one at a time; in the others, nothing."""
+        """In `dtype` on the CPU, gathered one at a time; in the other processes nothing."""
         self.released()
         found = {}
         for name, parameter in self.model.named_parameters():
@@ -198,8 +195,8 @@ def sharded_model(config: TrainingConfig, accelerator: Accelerator, described: L
         return sharded
     source = Source(config.init, described, {})
     sharded.model.generation_config = source.generation_config()
-    with source.open() as files:
-        sharded.fill(partial(_from_files, files))
+    with source.open() as weights:
+        sharded.fill(partial(_from_files, weights))
     return sharded
 
 
@@ -209,28 +206,7 @@ def _from_first(made: dict[str, Tensor], device: torch.device, name: str, shape:
     return whole[rows.start : rows.stop].clone()
 
 
-def _from_files(files: Parts, name: str, shape: torch.Size, rows: range) -> Tensor:
+def _from_files(weights: StoredWeights, name: str, shape: torch.Size, rows: range) -> Tensor:
     if not rows:
         return torch.empty(0, *shape[1:])
-    plan = cast(ShardPlan, _Rows(rows))
-    local = files.read(name, plan, torch.float32, torch.device("cpu"))
-    if local.shape[1:] != shape[1:]:
-        raise ValueError(
-            f"{name} has rows of shape {[*local.shape[1:]]}, not {[*shape[1:]]}: config.json does not fit it"
-        )
-    return local
-
-
-class _Rows:
-    """The plan of a division by rows alone, for `Parts`."""
-
-    rank = 0
-
-    def __init__(self, rows: range) -> None:
-        self._rows = rows
-
-    def pieces(self, name: str) -> tuple[int, tuple[range]]:
-        return 0, (self._rows,)
-
-    def added_once(self, name: str) -> bool:
-        return False
+    return weights.read(name, torch.float32, torch.device("cpu"), [(0, rows)])

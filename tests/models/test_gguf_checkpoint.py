@@ -1,4 +1,4 @@
-"""GGUF files: transformers' reader makes the model of them that they hold, or they are refused."""
+"""GGUF files: the model is the one that they hold, or they are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qw
 from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH, from_transformers, load_model, load_tokenizer
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, load_gguf
 from layerskip_models.checkpoints.loading import load_config, load_transformers
 from layerskip_models.compact_linear import int8_works
 from selfspec import SelfSpecGenerator
@@ -69,9 +68,7 @@ def test_gguf_files_of_other_families(kind: str, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    read = gguf_config(path)
-    del read.quantization_config
-    found = load_gguf(str(path), read, dtype=torch.float32, device=CPU)
+    found = load_transformers(path, dtype="float32", device="cpu")
     assert type(found) is type(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from layerskip_models import from_transformers
 from layerskip_models.checkpoints.supported import LAYERSKIP_CHECKPOINTS, check_config
-from layerskip_models.checkpoints.synthetic import SHAPES, Recipe, agreement_curve, parse_synthetic, synthetic_llama
+from layerskip_models.checkpoints.synthetic import SHAPES, Recipe, parse_synthetic, synthetic_llama
+from layerskip_models.training.evaluation import exit_curve
 from selfspec import SelfSpecGenerator
 from tiny_llama import full_logits
 
@@ -42,6 +43,12 @@ def test_shapes_are_those_of_the_checkpoints(name: str) -> None:
 def test_all_of_metas_checkpoints_have_a_shape() -> None:
     assert {name.removeprefix("facebook/layerskip-") for name in LAYERSKIP_CHECKPOINTS} == set(PARAMETERS)
     assert set(PARAMETERS) < set(SHAPES)
+
+
+def agreement_curve(model: LlamaForCausalLM) -> list[float]:
+    """Of each exit with the last layer, on a random text."""
+    generator = torch.Generator().manual_seed(1)
+    return exit_curve(model, torch.randint(model.config.vocab_size, (1, 257), generator=generator)).agreement
 
 
 @pytest.mark.parametrize("tied", [False, True])

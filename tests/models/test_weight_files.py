@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, load_model
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.loading import load_transformers
+from layerskip_models.checkpoints.loading import find_source, load_transformers
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.linear import Layout
-from layerskip_models.parallel.shard_loading import Source, load_part
 from layerskip_models.parallel.shard_plan import ShardPlan
 from tests.fuzz.quantised_files import quantise_checkpoint
 from tiny_llama import tiny_llama
@@ -46,11 +45,9 @@ def in_one(folder: Path) -> Tensor:
 
 def in_parts(folder: Path) -> Tensor:
     """Read as a rank of several reads its part, with one rank."""
-    source = Source.of(folder, None, False)
-    config = load_transformers(folder, device="cpu").config
-    with source.open() as files, torch.no_grad():
-        plan = ShardPlan.of(config, 0, 1)
-        return logits(load_part(files, plan, torch.float32, lambda module: CPU, PLAIN, source.generation_config()))
+    source = find_source(folder, None, False)
+    plan = ShardPlan.of(load_transformers(folder, device="cpu").config, 0, 1)
+    return logits(source.read_model(torch.float32, PLAIN, lambda module: CPU, plan=plan))
 
 
 READERS: list[Callable[[Path], Tensor]] = [in_one, in_parts]

@@ -1,0 +1,130 @@
+"""A checkpoint that is read tensor by tensor, and a `LayerSkipModel` of all of it or of one rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from layerskip_models.checkpoints.checkpoint_files import clear_errors
+from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
+from layerskip_models.checkpoints.conversion import WholeOf, convert
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_generation_config, gguf_weights
+from layerskip_models.checkpoints.packed_weights import WHOLE
+from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
+from layerskip_models.checkpoints.schemes import schemes_of
+from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
+from layerskip_models.checkpoints.weight_files import tensor_files
+from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.linear import Layout
+from layerskip_models.model import LayerSkipModel
+from layerskip_models.parallel.shard_plan import ShardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """name: a folder, a .gguf file or a hub name. config: may say how the weights are quantised.
+
+    origin: revision and local_files_only, for transformers.
+    """
+
+    name: str
+    config: Any
+    origin: Mapping[str, Any]
+
+    def float_config(self) -> PreTrainedConfig:
+        """The configuration of the same model with float weights, under the checkpoint's name."""
+        config = unquantised(self.config)
+        config.name_or_path = self.name
+        return config
+
+    @contextmanager
+    def open(self, keep_packed: bool = False) -> Iterator[StoredWeights]:
+        """Its weights. Errors say what is wrong with the files. The caller's default device does not matter.
+
+        keep_packed: as in `StoredWeights`. Raises ValueError for weights that are not those of the configuration.
+        """
+        with torch.device("cpu"), clear_errors(self.name):
+            yield self._weights(keep_packed)
+
+    def _weights(self, keep_packed: bool) -> StoredWeights:
+        config, settings, gguf = unquantised(self.config), quantisation_of(self.config), gguf_file(self.name)
+        if gguf is not None:
+            return gguf_weights(gguf, config, keep_packed=keep_packed)
+        return SafetensorsWeights(
+            self.name,
+            tensor_files(self.name, self.origin),
+            shapes_of(config, self.name),
+            scheme_of=None if settings is None else schemes_of(settings),
+            keep_packed=keep_packed,
+        )
+
+    def generation_config(self) -> GenerationConfig:
+        """The checkpoint's, or what follows from its configuration."""
+        gguf = gguf_file(self.name)
+        if gguf is not None:
+            return gguf_generation_config(gguf, self.config)
+        try:
+            return GenerationConfig.from_pretrained(self.name, **self.origin)
+        except OSError:  # it has none
+            return GenerationConfig.from_model_config(self.config)
+
+    def read_model(
+        self,
+        dtype: torch.dtype,
+        layout: Layout | None,
+        device_of: Callable[[str], torch.device],
+        *,
+        keep_packed: bool = False,
+        plan: ShardPlan | None = None,
+        whole_of: WholeOf = lambda kind, weight: None,
+    ) -> LayerSkipModel:
+        """A model in which one layer after the other gets its weights: peak memory is the model and one layer.
+
+        device_of: a module, by its name. keep_packed: as in `StoredWeights`. plan: the part to read; None for everything.
+        whole_of: as in `convert`.
+        """
+        with torch.inference_mode(False), torch.no_grad(), self.open(keep_packed) as weights:
+            config: Any = self.float_config() if plan is None else plan.local_config()
+            shell: Any = built_on_meta(config, self.name).to(dtype)
+            packed: dict[str, FourBitWeight] = {}  # of the layer that is filled
+
+            def fill(name: str, module: nn.Module) -> None:
+                packed.clear()
+                for own, _ in [*module.named_parameters()]:
+                    place, _, kind = own.rpartition(".")
+                    full, device = f"{name}.{own}", device_of(name)
+                    cuts = WHOLE if plan is None else plan.cuts(full)
+                    weight = weights.read_packed(f"{name}.{place}", cuts) if kind == "weight" else None
+                    if weight is not None:
+                        packed[f"{name}.{place}"] = weight
+                        value = torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
+                    else:
+                        value = weights.read(full, dtype, device, cuts)
+                        if plan is not None and plan.added_elsewhere(full):
+                            value.zero_()
+                    setattr(module.get_submodule(place), kind, nn.Parameter(value, requires_grad=False))
+
+            _fill_ends(shell, fill, tied=config.tie_word_embeddings, has_head="lm_head.weight" in weights.names)
+            decoder = shell.model
+            decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device_of("model.embed_tokens"))
+            shell.generation_config = self.generation_config()
+            return convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
+
+
+def _fill_ends(shell: Any, fill: Callable[[str, nn.Module], None], *, tied: bool, has_head: bool) -> None:
+    """Embedding, last norm and head. As in transformers a head in the files is tied only if it is the embedding."""
+    embedding = shell.model.embed_tokens
+    fill("model.embed_tokens", embedding)
+    fill("model.norm", shell.model.norm)
+    if has_head or not tied:
+        # No longer the embedding's parameter.
+        shell.lm_head.weight = nn.Parameter(shell.lm_head.weight.detach(), requires_grad=False)
+        fill("lm_head", shell.lm_head)
+    if tied and (not has_head or torch.equal(shell.lm_head.weight, embedding.weight)):
+        shell.lm_head.weight = embedding.weight

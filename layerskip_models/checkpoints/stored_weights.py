@@ -1,0 +1,164 @@
+"""The weights that a checkpoint's files stand for: whole or in parts, as floats or in the files' own 4 bits.
+
+Only the numbers of the part that is asked for are read from the files. Scales of quantised weights are read whole: they are a
+few percent of the file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from layerskip_models.checkpoints.packed_weights import NUMBERS, WHOLE, Cut, dequantise, in_four_bits, modules_of
+from layerskip_models.checkpoints.schemes import ORIGINAL, SchemeOf
+from layerskip_models.four_bits import FourBitWeight
+
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class StoredWeights(ABC):
+    """name: of the checkpoint. names: of the model's parameters that its files hold.
+
+    keep_packed: matrices of layers stay in 4 bits where the files have 4 and our layout holds them.
+    """
+
+    names: Collection[str]
+
+    def __init__(self, name: str, keep_packed: bool) -> None:
+        self.name, self._keep_packed = name, keep_packed
+
+    @abstractmethod
+    def floats(self, name: str, cut: Cut = None) -> Tensor:
+        """A parameter, or a part of it, as the floats that the file stands for; may be a view of the mapped file."""
+
+    @abstractmethod
+    def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
+        """A module's weight, or a part of it, with the file's own numbers; None if they cannot be kept in 4 bits."""
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device, cuts: Sequence[Cut] = WHOLE) -> Tensor:
+        """A parameter, or parts of it joined along the first dimension, in new memory.
+
+        Raises ValueError for one that is missing, of another shape, or not finite.
+        """
+        parts = [self.floats(name, cut) for cut in cuts]
+        value = parts[0] if len(parts) == 1 else torch.cat(parts)
+        value = value.to(device=device, dtype=dtype, copy=True).contiguous()
+        if not bool(value.isfinite().all()):
+            raise ValueError(
+                f"{self.name} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
+                "diverged; load another one"
+            )
+        return value
+
+    def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> FourBitWeight | None:
+        """The same of a layer's matrix that stays in 4 bits; None for one that does not."""
+        if not self._keep_packed or not module.startswith("model.layers."):
+            return None
+        found = [self.four_bits(module, cut) for cut in cuts]
+        weights = [weight for weight in found if weight is not None]
+        if not weights:  # all parts of a matrix can be kept, or none
+            return None
+        weight = weights[0] if len(weights) == 1 else FourBitWeight.cat(weights)
+        if not weight.is_finite():
+            raise ValueError(f"{self.name} holds NaN or infinite scales, first in {module}: copy or download it again")
+        return weight
+
+
+class SafetensorsWeights(StoredWeights):
+    """Of a checkpoint in floats, or one that GPTQ or compressed-tensors quantised.
+
+    where: the file of every tensor; files are opened once and mapped, not read. shapes: of the model's parameters.
+    scheme_of: what is said of each quantised module; None for a checkpoint in floats.
+    Raises ValueError for floats of another shape or type, and for tensors of a quantised checkpoint that nothing reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        where: Mapping[str, Path],
+        shapes: Mapping[str, torch.Size],
+        *,
+        scheme_of: SchemeOf | None = None,
+        keep_packed: bool = False,
+    ) -> None:
+        super().__init__(name, keep_packed)
+        self._where, self._shapes, self._scheme_of = where, shapes, scheme_of
+        self._open: dict[Path, Any] = {}
+        self._quantised = modules_of(where)
+        taken = {f"{module}.{part}" for module, parts in self._quantised.items() for part in parts}
+        weights = {f"{module}.weight" for module in self._quantised}
+        self.names = (where.keys() - taken) | weights
+        if scheme_of is None:
+            self._check_floats()
+        elif unread := sorted(one for one in self.names - shapes.keys() if one in weights or self._matters(one)):
+            raise ValueError(
+                f"{name} holds tensors that no part of the model reads, {len(unread)} in all, first {unread[0]}: {ORIGINAL}"
+            )
+        for tensor in sorted(shapes.keys() & where.keys() - weights):
+            if (found := self._slice(tensor).get_shape()) != [*shapes[tensor]]:
+                raise ValueError(
+                    f"{name} holds weights of another shape than its config.json says: {tensor} is {found}, not "
+                    f"{[*shapes[tensor]]}. Copy or download it again"
+                )
+
+    def _check_floats(self) -> None:
+        if self._quantised:
+            raise ValueError(
+                f"{self.name} holds quantised weights, first of {next(iter(self._quantised))}, but config.json has no "
+                "quantization_config: copy config.json again"
+            )
+        for name, path in sorted(self._where.items()):
+            if name.endswith((".weight", ".bias")) and (kind := self._slice(name).get_dtype()) not in _FLOATS:
+                raise ValueError(
+                    f"{name} in {path} is of type {kind}, and weights of {', '.join(_FLOATS)} are read: load the "
+                    "checkpoint that it was made from"
+                )
+
+    def _matters(self, name: str) -> bool:
+        """Whether leaving a tensor out may change the model. GPTQ writes biases of zeros for linears without any."""
+        return not name.endswith("rotary_emb.inv_freq") and bool(self._slice(name)[...].any())
+
+    def _slice(self, name: str) -> Any:
+        """A slice of an open file, of which all (`[...]`) or parts can be read. ValueError for a tensor that is not there."""
+        path = self._where.get(name)
+        if path is None:
+            raise ValueError(
+                f"{self.name} lacks weights of the model, first {name}: it is not complete, or another model"
+            )
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path].get_slice(name)
+
+    def floats(self, name: str, cut: Cut = None) -> Tensor:
+        module = name.removesuffix(".weight")
+        if module != name and module in self._quantised:
+            return self._read(dequantise, module, cut)
+        dim, kept = (0, None) if cut is None else (cut[0], slice(cut[1].start, cut[1].stop))
+        stored = self._slice(name)
+        found: Tensor = stored[...] if kept is None else stored[kept] if dim == 0 else stored[:, kept]
+        if not found.is_floating_point():
+            raise ValueError(f"{name} is of {found.dtype}, and nothing says what it stands for: {ORIGINAL}")
+        return found
+
+    def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
+        return self._read(in_four_bits, module, cut) if module in self._quantised else None
+
+    def _read(self, read: Any, module: str, cut: Cut) -> Any:
+        """A quantised module, by `dequantise` or `in_four_bits`. Errors name it."""
+        assert self._scheme_of is not None
+        scheme = replace(self._scheme_of(module), shape=tuple(self._shapes[f"{module}.weight"]))
+        stored: dict[str, Any] = {}
+        for part in self._quantised[module]:
+            tensor = self._slice(f"{module}.{part}")
+            stored[part] = tensor if part in NUMBERS else tensor[...]
+        try:
+            return read(stored, scheme=scheme, cut=cut)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.name}: the quantised weight of {module} cannot be read: {error}") from error
