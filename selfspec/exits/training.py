@@ -39,7 +39,7 @@ from selfspec.exits.card import card, figure_lines
 from selfspec.exits.fitting import ExitFigures, ExitFit, measure, set_scales
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
-from selfspec.exits.own_answers import OwnAnswers
+from selfspec.exits.own_answers import own_answers
 from selfspec.exits.settings import DATA_FIELDS, ExitTraining
 from selfspec.exits.training_texts import TextReader, TrainingText, prompts_of, texts_of
 from selfspec.generator import SelfSpecGenerator
@@ -200,16 +200,16 @@ def training_texts(
     if not config.own_answers:
         return texts_of(config, reader, held_out=held_out)
     most = min(config.prompt_tokens, max(reader.length - config.answer_tokens, 1))
-    answers = OwnAnswers(
+    return own_answers(
         generator,
+        prompts_of(config, reader, most, held_out=held_out),
         config.states_folder / f"answers-{_PARTS[held_out]}.jsonl",
         most_tokens=min(config.answer_tokens, reader.length - 1),
         temperature=config.temperature,
         batch_size=config.answer_batch,
         seed=config.seed + (1 << 20) * held_out,
+        advance=partial(show, "writing answers"),
     )
-    prompts = prompts_of(config, reader, most, held_out=held_out)
-    return answers.texts(prompts, partial(show, "writing answers"))
 
 
 def _write_adapters(

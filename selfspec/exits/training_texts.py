@@ -5,8 +5,10 @@ All of a plain text counts. Of conversations and of prompts with completions, on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -160,3 +162,8 @@ def prompts_of(config: FrozenModelSettings, reader: TextReader, most: int, *, he
     shares, examples = examples_of(config, held_out=held_out)
     prompts = [(prompt for example in found for prompt in reader.prompts(example, most, draw)) for found in examples]
     return in_shares(prompts, shares, lambda prompt: 1)
+
+
+def digest(tokens: Sequence[object]) -> str:
+    """What tells a prompt, or a list of prompts, from any other."""
+    return sha256(json.dumps(tokens).encode()).hexdigest()[:12]

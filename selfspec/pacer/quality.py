@@ -20,14 +20,7 @@ def trace_logits(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
     """The network's output for every draft row of a trace, float32 [rows]."""
     packed = pack(trace, scope=module.config.scope, block=module.config.block)
     device = module.head.weight.device
-    logits: Tensor = module(
-        packed.hidden.to(device),
-        packed.features.to(device),
-        packed.draft_index.to(device),
-        packed.position.to(device),
-        packed.mask.to(device),
-        trace.exit_layer,
-    )
+    logits: Tensor = module(*(part.to(device) for part in packed), trace.exit_layer)
     return logits[len(trace.context) :]
 
 
