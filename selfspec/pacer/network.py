@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from einops import repeat
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -31,6 +29,7 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
+from policies.bounds import MOST_DRAFTS
 
 FOLDER = "pacer"
 """The name of the folder, next to the weights, that holds a checkpoint's own pre-verifier."""
@@ -168,24 +167,17 @@ class LeanPreVerifier:
     layer: LayerSkipModel
     calibration: tuple[tuple[float, float], ...]  # per exit layer: factor and summand of the logits
     input_norm: RMSNorm
-    offsets: Tensor | None  # [exit layers, max_drafts + 1, hidden], what a draft's exit layer and index add to its row
-    exit: Tensor | None  # [exit layers, hidden]
+    offsets: Tensor  # [exit layers, MOST_DRAFTS + 1, hidden]: what the exit layer and the index in a draft add to a row
     features: PlainLinear | None
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
-        x = self.input_norm(hidden)
-        return x if self.exit is None else x.add_(self.exit[self.config.exit_layers.index(exit_layer)])
+        return self.input_norm(hidden).add_(self.offsets[self.config.exit_layers.index(exit_layer), CONTEXT])
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        x = self.input_norm(hidden)
-        exit_index, last = self.config.exit_layers.index(exit_layer), first_index + x.shape[0]
-        if self.offsets is not None and last <= self.config.max_drafts + 1:
-            x = x.add_(self.offsets[exit_index, first_index:last])
-        elif self.offsets is not None:
-            rows = torch.arange(first_index, last, device=x.device).clamp(max=self.config.max_drafts)
-            x = x.add_(self.offsets[exit_index, rows])
+        offsets = self.offsets[self.config.exit_layers.index(exit_layer)]
+        x = self.input_norm(hidden).add_(offsets[first_index : first_index + hidden.shape[0]])
         return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
@@ -223,24 +215,20 @@ def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) ->
             layer=layer,
             calibration=tuple((scale, shift) for scale, shift in module.calibration.tolist()),
             input_norm=RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps),
-            offsets=_offsets(module, tensor),
-            exit=None if module.exit is None else tensor(module.exit.weight),
+            offsets=tensor(_offsets(module)),
             features=None if features is None else PlainLinear(tensor(features.weight), tensor(features.bias)),
         )
 
 
-def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """[exit layers, max_drafts + 1, hidden]; None for a network without embeddings of either."""
-    config = module.config
-    parts = []
+def _offsets(module: PreVerifierModule) -> Tensor:
+    """[exit layers, MOST_DRAFTS + 1, hidden]; the first of a layer is for committed rows."""
+    offsets = module.norm.weight.new_zeros(len(module.config.exit_layers), MOST_DRAFTS + 1, len(module.norm.weight))
     if module.exit is not None:
-        parts.append(
-            repeat(tensor(module.exit.weight), "exit hidden -> exit draft hidden", draft=config.max_drafts + 1)
-        )
+        offsets += module.exit.weight.unsqueeze(1)
     if module.position is not None:
-        exits = len(config.exit_layers)
-        parts.append(repeat(tensor(module.position.weight), "draft hidden -> exit draft hidden", exit=exits))
-    return sum(parts[1:], parts[0]).contiguous() if parts else None
+        index = torch.arange(1, MOST_DRAFTS + 1, device=offsets.device).clamp(max=module.config.max_drafts)
+        offsets[:, 1:] += module.position(index)
+    return offsets
 
 
 def draft_features(logits: Tensor) -> Tensor:
