@@ -8,7 +8,7 @@ memory twice.
 
 from __future__ import annotations
 
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -278,18 +278,13 @@ def check_sampling(
 ) -> Check:
     """Compare drawn courses with their exact probabilities: Pearson's chi-squared over courses expected at least 5 times."""
     chosen = make_policy(generator.bound, policy)
-    counts = dict.fromkeys(reference.sampled, 0)
-    outside = 0
+    counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
         chosen.reset()
         decoding = _decode(
             generator, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
         )
-        course = tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())
-        if course in counts:
-            counts[course] += 1
-        else:
-            outside += 1
+        counts[tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())] += 1
         advance(f"sampling, {policy}")
     cells = [(counts[course], draws * share) for course, share in reference.sampled.items()]
     large = [(seen, expected) for seen, expected in cells if expected >= 5]
@@ -298,7 +293,11 @@ def check_sampling(
         large.append((rest_seen, rest_expected))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
     freedom = len(large) - 1
-    chance = _chi_squared_tail(statistic, freedom) if freedom > 0 else 1.0
+    chance = 1.0
+    if freedom > 0:
+        halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+        chance = float(torch.special.gammaincc(*halves))
+    outside = draws - sum(counts[course] for course in reference.sampled)
     # In half precision a third and a fourth token may nearly tie; few draws may then fall outside.
     stray = outside > (0 if reference.dtype in (torch.float32, torch.float64) else draws // 20)
     return Check(
@@ -307,11 +306,6 @@ def check_sampling(
         detail=f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
         f"{1 / max(chance, 1e-300):.3g}; outside the top {_TOP_K}: {outside}",
     )
-
-
-def _chi_squared_tail(statistic: float, freedom: int) -> float:
-    shape, bound = (torch.tensor(value / 2, dtype=torch.float64) for value in (freedom, statistic))
-    return float(torch.special.gammaincc(shape, bound))
 
 
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from layerskip_models.training.resumable_run import (
     quiet_console,
 )
 from layerskip_models.training.saving import write_folder
-from policies.bounds import check_exit_layer
+from policies.bounds import check_layers
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
@@ -73,9 +73,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
             config.model, LoadOptions(dtype=config.dtype, device=device), console, tensor_parallel=None
         )
         model = generator.model
-        layers = tuple(sorted({*config.exit_layers})) or (max(model.num_layers // 4, 1),)
-        for layer in layers:
-            check_exit_layer(layer, model.num_layers)
+        layers = check_layers(config.exit_layers, model.num_layers) or (max(model.num_layers // 4, 1),)
         if accelerator.is_main_process:
             _make_data(config, generator, layers, console)
     torch.manual_seed(config.seed)
@@ -85,11 +83,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         exit_layers=layers,
         layer=json.loads(json.dumps(describe_layer(model.config))),
         max_drafts=config.window,
-        position_embedding=config.position_embedding,
-        features=config.features,
-        estimates=config.estimates,
-        scope=config.scope,
-        block=config.block,
+        **{name: getattr(config, name) for name in ("position_embedding", "features", "estimates", "scope", "block")},
     )
     module = PreVerifierModule(described).to(accelerator.device)
     traces = list(read_traces(config.data_folder / "train"))
