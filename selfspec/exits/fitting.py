@@ -21,7 +21,7 @@ from layerskip_models.training.documents import block_order
 from layerskip_models.training.held_model import WholeCopies
 from layerskip_models.training.settings import half_cosine
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.sequences import ExitSequence, with_gaps
+from selfspec.exits.sequences import ExitSequence
 from selfspec.exits.settings import FitSettings
 
 WINDOW = 8
@@ -191,9 +191,10 @@ def states_at(sequence: ExitSequence, depths: Sequence[int], layer: int, rows: T
 
 def _position_weights(losses: Tensor, runs: Tensor, settings: FitSettings) -> Tensor:
     """D-PACE's weights of the rows of one sequence, [n], of mean 1. A draft ends where a stretch does."""
-    places, row = with_gaps(losses, runs)
+    places = torch.arange(len(runs), device=runs.device) + runs  # one place is left free between two stretches
+    row = losses.new_zeros(int(places[-1]) + 1)
     valid = torch.zeros_like(row, dtype=torch.bool)
-    valid[places] = True
+    row[places], valid[places] = losses, True
     weights = accepted_length_weights(
         row.unsqueeze(0), valid.unsqueeze(0), arm=settings.arm, alpha=settings.alpha, block=settings.block
     )

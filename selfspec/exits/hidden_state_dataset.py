@@ -128,12 +128,6 @@ def write_states(
     written = sum(len(_open(path).get_tensor("rows")) for path in shards)  # texts, by an earlier run
     waiting: list[TrainingText] = []
     waiting_bytes = 0
-
-    def write_shard() -> None:
-        shards.append(folder / f"shard-{len(shards):05d}.safetensors")
-        _write_shard(capture(model, waiting, plan), shards[-1])
-        waiting.clear()
-
     tally, ended = {"texts": 0, "rows": 0, "tokens": 0, "bytes": 0}, "data"
     for text in texts:
         if text.num_scored == 0:
@@ -149,14 +143,14 @@ def write_states(
             waiting.append(text)
             waiting_bytes += size
             if waiting_bytes >= _SHARD_BYTES:
-                write_shard()
-                waiting_bytes = 0
+                shards.append(_write_shard(capture(model, waiting, plan), folder, len(shards)))
+                waiting, waiting_bytes = [], 0
         advance(tally["tokens"])
         if most_tokens and tally["tokens"] >= most_tokens:
             ended = "tokens"
             break
     if waiting:
-        write_shard()
+        _write_shard(capture(model, waiting, plan), folder, len(shards))
     result = {**tally, "ended": ended}
     write_text(finished, json.dumps(result) + "\n")
     return result
@@ -166,7 +160,8 @@ def _open(path: Path) -> Any:
     return safe_open(path, "pt")
 
 
-def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
+def _write_shard(sequences: Sequence[ExitSequence], folder: Path, number: int) -> Path:
+    path = folder / f"shard-{number:05d}.safetensors"
     tensors = {
         "states": torch.cat([one.states for one in sequences]),
         "labels": torch.cat([one.labels for one in sequences]).to(torch.int32),
@@ -175,6 +170,7 @@ def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
         "own": torch.tensor([bool(one.own[0]) for one in sequences]),
     }
     write_tensors(path, tensors)
+    return path
 
 
 class HiddenStateDataset(Sequence[ExitSequence]):

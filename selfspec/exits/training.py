@@ -81,9 +81,9 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         )
         dtype = states_dtype(model) if config.states_dtype == "auto" else getattr(torch, config.states_dtype)
         needed = plan_for(described.exit_layers, model, dtype)
-        if accelerator.is_main_process:
-            _make_states(config, generator, needed, console)
         plan = _recorded_plan(config, model, needed)
+        if accelerator.is_main_process and config.states_of is None:
+            _make_states(config, generator, plan, console)
     head = FrozenHead(model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     stored = model.weights_dtype if model.weights_dtype.itemsize == 2 else None
     del generator, model  # the head is all that fitting needs
@@ -117,11 +117,24 @@ def _step(fit: ExitFit, step: int) -> StepReport:
 
 
 def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPlan) -> StatesPlan:
-    """The plan that the states in the folder follow. ValueError unless they are of this model and hold what is needed."""
+    """The plan that the states in the folder follow, or will follow.
+
+    ValueError unless they are of this model and hold what is needed, or if those of another run are not complete.
+    """
     folder = config.states_folder
     path = folder / "states.json"
-    if not path.exists():
-        raise ValueError(f"{folder} holds no states: let the run that states_of names make them first")
+    if config.states_of is not None:
+        if not all(file.exists() for file in (path, *(folder / part / "done.json" for part in _PARTS))):
+            raise ValueError(f"{folder} holds no complete states: let the run that states_of names make them first")
+    elif not path.exists():
+        described = {
+            "fingerprint": fingerprint(model),
+            "depths": needed.depths,
+            "dtype": str(needed.dtype).removeprefix("torch."),
+            "data": {name: getattr(config, name) for name in DATA_FIELDS},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(described, indent=1) + "\n")
     recorded = json.loads(path.read_text(encoding="utf-8"))
     if not same_weights(recorded["fingerprint"], fingerprint(model)):
         raise ValueError(f"{folder} holds states of another model: choose another output_dir, or delete it")
@@ -135,20 +148,6 @@ def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPl
 
 def _make_states(config: ExitTraining, generator: SelfSpecGenerator, plan: StatesPlan, console: Console) -> None:
     folder, model = config.states_folder, generator.model
-    if config.states_of is not None:
-        if not all((folder / part / "done.json").exists() for part in _PARTS):
-            raise ValueError(f"{folder} holds no complete states: let the run that states_of names make them first")
-        return
-    if not (folder / "states.json").exists():
-        described = {
-            "fingerprint": fingerprint(model),
-            "depths": plan.depths,
-            "dtype": str(plan.dtype).removeprefix("torch."),
-            "data": {name: getattr(config, name) for name in DATA_FIELDS},
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "states.json", json.dumps(described, indent=1) + "\n")
-    _recorded_plan(config, model, plan)
     per_row = plan.bytes_per_row(model.hidden_size)
     budget = config.disk_gb * 1e9
     console.print(
