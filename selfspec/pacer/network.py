@@ -259,12 +259,12 @@ def count_parameters(config: PreVerifierConfig) -> int:
         return sum(parameter.numel() for parameter in PreVerifierModule(config).parameters())
 
 
-def save_preverifier(module: PreVerifierModule, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and weights into an existing folder; dtype: of the weights, None for theirs."""
-    write_module(module, module.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, dtype)
+def save_preverifier(module: PreVerifierModule, folder: Path) -> None:
+    """Write config and weights into an existing folder."""
+    write_module(module, module.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, None)
 
 
-def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "cpu") -> PreVerifierModule:
+def load_preverifier(folder: str | Path) -> PreVerifierModule:
     """Read what `save_preverifier` wrote, in float32. Raises FileNotFoundError or ValueError that says what is wrong."""
     folder = Path(folder)
     if not (folder / CONFIG_FILE).is_file():
@@ -278,4 +278,4 @@ def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "
         what="pre-verifier",
         remedy="train it again with selfspec train-pacer",
     )
-    return module.to(map_location).eval()
+    return module.eval()

@@ -156,10 +156,10 @@ class EstimateQuality:
     share_accepted: float
 
 
-def quality(scores: Tensor, labels: Tensor, threshold: float = 0.5) -> EstimateQuality:
+def quality(scores: Tensor, labels: Tensor) -> EstimateQuality:
     """Measure scores in [0, 1] against labels 0 and 1, float32 [tokens] each."""
     metrics = scikit_learn_metrics()
-    stops, rejected = (scores <= threshold).numpy(), (labels < 0.5).numpy()
+    stops, rejected = (scores <= 0.5).numpy(), (labels < 0.5).numpy()
     return EstimateQuality(
         auc=auc(scores, labels),
         calibration_error=calibration_error(scores, labels),
