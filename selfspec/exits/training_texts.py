@@ -143,10 +143,7 @@ class TextReader:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common beginning."""
-    for index, (a, b) in enumerate(zip(one, other)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
+    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def texts_of(config: FrozenModelSettings, reader: TextReader, *, held_out: bool) -> Iterator[TrainingText]:

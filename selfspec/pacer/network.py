@@ -89,13 +89,15 @@ _LAYER_FIELDS = (
 
 
 def describe_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a LlamaConfig for a pre-verifier of this model. Its layer is Llama's, whatever the family."""
+    """The fields of a LlamaConfig for a pre-verifier of this model, as JSON has them. Its layer is Llama's in any family."""
     described = {name: getattr(config, name) for name in _LAYER_FIELDS if getattr(config, name, None) is not None}
     rope = described["rope_parameters"]
     if rope["rope_type"] not in LLAMA.ropes or rope.get("partial_rotary_factor", 1.0) != 1.0:
         described["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     nothing = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return {**described, **nothing, "num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
+    one_layer = {"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
+    found: dict[str, Any] = json.loads(json.dumps({**described, **nothing, **one_layer}))
+    return found
 
 
 class PreVerifierModule(nn.Module):
@@ -119,25 +121,10 @@ class PreVerifierModule(nn.Module):
         # Factor and summand of the logits of each exit layer, fitted once the rest is trained.
         self.register_buffer("calibration", torch.tensor([[1.0, 0.0]] * len(config.exit_layers), dtype=torch.float32))
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-
-    def inputs(self, hidden: Tensor, features: Tensor, draft_index: Tensor, exit_layer: int) -> Tensor:
-        """What the decoder layer sees, [rows, hidden]; arguments as in `forward`."""
-        x = self.input_norm(hidden)
-        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
-        if self.position is not None:
-            x = x + is_draft * self.position(draft_index.clamp(max=self.config.max_drafts))
-        if self.features is not None:
-            x = x + is_draft * self.features(features.to(x.dtype))
-        if self.exit is not None:
-            index = self.config.exit_layers.index(exit_layer)
-            x = x + self.exit.weight[index]
-        return x
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(
         self, hidden: Tensor, features: Tensor, draft_index: Tensor, position: Tensor, mask: Tensor, exit_layer: int
@@ -148,11 +135,20 @@ class PreVerifierModule(nn.Module):
         draft_index: int64 [rows], CONTEXT or the draft's number, 1 ... position: int64 [rows], in the text.
         mask: bool [rows, rows], True where a row (first) may attend to another (second).
         """
-        x = self.inputs(hidden, features, draft_index, exit_layer).unsqueeze(0)
+        x = self.input_norm(hidden)
+        exit_index = self.config.exit_layers.index(exit_layer)
+        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
+        if self.position is not None:
+            x = x + is_draft * self.position(draft_index.clamp(max=self.config.max_drafts))
+        if self.features is not None:
+            x = x + is_draft * self.features(features.to(x.dtype))
+        if self.exit is not None:
+            x = x + self.exit.weight[exit_index]
+        x = x.unsqueeze(0)
         rotary = self.rotary(x, position.unsqueeze(0))
         out = self.layer(x, attention_mask=mask[None, None], position_embeddings=rotary)
         out = out[0] if isinstance(out, tuple) else out
-        scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
+        scale, shift = self.calibration[exit_index]
         return self.head(self.norm(out[0])).squeeze(-1).float() * scale + shift
 
 
@@ -246,8 +242,7 @@ def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> 
         f"{where} is a pre-verifier for exit layers {', '.join(map(str, config.exit_layers))} of {config.base_model}"
     )
     remedy = "train one for this model with selfspec train-pacer"
-    described = json.loads(json.dumps(describe_layer(model.config)))
-    if described != config.layer or max(config.exit_layers) >= model.num_layers:
+    if describe_layer(model.config) != config.layer or max(config.exit_layers) >= model.num_layers:
         raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
     if not same_weights(fingerprint(model), config.fingerprint):
         raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")

@@ -81,7 +81,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         base_model=config.model_name(),
         fingerprint=fingerprint(model),
         exit_layers=layers,
-        layer=json.loads(json.dumps(describe_layer(model.config))),
+        layer=describe_layer(model.config),
         max_drafts=config.window,
         **{name: getattr(config, name) for name in ("position_embedding", "features", "estimates", "scope", "block")},
     )
@@ -89,7 +89,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
     traces = list(read_traces(config.data_folder / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
-    mine, kept_back = split_responses(traces)
+    mine, kept_back = split_responses(traces, len(layers))
     fit = PreVerifierFit(config, accelerator, module, mine)
     steps = config.num_steps(len(mine), fit.batch)
     ResumableRun(config, accelerator, fit.held, [fit.optimizer], steps=steps, console=console).execute(fit.gradient)
@@ -138,14 +138,14 @@ class PreVerifierFit:
         return StepReport(figures={"loss": round(loss_of_batch, 5)}, summary=f"loss {loss_of_batch:.4f}")
 
 
-def split_responses(traces: Sequence[DraftTrace]) -> tuple[list[DraftTrace], list[DraftTrace]]:
-    """(to train on, to choose the stopping rule's settings on): every eighth response, with all its layers, is kept back."""
+def split_responses(traces: Sequence[DraftTrace], exits: int) -> tuple[list[DraftTrace], list[DraftTrace]]:
+    """(to train on, to choose the stopping rule's settings on): every eighth response is kept back.
+
+    exits: the number of a response's traces, which stand together.
+    """
     parts: tuple[list[DraftTrace], list[DraftTrace]] = ([], [])
-    number, last = -1, 1 << 30
-    for trace in traces:  # a response's layers ascend
-        number += trace.exit_layer <= last
-        last = trace.exit_layer
-        parts[number % _KEPT_BACK == _KEPT_BACK - 1].append(trace)
+    for place, trace in enumerate(traces):
+        parts[place // exits % _KEPT_BACK == _KEPT_BACK - 1].append(trace)
     return parts
 
 
