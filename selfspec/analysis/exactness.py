@@ -84,30 +84,24 @@ def ask_reference(
     advance: Callable[[str], None] = lambda label: None,
 ) -> Reference:
     """Get greedy texts, their logits and the law of sampling from transformers. advance: called prompts + 1 times."""
-    texts, every_logits = [], []
+    logits = []
     with torch.no_grad():
         for prompt in prompts:
-            ids = prompt.tolist()
-            cache = DynamicCache(config=llama.config)
-            fed = ids
-            text: list[int] = []
-            rows = []
+            cache, fed, rows = DynamicCache(config=llama.config), prompt.tolist(), []
             for _ in range(max_new_tokens):
                 fed_ids = torch.tensor([fed], dtype=torch.long, device=llama.device)
                 output = llama(fed_ids, use_cache=True, **with_cache(llama, cache))
                 rows.append(output.logits[0, -1].float())
                 fed = [int(rows[-1].argmax())]
-                text += fed
-            texts.append(text)
-            every_logits.append(torch.stack(rows))
+            logits.append(torch.stack(rows))
             advance("asking transformers")
         sampled = _courses(llama, prompts[0].tolist())
         advance("asking transformers")
     return Reference(
         dtype=llama.dtype,
         prompts=tuple(prompts),
-        texts=tuple(texts),
-        logits=tuple(every_logits),
+        texts=tuple(rows.argmax(dim=-1).tolist() for rows in logits),
+        logits=tuple(logits),
         sampled=sampled,
     )
 

@@ -88,15 +88,23 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
         or explanation.layers_speedup is None
         or explanation.cost_speedup is None
         or explanation.real_speedup is None
+        or explanation.full_acceptance_speedup is None
     ):
         return [*lines, "no round was run: nothing to explain"]
     plain_etpl = explanation.etpl / explanation.layers_speedup
+    losses = {
+        "acceptance": explanation.full_acceptance_speedup / explanation.cost_speedup,
+        "the cost of heads and of verifying more rows": explanation.layers_speedup / explanation.cost_speedup,
+        "learning and bookkeeping": explanation.cost_speedup / explanation.real_speedup,
+    }
+    largest = max(losses, key=lambda name: losses[name])
     lines += [
         f"eTPL {explanation.etpl:.4f} tokens per loaded layer (plain decoding: {plain_etpl:.4f})",
         f"speed-up by layers loaded {explanation.layers_speedup:.2f};"
         f" with heads and rows at their measured cost {explanation.cost_speedup:.2f};"
         f" with learning and all else {explanation.real_speedup:.2f}",
-        f"had every draft been accepted: {explanation.full_acceptance_speedup:.2f} at measured cost; {_limit(explanation)}",
+        f"had every draft been accepted: {explanation.full_acceptance_speedup:.2f} at measured cost; the largest loss is"
+        f" {largest} (a factor of {losses[largest]:.2f})",
     ]
     if not explanation.settings:
         return [*lines, "no layer was watched: no fixed setting can be replayed"]
@@ -113,18 +121,3 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
         best = ", ".join(f"{setting.policy} {setting.tokens_per_cost * plain:.2f}" for setting in settings[:shown])
         lines.append(f"  {title}: {best}")
     return lines
-
-
-def _limit(explanation: Explanation) -> str:
-    """Which loss is the largest: rejected drafts, heads and rows, or the engine's own work."""
-    assert explanation.full_acceptance_speedup is not None
-    assert explanation.layers_speedup is not None
-    assert explanation.cost_speedup is not None
-    assert explanation.real_speedup is not None
-    losses = {
-        "acceptance": explanation.full_acceptance_speedup / explanation.cost_speedup,
-        "the cost of heads and of verifying more rows": explanation.layers_speedup / explanation.cost_speedup,
-        "learning and bookkeeping": explanation.cost_speedup / explanation.real_speedup,
-    }
-    name = max(losses, key=lambda key: losses[key])
-    return f"the largest loss is {name} (a factor of {losses[name]:.2f})"

@@ -89,7 +89,10 @@ class ExitFit:
         for place in range(accelerator.process_index, batch, accelerator.num_processes):
             draw = np.random.default_rng([settings.seed, step, place])
             sequence = self.sequences[chosen[place]].to(device)
-            rows = _stretch(sequence.scored_rows(), settings.positions, draw)
+            rows = sequence.scored_rows()
+            if 0 < settings.positions < len(rows):
+                first = int(draw.integers(0, len(rows) - settings.positions + 1))
+                rows = rows[first : first + settings.positions]
             with accelerator.autocast():
                 outputs = self._outputs(sequence, rows, draw)
             torch.autograd.backward(outputs, self._losses(sequence, rows, outputs, sums))
@@ -199,13 +202,6 @@ def _position_weights(losses: Tensor, runs: Tensor, settings: FitSettings) -> Te
         row.unsqueeze(0), valid.unsqueeze(0), arm=settings.arm, alpha=settings.alpha, block=settings.block
     )
     return weights[0, places]
-
-
-def _stretch(rows: Tensor, number: int, draw: np.random.Generator) -> Tensor:
-    if number == 0 or number >= len(rows):
-        return rows
-    first = int(draw.integers(0, len(rows) - number + 1))
-    return rows[first : first + number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ A shard holds some texts. It exists whole or not at all, so an interrupted run g
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ def write_states(
     written = sum(len(_open(path).get_tensor("rows")) for path in shards)  # texts, by an earlier run
     waiting: list[TrainingText] = []
     waiting_bytes = 0
-    tally, ended = {"texts": 0, "rows": 0, "tokens": 0, "bytes": 0}, "data"
+    tally, ended = Counter(texts=0, rows=0, tokens=0, bytes=0), "data"
     for text in texts:
         if text.num_scored == 0:
             continue
@@ -137,8 +138,7 @@ def write_states(
         if tally["bytes"] + size > most_bytes:
             ended = "budget"
             break
-        for name, more in (("texts", 1), ("rows", rows), ("tokens", text.num_scored), ("bytes", size)):
-            tally[name] += more
+        tally.update(texts=1, rows=rows, tokens=text.num_scored, bytes=size)
         if tally["texts"] > written:
             waiting.append(text)
             waiting_bytes += size
