@@ -82,7 +82,7 @@ def inspect_model(
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
     probe_seconds: for how long to fit exit adapters, to say what they would give; 0 for not at all.
-    advance: called with a label after each of 2 * texts + 2 steps, and once more after a probe, while which `say` is called.
+    advance: called with a label after each of 2 * texts + 2 steps, and once more after a probe, during which `say` is called.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer

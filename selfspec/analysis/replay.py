@@ -152,7 +152,7 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     """
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
-    agrees = trace.agrees.get(exit_layer, ())  # empty where no round was
+    agrees = trace.agrees.get(exit_layer, ())  # empty if there was no round
     total = len(trace.tokens)
     committed = 1  # the token from prefill
     drafted: list[int] = []

@@ -67,7 +67,7 @@ class StepMessage:
 
 
 class Rank0Engine(Engine):
-    """Rank 0's engine: it does what `Engine` does, and tells the workers first. For one thread, the only one on the model.
+    """Rank 0's engine: it does what `Engine` does, and tells the workers first. Only one thread may use it and the model.
 
     own: the server's policy. told: the other policies that the workers know, by their `id`. preverifiers: the
     model's. shared: objects that processors may hold and every worker has too.

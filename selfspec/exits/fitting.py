@@ -1,6 +1,6 @@
 """Fitting exit adapters to hidden states of a frozen model: the loss, its gradient, and how good the result is.
 
-Nothing here reads or writes files. `fit` is for a fit in memory; `training` makes a run of hours of the same steps.
+Nothing here reads or writes files. `fit` works in memory; `training` takes the same steps in a resumable run of hours.
 """
 
 from __future__ import annotations

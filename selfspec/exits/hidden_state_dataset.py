@@ -26,7 +26,7 @@ from selfspec.exits.sequences import UNSCORED, ExitSequence, join
 from selfspec.exits.training_texts import TrainingText
 
 _SHARD_BYTES = 64 << 20
-_BYTES_BESIDE_STATES = 8  # of a row: its label and its position
+_OTHER_BYTES = 8  # of a row: its label and its position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class StatesPlan:
 
     def bytes_per_row(self, hidden_size: int) -> int:
         """On disk."""
-        return len(self.depths) * hidden_size * self.dtype.itemsize + _BYTES_BESIDE_STATES
+        return len(self.depths) * hidden_size * self.dtype.itemsize + _OTHER_BYTES
 
     def rows(self, text: TrainingText) -> Tensor:
         """int64 [n], ascending: the rows of a text that are kept, those that predict a token that counts."""

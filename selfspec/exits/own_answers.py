@@ -1,4 +1,4 @@
-"""Answers that the model writes itself. A file keeps them as they come, so an interrupted run writes none twice."""
+"""Answers that the model writes itself. A file keeps them as they come, so an interrupted run writes no answer twice."""
 
 from __future__ import annotations
 

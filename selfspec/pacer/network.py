@@ -1,7 +1,7 @@
 """Pacer's pre-verification layer: one decoder layer over exit hidden states that estimates which drafts will be accepted.
 
 The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
-as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; the tests hold one to the other. A row is the exit hidden state of a
+as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; tests compare the two. A row is the exit hidden state of a
 committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
 of the distribution that the draft was taken from. docs/pacer.md says what that adds to the paper.
 Source: Pacer (Zhang et al. 2025), section 3.2.
@@ -51,9 +51,11 @@ class PreVerifierConfig:
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
     estimates: what the network's output means: the chance that a token is accepted if all before it in its draft are
         ("conditional"), or that it and all before it are ("prefix", as in the paper).
-    position_embedding, features, scope: what of the design is switched on (scope: which rows a draft row attends to:
-        the whole text, its own draft, or its own block; `block` is the block size that "block" was trained with).
-    policy: the stopping rule's best known settings: exit_layer, b, t, rho. Raises ValueError for what cannot be.
+    position_embedding, features: which parts of the design are switched on.
+    scope: which rows a draft row attends to: the whole text, its own draft, or its own block; `block` is the block size that
+        "block" was trained with.
+    policy: the stopping rule's best known settings: exit_layer, b, t, rho.
+    Raises ValueError for impossible values.
     """
 
     base_model: str

@@ -67,7 +67,7 @@ def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], windo
 
 @torch.no_grad()
 def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace]) -> None:
-    """Fit the network's `calibration`, per exit layer, to responses that it did not learn from: it is too sure of itself."""
+    """Fit the network's `calibration`, per exit layer, to responses that it did not learn from: it is overconfident."""
     module.calibration.copy_(module.calibration.new_tensor([1.0, 0.0]).expand_as(module.calibration))
     for index, layer in enumerate(module.config.exit_layers):
         of_layer = [_learned_from(module, trace) for trace in traces if trace.exit_layer == layer]
