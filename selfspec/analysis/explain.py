@@ -78,7 +78,6 @@ def explain(
 
 
 def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5) -> list[str]:
-    """The explanation as text."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in explanation.phases.items())
     lines = [f"time: {shares}"]
     if explanation.sources is not None:

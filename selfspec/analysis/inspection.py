@@ -193,7 +193,6 @@ def kernels_in_words(variant: str | None) -> str:
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
-    """The findings as text."""
     probe, adapted = inspection.probe, inspection.adapted
     lines = ["exit_layer  agreement on sample text  on its own text" + ("" if probe is None else "  with an adapter")]
     for (layer, own), text in zip(inspection.predicted.own_agreement.items(), inspection.text_agreement):

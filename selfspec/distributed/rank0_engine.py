@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,7 +226,7 @@ def run_worker(
             return
         joined = False
         for event in message.events:
-            try:
+            with _reported_by_rank0():
                 if isinstance(event, int):
                     engine.cancel(event)
                 else:
@@ -233,24 +234,23 @@ def run_worker(
                     request = _Unpacker(event.request, shared, copies, generator.model.device).load()
                     (checked,) = generator.check_prepared([request], policy=policies.find(event.policy))
                     engine.join(checked, event.following)
-            except RankError:
-                raise
-            except Exception:  # rank 0 has the same error and reports it
-                continue
         if message.closes:
             engine.close()
             engine = Engine()
         elif not joined:
-            _step(engine)
+            with _reported_by_rank0():
+                engine.step()
 
 
-def _step(engine: Engine) -> None:
+@contextmanager
+def _reported_by_rank0() -> Iterator[None]:
+    """Ignores errors, but for a RankError: rank 0 has the same one, reports it, and closes its engine if it must."""
     try:
-        engine.step()
+        yield
     except RankError:
         raise
-    except Exception:  # rank 0 has it too, and closes its engine
-        return
+    except Exception:
+        pass
 
 
 class _Policies:

@@ -80,7 +80,6 @@ class PreVerifierConfig:
             raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1 and block >= 1")
 
     def llama_config(self) -> LlamaConfig:
-        """The configuration of its one layer: the base model's."""
         return LlamaConfig(**self.layer, attn_implementation="sdpa")
 
 
