@@ -25,7 +25,6 @@ from selfspec.pacer.network import (
     SCOPES,
     LeanPreVerifier,
     check_fits,
-    lean,
     load_preverifier,
 )
 
@@ -180,7 +179,7 @@ class PreVerifiers:
         if path not in self._loaded:
             module = load_preverifier(path)
             check_fits(module.config, self._model, path)  # which all processes of the model do together
-            self._loaded[path] = lean(module, self._model.dtype, self._model.device)
+            self._loaded[path] = LeanPreVerifier(module, self._model.dtype, self._model.device)
         return PreVerification(self._loaded[path], self._model, self.pass_seconds if folder is None else None)
 
     def on_this_process(self) -> PreVerification:

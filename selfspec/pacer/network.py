@@ -127,6 +127,18 @@ class PreVerifierModule(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
+    def offsets(self) -> Tensor:
+        """What the exit layer and a row's draft index add to the row: [exit layers, MOST_DRAFTS + 1 or more, hidden]."""
+        config = self.config
+        last = max(MOST_DRAFTS, config.max_drafts)
+        offsets = self.norm.weight.new_zeros(len(config.exit_layers), last + 1, len(self.norm.weight))
+        if self.exit is not None:
+            offsets = offsets + self.exit.weight.unsqueeze(1)
+        if self.position is not None:
+            index = torch.arange(1, last + 1, device=offsets.device).clamp(max=config.max_drafts)
+            offsets[:, CONTEXT + 1 :] += self.position(index)
+        return offsets
+
     def forward(
         self, hidden: Tensor, features: Tensor, draft_index: Tensor, position: Tensor, mask: Tensor, exit_layer: int
     ) -> Tensor:
@@ -138,14 +150,11 @@ class PreVerifierModule(nn.Module):
         """
         x = self.input_norm(hidden)
         exit_index = self.config.exit_layers.index(exit_layer)
-        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
-        if self.position is not None:
-            x = x + is_draft * self.position(draft_index.clamp(max=self.config.max_drafts))
         if self.features is not None:
+            is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
             x = x + is_draft * self.features(features.to(x.dtype))
-        if self.exit is not None:
-            x = x + self.exit.weight[exit_index]
-        x = x.unsqueeze(0)
+        offsets = self.offsets()[exit_index]
+        x = (x + offsets[draft_index.clamp(max=len(offsets) - 1)]).unsqueeze(0)
         rotary = self.rotary(x, position.unsqueeze(0))
         out = self.layer(x, attention_mask=mask[None, None], position_embeddings=rotary)
         out = out[0] if isinstance(out, tuple) else out
@@ -153,19 +162,40 @@ class PreVerifierModule(nn.Module):
         return self.head(self.norm(out[0])).squeeze(-1).float() * scale + shift
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LeanPreVerifier:
-    """The network as it decodes: `layer` runs rows through the decoder layer (its cache is the caller's) and the head.
+    """The network as it decodes: in the layout that is fast, on the base model's device and in its dtype.
 
-    Of `layer`, a LayerSkipModel of one layer, `run_layers(x, 0, 1, ...)` is used, and by `estimates` its `logits`, [rows, 1].
+    layer: a LayerSkipModel of one layer, which runs rows through the decoder layer (`run_layers(x, 0, 1, ...)` with the
+    caller's cache) and the head. calibration: per exit layer, factor and summand of the logits.
     """
 
-    config: PreVerifierConfig
-    layer: LayerSkipModel
-    calibration: tuple[tuple[float, float], ...]  # per exit layer: factor and summand of the logits
-    input_norm: RMSNorm
-    offsets: Tensor  # [exit layers, MOST_DRAFTS + 1, hidden]: what the exit layer and the index in a draft add to a row
-    features: PlainLinear | None
+    def __init__(self, module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, llama = module.config, module.config.llama_config()
+        layout: Layout = "native" if native_works(device, dtype) else "plain"
+
+        def tensor(value: Tensor) -> Tensor:
+            return value.detach().to(device=device, dtype=dtype, copy=True)
+
+        def linear(matrix: nn.Linear) -> PlainLinear:
+            return PlainLinear(tensor(matrix.weight), tensor(matrix.bias))
+
+        with torch.inference_mode(False), torch.no_grad():
+            converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
+            self.layer = LayerSkipModel(
+                llama,
+                dtype=dtype,
+                embedding=torch.zeros(1, llama.hidden_size, dtype=dtype, device=device),
+                layers=[converted],
+                final_norm=RMSNorm(tensor(module.norm.weight), llama.rms_norm_eps),
+                head=linear(module.head),
+                inv_freq=module.rotary.inv_freq.detach().float().to(device),
+                rotary_scaling=float(module.rotary.attention_scaling),
+                generation_config=GenerationConfig(),
+            )
+            self.calibration = [(scale, shift) for scale, shift in module.calibration.tolist()]
+            self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
+            self.offsets = tensor(module.offsets())
+            self.features = None if module.features is None else linear(module.features)
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
@@ -183,49 +213,6 @@ class LeanPreVerifier:
         return [
             1 / (1 + math.exp(-min(max(scale * x + shift, -80.0), 80.0))) for [x] in self.layer.logits(hidden).tolist()
         ]
-
-
-def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> LeanPreVerifier:
-    """The trained module in the layout that decoding is fast with, on the base model's device and in its dtype."""
-    config, llama = module.config, module.config.llama_config()
-    layout: Layout = "native" if native_works(device, dtype) else "plain"
-
-    def tensor(value: Tensor) -> Tensor:
-        return value.detach().to(device=device, dtype=dtype, copy=True)
-
-    with torch.inference_mode(False), torch.no_grad():
-        converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
-        layer = LayerSkipModel(
-            llama,
-            dtype=dtype,
-            embedding=torch.zeros(1, llama.hidden_size, dtype=dtype, device=device),
-            layers=[converted],
-            final_norm=RMSNorm(tensor(module.norm.weight), llama.rms_norm_eps),
-            head=PlainLinear(tensor(module.head.weight), tensor(module.head.bias)),
-            inv_freq=module.rotary.inv_freq.detach().float().to(device),
-            rotary_scaling=float(module.rotary.attention_scaling),
-            generation_config=GenerationConfig(),
-        )
-        features = module.features
-        return LeanPreVerifier(
-            config=config,
-            layer=layer,
-            calibration=tuple((scale, shift) for scale, shift in module.calibration.tolist()),
-            input_norm=RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps),
-            offsets=tensor(_offsets(module)),
-            features=None if features is None else PlainLinear(tensor(features.weight), tensor(features.bias)),
-        )
-
-
-def _offsets(module: PreVerifierModule) -> Tensor:
-    """[exit layers, MOST_DRAFTS + 1, hidden]; the first of a layer is for committed rows."""
-    offsets = module.norm.weight.new_zeros(len(module.config.exit_layers), MOST_DRAFTS + 1, len(module.norm.weight))
-    if module.exit is not None:
-        offsets += module.exit.weight.unsqueeze(1)
-    if module.position is not None:
-        index = torch.arange(1, MOST_DRAFTS + 1, device=offsets.device).clamp(max=module.config.max_drafts)
-        offsets[:, 1:] += module.position(index)
-    return offsets
 
 
 def draft_features(logits: Tensor) -> Tensor:
