@@ -48,7 +48,7 @@ class StepFigures:
 
 
 class ExitFit:
-    """A fit, step by step.
+    """A fit, step by step. Sets the adapters' scales to begin with.
 
     sequences: with scored rows each. depths: of their states, ascending; the exits are among them, and the last layer is
     the last. outputs: None for the adapters on the states of their exit, row by row.
@@ -72,6 +72,7 @@ class ExitFit:
         self.held = WholeCopies(accelerator, adapters)
         self.optimizer = torch.optim.AdamW(adapters.parameters(), betas=(0.9, 0.99), weight_decay=settings.weight_decay)
         self._outputs = outputs or self._row_by_row
+        _set_scales(adapters, sequences, depths)
 
     def _row_by_row(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
         return [
@@ -153,7 +154,6 @@ def fit(
     steps = ExitFit(
         adapters, sequences, depths, head, settings, Accelerator(cpu=head.weight.device.type == "cpu"), outputs
     )
-    set_scales(adapters, sequences, depths)
     started = time.monotonic()
     for done in range(settings.steps):
         spent = 0.0 if seconds is None else (time.monotonic() - started) / seconds
@@ -171,7 +171,7 @@ def fit(
 
 
 @torch.no_grad()
-def set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths: Sequence[int]) -> None:
+def _set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths: Sequence[int]) -> None:
     """Set each adapter's scale to the power of two next to the root mean square of its exit's states.
 
     A power of two, so that the scale times weights of 16 bits has 16 bits, and drafts read no more bytes.

@@ -36,7 +36,7 @@ from layerskip_models.training.saving import write_folder
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.exits.card import card, figure_lines
-from selfspec.exits.fitting import ExitFigures, ExitFit, measure, set_scales
+from selfspec.exits.fitting import ExitFigures, ExitFit, measure
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
 from selfspec.exits.own_answers import own_answers
@@ -96,7 +96,6 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         for part in _PARTS
     )
     fit = ExitFit(adapters, train, needed.depths, head, config.fit_settings(len(train)), accelerator)
-    set_scales(adapters, train, needed.depths)
     run = ResumableRun(config, accelerator, fit.held, [fit.optimizer], steps=fit.settings.steps, console=console)
     run.execute(partial(_step, fit))
     if accelerator.is_main_process:
