@@ -159,7 +159,7 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
     """Share of positions of a text, int64 [n], where each exit layer's argmax is the last layer's; length L-1."""
     ids = ids.to(model.device)
     cache = KVCache(model, ids.numel())
-    hits = [0] * model.num_layers
+    hits = torch.zeros(model.num_layers, dtype=torch.float64, device="cpu")
     choices: list[torch.Tensor] = []
 
     def choose(first: int, layers_done: int, hidden: torch.Tensor) -> None:
@@ -167,13 +167,12 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
         logits = model.logits(hidden) if last else model.draft_logits(model.at_exit(hidden, layers_done))
         choices.append(logits.argmax(dim=-1))
         if last:
-            for layer, choice in enumerate(choices):
-                hits[layer] += int((choice == choices[-1]).sum())
+            hits.add_((torch.stack(choices) == choices[-1]).sum(dim=1).cpu())
             choices.clear()
 
     with torch.inference_mode():
         prefill(model, ids, cache, capture=choose, most=_CHUNK)
-    return [count / ids.numel() for count in hits[:-1]]
+    return (hits[:-1] / ids.numel()).tolist()
 
 
 def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, float]:

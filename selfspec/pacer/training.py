@@ -170,6 +170,5 @@ def _choose_settings(
             f" {setting.tokens_per_layer * num_layers:.3f} times plain decoding's tokens per layer"
         )
     if settings:
-        best = settings[0]
-        chosen = {"exit_layer": best.exit_layer, "b": best.b, "t": best.t, "rho": best.rho}
-        module.config = replace(module.config, policy=chosen)
+        policy = {name: getattr(settings[0], name) for name in ("exit_layer", "b", "t", "rho")}
+        module.config = replace(module.config, policy=policy)
