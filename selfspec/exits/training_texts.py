@@ -65,10 +65,11 @@ class TextReader:
                 turns.append(len(example.messages))
             asked = [self._chat_ids(example.messages[:turn], ask=True) for turn in turns if turn > 0]
             return [tokens[-most:] for tokens in asked]
-        if example.prompt is not None:
-            return [self._shortened(self._ids(example.prompt), most)]
-        assert example.text is not None
         start = self._start
+        if example.prompt is not None:
+            tokens = self._ids(example.prompt)
+            return [tokens if len(tokens) <= most else (start + tokens[-max(most - len(start), 1) :])[:most]]
+        assert example.text is not None
         tokens, pieces, first = self._ids(example.text)[len(start) :], [], 0
         while first < len(tokens):
             number = int(draw.integers(max(most // 8, 1), most + 1))
@@ -95,12 +96,6 @@ class TextReader:
 
     def _chat_ids(self, messages: Messages, *, ask: bool) -> list[int]:
         return conversation_ids(messages, self.tokenizer, self.template, ask=ask)
-
-    def _shortened(self, tokens: list[int], most: int) -> list[int]:
-        if len(tokens) <= most:
-            return tokens
-        start = self._start
-        return (start + tokens[-max(most - len(start), 1) :])[:most]
 
     def _pieces(self, text: str) -> list[TrainingText]:
         start = self._start
