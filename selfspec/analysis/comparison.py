@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import Protocol
 
@@ -45,22 +45,16 @@ class Comparison:
     speedup_min: float
     speedup_max: float
     decode_speedup: float | None
-    runs: tuple[GenerationStats, ...]
-    baseline_runs: tuple[GenerationStats, ...]
     outputs_equal: bool | None
     first_difference: int | None
+    runs: tuple[GenerationStats, ...]
+    baseline_runs: tuple[GenerationStats, ...]
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: the numbers, and every run's statistics."""
         return {
             "baseline": "ar",
-            "repeats": self.repeats,
-            "speedup": self.speedup,
-            "speedup_min": self.speedup_min,
-            "speedup_max": self.speedup_max,
-            "decode_speedup": self.decode_speedup,
-            "outputs_equal": self.outputs_equal,
-            "first_difference": self.first_difference,
+            **{item.name: getattr(self, item.name) for item in fields(self)},
             "tokens_per_second": median(run.tokens_per_second for run in self.runs),
             "baseline_tokens_per_second": median(run.tokens_per_second for run in self.baseline_runs),
             "runs": [run.as_dict() for run in self.runs],
@@ -131,7 +125,5 @@ def summarise(results: list[GenerationResult], baselines: list[GenerationResult]
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
     """Index of the first token in which two texts differ, the shorter one's length if it is the other's beginning."""
-    for index, (a, b) in enumerate(zip(left, right)):
-        if a != b:
-            return index
-    return None if len(left) == len(right) else min(len(left), len(right))
+    shorter = None if len(left) == len(right) else min(len(left), len(right))
+    return next((index for index, (a, b) in enumerate(zip(left, right)) if a != b), shorter)

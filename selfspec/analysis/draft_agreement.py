@@ -9,14 +9,14 @@ no end-of-text token; transformers has these as `num_assistant_tokens`, `num_ass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from selfspec.analysis.replay import AgreementTrace, replay
-from selfspec.engine.stats import mean, ratio
+from selfspec.analysis.replay import AgreementTrace, Replay, replay
+from selfspec.engine.stats import mean
 from selfspec.generator import SelfSpecGenerator
 
 
@@ -36,20 +36,14 @@ class DraftAgreement:
         """Share of the new tokens that the draft predicts when it sees everything before them."""
         return mean(trace.agreement(self.num_draft_layers) for trace in self.traces)
 
-    def acceptance_rate(self, num_drafts: int) -> float | None:
-        """Accepted drafts over drafts, when `num_drafts` are made a round."""
-        drafted, accepted, _ = self._totals(num_drafts)
-        return ratio(accepted, drafted)
-
-    def tokens_per_round(self, num_drafts: int) -> float | None:
-        """New tokens for each pass of the full model, including the one that reads the prompt."""
-        _, accepted, rounds = self._totals(num_drafts)
-        return ratio(accepted + rounds, rounds)
-
-    def _totals(self, num_drafts: int) -> tuple[int, int, int]:
-        rounds = [replay(trace, self.num_draft_layers, num_drafts) for trace in self.traces]
-        drafted = sum(sum(run.drafted) for run in rounds)
-        return drafted, sum(sum(run.accepted) for run in rounds), sum(run.rounds for run in rounds)
+    def rounds(self, num_drafts: int) -> Replay:
+        """The rounds of all prompts, when `num_drafts` are made a round. The first pass of each reads the prompt as well."""
+        found = [replay(trace, self.num_draft_layers, num_drafts) for trace in self.traces]
+        return replace(
+            found[0],
+            drafted=tuple(count for one in found for count in one.drafted),
+            accepted=tuple(count for one in found for count in one.accepted),
+        )
 
 
 def own_texts(

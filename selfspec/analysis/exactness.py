@@ -8,7 +8,7 @@ memory twice.
 
 from __future__ import annotations
 
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +35,9 @@ LOGIT_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1
 """Largest difference of a logit (of size 10, say) that sums in another order may make."""
 _CACHE_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Likewise of a cached key or value, relative to their root mean square."""
-_TOP_K = 3  # tokens that sampling may draw from, so that all courses can be enumerated
-_STEPS = 3  # sampled tokens: _TOP_K ** _STEPS courses
-_LAW_ROWS = 16  # positions at which the acceptance rule is tried
+_TOP_K = 3  # tokens that sampling may draw from, so that all outcomes can be enumerated
+_STEPS = 3  # sampled tokens: _TOP_K ** _STEPS outcomes
+_RULE_ROWS = 16  # positions at which the acceptance rule is tried
 _SUSPICIOUS = 1e-6  # a fit this bad happens by chance once in a million runs
 
 
@@ -56,7 +56,7 @@ class Reference:
 
     dtype: that it was computed in: how far rounding may take the engine from it.
     prompts: int64 [n]. texts: the greedy continuation of each. logits: float32 [new, vocab], before each token of the text.
-    sampled: probability of each course of sampled tokens after the first prompt, at temperature 1 with top-k.
+    sampled: probability of each sequence of sampled tokens after the first prompt, at temperature 1 with top-k.
     """
 
     dtype: torch.dtype
@@ -83,48 +83,42 @@ def ask_reference(
     max_new_tokens: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Reference:
-    """Get greedy texts, their logits and the law of sampling from transformers. advance: called prompts + 1 times."""
-    texts, every_logits = [], []
+    """Get greedy texts, their logits and the distribution of samples from transformers. advance: called prompts + 1 times."""
+    logits = []
     with torch.no_grad():
         for prompt in prompts:
-            ids = prompt.tolist()
-            cache = DynamicCache(config=llama.config)
-            fed = ids
-            text: list[int] = []
-            rows = []
+            cache, fed, rows = DynamicCache(config=llama.config), prompt.tolist(), []
             for _ in range(max_new_tokens):
                 fed_ids = torch.tensor([fed], dtype=torch.long, device=llama.device)
                 output = llama(fed_ids, use_cache=True, **with_cache(llama, cache))
                 rows.append(output.logits[0, -1].float())
                 fed = [int(rows[-1].argmax())]
-                text += fed
-            texts.append(text)
-            every_logits.append(torch.stack(rows))
+            logits.append(torch.stack(rows))
             advance("asking transformers")
-        sampled = _courses(llama, prompts[0].tolist())
+        sampled = _outcomes(llama, prompts[0].tolist())
         advance("asking transformers")
     return Reference(
         dtype=llama.dtype,
         prompts=tuple(prompts),
-        texts=tuple(texts),
-        logits=tuple(every_logits),
+        texts=tuple(rows.argmax(dim=-1).tolist() for rows in logits),
+        logits=tuple(logits),
         sampled=sampled,
     )
 
 
-def _courses(llama: PreTrainedModel, ids: list[int]) -> dict[tuple[int, ...], float]:
-    """Probability of every course of the next tokens, each drawn from the `_TOP_K` likeliest."""
-    courses: dict[tuple[int, ...], float] = {(): 1.0}
+def _outcomes(llama: PreTrainedModel, ids: list[int]) -> dict[tuple[int, ...], float]:
+    """Probability of every outcome of the next tokens, each drawn from the `_TOP_K` likeliest."""
+    outcomes: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(_STEPS):
         longer = {}
-        for course, probability in courses.items():
-            text = torch.tensor([[*ids, *course]], dtype=torch.long, device=llama.device)
+        for outcome, probability in outcomes.items():
+            text = torch.tensor([[*ids, *outcome]], dtype=torch.long, device=llama.device)
             logits = llama(text, use_cache=False).logits[0, -1].double()
             top = logits.topk(min(_TOP_K, logits.numel()))
             for token, share in zip(top.indices.tolist(), top.values.softmax(dim=-1).tolist()):
-                longer[(*course, token)] = probability * share
-        courses = longer
-    return courses
+                longer[(*outcome, token)] = probability * share
+        outcomes = longer
+    return outcomes
 
 
 def verify_engine(
@@ -210,7 +204,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
 
     A draft is accepted below min(1, p/q) and rejected above it, and what a rejection leaves is p - q where that is positive.
     """
-    text = [*reference.prompts[0].tolist(), *reference.texts[0]][-_LAW_ROWS:]
+    text = [*reference.prompts[0].tolist(), *reference.texts[0]][-_RULE_ROWS:]
     ids = torch.tensor(text, dtype=torch.long, device=model.device)
     exit_layer = max(model.num_layers // 4, 1)
     faults, tried = 0, 0
@@ -220,7 +214,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
         q = model.draft_logits(model.at_exit(early, exit_layer)).softmax(dim=-1)
         p = model.logits(model.run_layers(early, exit_layer, model.num_layers, cache)).softmax(dim=-1)
         for row in range(len(ids)):
-            pair, draft_law = p[row].repeat(2, 1), q[row : row + 1]
+            both, q_row = p[row].repeat(2, 1), q[row : row + 1]
             left = (p[row] - q[row]).clamp(min=0).double()
             for token in q[row].topk(min(4, model.vocab_size)).indices.tolist():
                 drafts = torch.tensor([token], dtype=torch.long, device=model.device)
@@ -229,7 +223,7 @@ def check_acceptance(model: LayerSkipModel, reference: Reference) -> Check:
                     if uniform >= 1:
                         continue
                     u = torch.tensor([uniform], device=model.device, dtype=p.dtype)
-                    accepted, weights = rounds.accept_sampled(pair, draft_law, drafts, u)
+                    accepted, weights = rounds.accept_sampled(both, q_row, drafts, u)
                     right = bool(accepted) == (uniform < bound)
                     if right and not accepted:
                         off = weights.double() / weights.double().sum() - left / left.sum()
@@ -276,29 +270,28 @@ def check_sampling(
     draws: int,
     advance: Callable[[str], None] = lambda label: None,
 ) -> Check:
-    """Compare drawn courses with their exact probabilities: Pearson's chi-squared over courses expected at least 5 times."""
+    """Compare samples with their exact probabilities: Pearson's chi-squared over outcomes expected at least 5 times."""
     chosen = make_policy(generator.bound, policy)
-    counts = dict.fromkeys(reference.sampled, 0)
-    outside = 0
+    counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
         chosen.reset()
         decoding = _decode(
             generator, reference.prompts[0], chosen, max_new_tokens=_STEPS, do_sample=True, top_k=_TOP_K, seed=seed
         )
-        course = tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())
-        if course in counts:
-            counts[course] += 1
-        else:
-            outside += 1
+        counts[tuple(decoding.tokens[0, reference.prompts[0].numel() : decoding.length].tolist())] += 1
         advance(f"sampling, {policy}")
-    cells = [(counts[course], draws * share) for course, share in reference.sampled.items()]
+    cells = [(counts[outcome], draws * share) for outcome, share in reference.sampled.items()]
     large = [(seen, expected) for seen, expected in cells if expected >= 5]
     rest_seen, rest_expected = draws - sum(seen for seen, _ in large), draws - sum(expected for _, expected in large)
     if rest_expected >= 5:
         large.append((rest_seen, rest_expected))
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in large)
     freedom = len(large) - 1
-    chance = _chi_squared_tail(statistic, freedom) if freedom > 0 else 1.0
+    chance = 1.0
+    if freedom > 0:
+        halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+        chance = float(torch.special.gammaincc(*halves))
+    outside = draws - sum(counts[outcome] for outcome in reference.sampled)
     # In half precision a third and a fourth token may nearly tie; few draws may then fall outside.
     stray = outside > (0 if reference.dtype in (torch.float32, torch.float64) else draws // 20)
     return Check(
@@ -307,11 +300,6 @@ def check_sampling(
         detail=f"{draws} draws over {len(large)} outcomes: chi-squared {statistic:.1f}, as bad by chance once in "
         f"{1 / max(chance, 1e-300):.3g}; outside the top {_TOP_K}: {outside}",
     )
-
-
-def _chi_squared_tail(statistic: float, freedom: int) -> float:
-    shape, bound = (torch.tensor(value / 2, dtype=torch.float64) for value in (freedom, statistic))
-    return float(torch.special.gammaincc(shape, bound))
 
 
 def _rows_of(model: LayerSkipModel, ids: list[int]) -> tuple[Tensor, Tensor]:

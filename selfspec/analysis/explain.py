@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies import CostModel, LayerCost, ObservationSpec, Policy, cost_of_round
-from selfspec.analysis.replay import AgreementTrace, Setting, agreement_trace, fixed_settings
-from selfspec.engine.stats import ratio, sources_text
+from selfspec.analysis.replay import Setting, agreement_trace, fixed_settings
+from selfspec.engine.stats import sources_text
 from selfspec.generator import GenerationResult
 
 
@@ -18,29 +18,36 @@ def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """One run, explained. All speed-ups are over plain decoding of the same rounds' tokens.
+class Speedups:
+    """Of a run's rounds over plain decoding of the same tokens.
 
-    phases: share of the call's time per phase, summing to 1. etpl: committed tokens per loaded layer.
-    layers_speedup: what layers loaded allow (eTPL * L). cost_speedup: what is left of it with heads and numbers of rows at
-    their measured cost. real_speedup: with everything, learning and bookkeeping too, against the plain step's measured
-    cost. full_acceptance_speedup: `cost_speedup` if every draft of these rounds had been accepted. None without rounds.
+    layers: what layers loaded allow (eTPL * L). cost: what is left of it with heads and numbers of rows at their measured
+    cost. real: with everything, learning and bookkeeping too, against the plain step's measured cost. full_acceptance: `cost`
+    if every draft of these rounds had been accepted.
+    """
+
+    layers: float
+    cost: float
+    real: float
+    full_acceptance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One run, explained.
+
+    phases: share of the call's time per phase, summing to 1. speedups: None without rounds.
     settings: fixed ones by measured tokens per second, best first; by_layers: likewise per loaded layer. exact: whether
     they were replayed, not estimated. They copy nothing. sources: how many drafts were copied and how many an exit made, and
     how many of each were accepted; None where nothing was copied.
     """
 
     phases: dict[str, float]
-    etpl: float | None
-    layers_speedup: float | None
-    cost_speedup: float | None
-    real_speedup: float | None
-    full_acceptance_speedup: float | None
+    speedups: Speedups | None
     settings: tuple[Setting, ...]
     by_layers: tuple[Setting, ...]
     exact: bool
     coverage: float
-    agreement: dict[int, float]
     sources: str | None
 
 
@@ -59,44 +66,47 @@ def explain(
     full = sum(record.num_drafted + 1 for record in result.trace)
     step = cost.autoregressive()
     rounds_cost = sum(cost_of_round(record, cost) for record in result.trace)
-    decoding = stats.seconds - stats.time_to_first_token
-    trace: AgreementTrace = agreement_trace(result if plain is None else plain, num_layers)
+    speedups = None
+    if tokens and stats.etpl is not None:
+        speedups = Speedups(
+            layers=stats.etpl * num_layers,
+            cost=tokens * step / rounds_cost,
+            real=tokens * step / (stats.seconds - stats.time_to_first_token),
+            full_acceptance=full * step / rounds_cost,
+        )
+    trace = agreement_trace(result if plain is None else plain, num_layers)
     return Explanation(
         phases=phases,
-        etpl=stats.etpl,
-        layers_speedup=None if stats.etpl is None else stats.etpl * num_layers,
-        cost_speedup=ratio(tokens * step, rounds_cost),
-        real_speedup=ratio(tokens * step, decoding) if tokens else None,
-        full_acceptance_speedup=ratio(full * step, rounds_cost),
+        speedups=speedups,
         settings=tuple(fixed_settings(trace, cost)),
         by_layers=tuple(fixed_settings(trace, LayerCost(num_layers))),
         exact=trace.is_complete,
         coverage=trace.coverage,
-        agreement={layer: value for layer in trace.agrees if (value := trace.agreement(layer)) is not None},
         sources=sources_text(stats) if stats.num_copied else None,
     )
 
 
 def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5) -> list[str]:
-    """The explanation as text."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in explanation.phases.items())
     lines = [f"time: {shares}"]
     if explanation.sources is not None:
         lines.append(explanation.sources)
-    if (
-        explanation.etpl is None
-        or explanation.layers_speedup is None
-        or explanation.cost_speedup is None
-        or explanation.real_speedup is None
-    ):
+    found = explanation.speedups
+    if found is None:
         return [*lines, "no round was run: nothing to explain"]
-    plain_etpl = explanation.etpl / explanation.layers_speedup
+    losses = {
+        "acceptance": found.full_acceptance / found.cost,
+        "the cost of heads and of verifying more rows": found.layers / found.cost,
+        "learning and bookkeeping": found.cost / found.real,
+    }
+    largest = max(losses, key=lambda name: losses[name])
+    plain_etpl = 1 / cost.num_layers
     lines += [
-        f"eTPL {explanation.etpl:.4f} tokens per loaded layer (plain decoding: {plain_etpl:.4f})",
-        f"speed-up by layers loaded {explanation.layers_speedup:.2f};"
-        f" with heads and rows at their measured cost {explanation.cost_speedup:.2f};"
-        f" with learning and all else {explanation.real_speedup:.2f}",
-        f"had every draft been accepted: {explanation.full_acceptance_speedup:.2f} at measured cost; {_limit(explanation)}",
+        f"eTPL {found.layers * plain_etpl:.4f} tokens per loaded layer (plain decoding: {plain_etpl:.4f})",
+        f"speed-up by layers loaded {found.layers:.2f};"
+        f" with heads and rows at their measured cost {found.cost:.2f}; with learning and all else {found.real:.2f}",
+        f"had every draft been accepted: {found.full_acceptance:.2f} at measured cost; the largest loss is {largest}"
+        f" (a factor of {losses[largest]:.2f})",
     ]
     if not explanation.settings:
         return [*lines, "no layer was watched: no fixed setting can be replayed"]
@@ -113,18 +123,3 @@ def explanation_lines(explanation: Explanation, cost: CostModel, shown: int = 5)
         best = ", ".join(f"{setting.policy} {setting.tokens_per_cost * plain:.2f}" for setting in settings[:shown])
         lines.append(f"  {title}: {best}")
     return lines
-
-
-def _limit(explanation: Explanation) -> str:
-    """Which loss is the largest: rejected drafts, heads and rows, or the engine's own work."""
-    assert explanation.full_acceptance_speedup is not None
-    assert explanation.layers_speedup is not None
-    assert explanation.cost_speedup is not None
-    assert explanation.real_speedup is not None
-    losses = {
-        "acceptance": explanation.full_acceptance_speedup / explanation.cost_speedup,
-        "the cost of heads and of verifying more rows": explanation.layers_speedup / explanation.cost_speedup,
-        "learning and bookkeeping": explanation.cost_speedup / explanation.real_speedup,
-    }
-    name = max(losses, key=lambda key: losses[key])
-    return f"the largest loss is {name} (a factor of {losses[name]:.2f})"

@@ -16,9 +16,9 @@ from policies import CostModel, LayerCost
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.request import check_ids
+from selfspec.engine.request import encode_prompt
 from selfspec.engine.stats import mean
-from selfspec.exits.probe import probe_exits
+from selfspec.exits.probe import Probe, probe_exits
 from selfspec.generator import SelfSpecGenerator
 
 _CHUNK = 256  # rows per pass over the sample text
@@ -40,22 +40,12 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithAdapters:
-    """What a short fit of exit adapters would change. tokens, steps: how much it was fitted to."""
-
-    predicted: Prediction
-    own_agreement: Mapping[int, float]  # of the exits that were fitted
-    tokens: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """What was found.
 
     text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
     kernels: what the layers ran on (`LayerSkipModel.kernels`). comparison: the best setting, run against plain decoding.
-    adapted: what adapters would give, if a probe was asked for.
+    probe, adapted: a short fit of exit adapters, if one was asked for, and what these adapters would give.
     """
 
     num_layers: int
@@ -63,7 +53,8 @@ class Inspection:
     predicted: Prediction
     kernels: str | None
     comparison: Comparison
-    adapted: WithAdapters | None = None
+    probe: Probe | None = None
+    adapted: Prediction | None = None
 
     def verdict(self) -> str:
         measured, best = self.comparison.speedup, self.predicted.best.policy
@@ -91,15 +82,13 @@ def inspect_model(
     """Inspect a model with sample texts; the first half of each is the prompt of a continuation.
 
     probe_seconds: for how long to fit exit adapters, to say what they would give; 0 for not at all.
-    advance: called with a label after each of 2 * texts + 2 steps, and once more after a probe, while which `say` is called.
+    advance: called with a label after each of 2 * texts + 2 steps, and once more after a probe, during which `say` is called.
     Raises ValueError without a text of at least 4 tokens.
     """
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None
     limit = model.max_positions - max_new_tokens
-    encoded = [torch.tensor(tokenizer(text)["input_ids"][:limit], dtype=torch.long) for text in texts]
-    for ids in encoded:
-        check_ids(ids, model.vocab_size, from_tokenizer=True)
+    encoded = [encode_prompt(text, tokenizer, model.vocab_size)[:limit] for text in texts if text]
     encoded = [ids for ids in encoded if ids.numel() >= 4]
     if not encoded:
         raise ValueError("there must be a sample text of at least 4 tokens")
@@ -119,8 +108,12 @@ def inspect_model(
     comparison = compare(generate, repeats=repeats, greedy=True)
     assert comparison is not None
     advance("comparing with plain decoding")
-    adapted = _with_adapters(generator, encoded, max_new_tokens, probe_seconds, say) if probe_seconds else None
-    if adapted is not None:
+    probe = adapted = None
+    if probe_seconds:
+        probe = probe_exits(generator, encoded, probe_seconds, say=say)
+        adapting = model.with_adapters(lean_adapters(probe.adapters, model))
+        drafting = SelfSpecGenerator(adapting, tokenizer, runner=generator.runner, prefix_cache=0)
+        adapted = _predicted(drafting, encoded, max_new_tokens, measured_cost(adapting, generator.runner))
         advance("fitting adapters")
     layers = range(1, model.num_layers)
     return Inspection(
@@ -129,27 +122,8 @@ def inspect_model(
         predicted=predicted,
         kernels=model.kernels,
         comparison=comparison,
+        probe=probe,
         adapted=adapted,
-    )
-
-
-def _with_adapters(
-    generator: SelfSpecGenerator,
-    texts: Sequence[torch.Tensor],
-    max_new_tokens: int,
-    seconds: float,
-    say: Callable[[str], None],
-) -> WithAdapters:
-    """Fit adapters for this long, and trace the model's own text with them."""
-    probe = probe_exits(generator, texts, seconds, say=say)
-    model = generator.model.with_adapters(lean_adapters(probe.adapters, generator.model))
-    adapted = SelfSpecGenerator(model, generator.tokenizer, runner=generator.runner, prefix_cache=0)
-    predicted = _predicted(adapted, texts, max_new_tokens, measured_cost(model, generator.runner))
-    return WithAdapters(
-        predicted=predicted,
-        own_agreement={layer: predicted.own_agreement[layer] for layer in probe.adapters.exit_layers},
-        tokens=probe.tokens,
-        steps=probe.steps,
     )
 
 
@@ -185,7 +159,7 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
     """Share of positions of a text, int64 [n], where each exit layer's argmax is the last layer's; length L-1."""
     ids = ids.to(model.device)
     cache = KVCache(model, ids.numel())
-    hits = [0] * model.num_layers
+    hits = torch.zeros(model.num_layers, dtype=torch.float64, device="cpu")
     choices: list[torch.Tensor] = []
 
     def choose(first: int, layers_done: int, hidden: torch.Tensor) -> None:
@@ -193,13 +167,12 @@ def text_agreement(model: LayerSkipModel, ids: torch.Tensor) -> list[float]:
         logits = model.logits(hidden) if last else model.draft_logits(model.at_exit(hidden, layers_done))
         choices.append(logits.argmax(dim=-1))
         if last:
-            for layer, choice in enumerate(choices):
-                hits[layer] += int((choice == choices[-1]).sum())
+            hits.add_((torch.stack(choices) == choices[-1]).sum(dim=1).cpu())
             choices.clear()
 
     with torch.inference_mode():
         prefill(model, ids, cache, capture=choose, most=_CHUNK)
-    return [count / ids.numel() for count in hits[:-1]]
+    return (hits[:-1] / ids.numel()).tolist()
 
 
 def _best(traces: Sequence[AgreementTrace], cost: CostModel) -> tuple[Setting, float]:
@@ -219,12 +192,13 @@ def kernels_in_words(variant: str | None) -> str:
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
-    """The findings as text."""
-    adapted = inspection.adapted
-    lines = ["exit_layer  agreement on sample text  on its own text" + ("" if adapted is None else "  with an adapter")]
+    probe, adapted = inspection.probe, inspection.adapted
+    lines = ["exit_layer  agreement on sample text  on its own text" + ("" if probe is None else "  with an adapter")]
     for (layer, own), text in zip(inspection.predicted.own_agreement.items(), inspection.text_agreement):
-        with_it = None if adapted is None else adapted.own_agreement.get(layer)
-        lines.append(f"{layer:10d}  {text:24.3f}  {own:15.3f}" + ("" if with_it is None else f"  {with_it:15.3f}"))
+        line = f"{layer:10d}  {text:24.3f}  {own:15.3f}"
+        if probe is not None and adapted is not None and layer in probe.adapters.exit_layers:
+            line += f"  {adapted.own_agreement[layer]:15.3f}"
+        lines.append(line)
     comparison, predicted = inspection.comparison, inspection.predicted
     lines += [
         f"best fixed setting by prediction: {predicted.best.policy}; speed-up predicted {predicted.speedup:.2f}"
@@ -234,10 +208,10 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f"layers ran on {kernels_in_words(inspection.kernels)}",
         inspection.verdict(),
     ]
-    if adapted is not None:
-        lines += [
-            f"with exit adapters fitted for {adapted.steps} steps to {adapted.tokens:,} tokens of the model's own text:"
-            f" {adapted.predicted.best.policy} predicted {adapted.predicted.speedup:.2f} (by layers alone"
-            f" {adapted.predicted.layers_speedup:.2f}); selfspec train-exit trains them in earnest",
-        ]
+    if probe is not None and adapted is not None:
+        lines.append(
+            f"with exit adapters fitted for {probe.steps} steps to {probe.tokens:,} tokens of the model's own text:"
+            f" {adapted.best.policy} predicted {adapted.speedup:.2f} (by layers alone {adapted.layers_speedup:.2f});"
+            " selfspec train-exit trains them in earnest"
+        )
     return lines

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
-from selfspec.engine.request import check_ids
+from selfspec.engine.request import encode_prompt
 from selfspec.generator import SelfSpecGenerator
 
 SAMPLE = Path(__file__).with_name("sample_text.txt")
@@ -76,10 +76,7 @@ def quality_lines(generator: SelfSpecGenerator, full: LayerSkipModel, texts: Seq
     """The comparison of a generator's model as text, with what both models read for a token. Raises as `quality`."""
     model, tokenizer = generator.model, generator.tokenizer
     assert tokenizer is not None
-    encoded = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long) for text in texts]
-    for ids in encoded:
-        check_ids(ids, model.vocab_size, from_tokenizer=True)
-    found = quality(model, full, encoded)
+    found = quality(model, full, [encode_prompt(text, tokenizer, model.vocab_size) for text in texts if text])
     size, full_size = (one.num_layers * one.layer_bytes + one.head_bytes for one in (model, full))
     return [
         f"these weights against the full ones, over {found.num_tokens:,} tokens: perplexity {found.perplexity:.2f} (full"

@@ -152,14 +152,15 @@ def replay(trace: AgreementTrace, exit_layer: int, num_speculations: int) -> Rep
     """
     if not trace.is_complete:
         raise ValueError("the trace does not cover every position: use fixed_settings, which estimates then")
-    agrees = trace.agrees.get(exit_layer, ())  # empty where no round was
+    agrees = trace.agrees.get(exit_layer, ())  # empty if there was no round
     total = len(trace.tokens)
     committed = 1  # the token from prefill
     drafted: list[int] = []
     accepted: list[int] = []
     while committed < total:
         cap = min(num_speculations, total - committed - 1)
-        accepted.append(_leading(agrees[committed - 1 : committed - 1 + cap]))
+        flags = agrees[committed - 1 : committed - 1 + cap]
+        accepted.append(next((place for place, flag in enumerate(flags) if not flag), cap))
         drafted.append(cap)
         committed += accepted[-1] + 1
     return Replay(exit_layer=exit_layer, num_layers=trace.num_layers, drafted=tuple(drafted), accepted=tuple(accepted))
@@ -200,8 +201,3 @@ def fixed_settings(trace: AgreementTrace, cost: CostModel, lengths: Sequence[int
                 Setting(exit_layer=exit_layer, num_speculations=length, tokens_per_cost=value, acceptance=acceptance)
             )
     return sorted(settings, key=lambda setting: -setting.tokens_per_cost)
-
-
-def _leading(flags: Sequence[float | None]) -> int:
-    """Number of leading flags that are true."""
-    return next((i for i, flag in enumerate(flags) if not flag), len(flags))

@@ -109,9 +109,10 @@ def _adapter(generator: SelfSpecGenerator, exit_layer: int, exits: str) -> ExitA
 def acceptance_lines(found: DraftAgreement) -> list[str]:
     lines = [f"agreement with the full model on its own greedy text: {found.agreement or 0.0:.3f}"]
     for drafts in SHOWN_DRAFTS:
+        rounds = found.rounds(drafts)
         lines.append(
-            f"{drafts} drafts a round: {found.acceptance_rate(drafts) or 0.0:.3f} of them accepted, "
-            f"{found.tokens_per_round(drafts) or 0.0:.2f} tokens per pass of the full model"
+            f"{drafts} drafts a round: {rounds.acceptance_rate or 0.0:.3f} of them accepted, "
+            f"{rounds.tokens_per_round or 0.0:.2f} tokens per pass of the full model"
         )
     return lines
 

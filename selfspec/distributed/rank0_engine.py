@@ -1,32 +1,30 @@
 """A server over several processes: rank 0 talks to clients and tells the workers before every step who joins and who leaves.
 
-The workers' engines then take the same steps on the same texts. A worker receives a text's prompt, processors, stop
-conditions and the name of its policy. Objects that every process has anyway are sent as a number. While no request runs, the
-workers wait.
+The workers' engines then take the same steps on the same texts. A worker receives a text's request and the name of its
+policy. Objects that every process has anyway are sent by number or name. While no request runs, the workers wait.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from layerskip_models.parallel.rank_watch import RankWatch
 from layerskip_models.parallel.ranks import RankError, Ranks
 from policies import Policy
 from selfspec.cache.copy_index import CopyStore
-from selfspec.cache.prefix_cache import Owner
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.policy_store import PolicyStore, make_policy
 from selfspec.engine.request import Request
 from selfspec.engine.results import StepOutput
-from selfspec.engine.stopping import StopConditions
 from selfspec.generator import SelfSpecGenerator
 from selfspec.pacer.inference import PreVerifiers
 
@@ -50,17 +48,10 @@ class PolicyMessage:
 
 @dataclass(frozen=True, slots=True)
 class JoinMessage:
-    """A text that joins. following: as in `Engine.join`. copies: it copies from the server's texts."""
+    """A text that joins. request: a packed `Request`. following: as in `Engine.join`."""
 
-    prompt: list[int]
-    processors: bytes
-    eos: frozenset[int]
-    num_criteria: int
-    max_new_tokens: int
-    samples: bool
+    request: bytes
     policy: PolicyMessage
-    copies: bool
-    owner: Owner
     following: int
 
 
@@ -77,7 +68,7 @@ class StepMessage:
 
 
 class Rank0Engine(Engine):
-    """Rank 0's engine: it does what `Engine` does, and tells the workers first. For one thread, the only one on the model.
+    """Rank 0's engine: it does what `Engine` does, and tells the workers first. Only one thread may use it and the model.
 
     own: the server's policy. told: the other policies that the workers know, by their `id`. preverifiers: the
     model's. shared: objects that processors may hold and every worker has too.
@@ -101,28 +92,14 @@ class Rank0Engine(Engine):
 
         Raises ValueError for a text whose processors cannot be sent to another process.
         """
-        request = checked.request
         try:
-            processors = _packed(request.processors, self._shared)
+            request = _packed(checked.request, self._shared)
         except Exception as error:
             raise ValueError(
                 "this request's logits processors cannot be sent to the other processes that hold the model: leave them out, "
                 "or serve the model from one process"
             ) from error
-        self._message.events.append(
-            JoinMessage(
-                prompt=request.prompt.tolist(),
-                processors=processors,
-                eos=request.stops.eos,
-                num_criteria=len(request.stops.criteria),
-                max_new_tokens=request.stops.max_new_tokens,
-                samples=request.generator is not None,
-                policy=self._described(checked.policy),
-                copies=request.copy_from is not None,
-                owner=request.owner,
-                following=following,
-            )
-        )
+        self._message.events.append(JoinMessage(request, self._described(checked.policy), following))
         self._tell()
         return super().join(checked, following)
 
@@ -167,28 +144,44 @@ class Rank0Engine(Engine):
             raise
 
 
+_GENERATOR, _COPIES = "generator", "copies"
+"""What stands for a random generator, whose state is sent when the text joins, and for the server's texts to copy from."""
+
+
 class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
         super().__init__(file)
         self._shared = shared
 
-    def persistent_id(self, value: object) -> int | None:
+    def persistent_id(self, value: object) -> int | str | None:
+        if isinstance(value, (torch.Generator, CopyStore)):
+            return _GENERATOR if isinstance(value, torch.Generator) else _COPIES
         return next((number for number, known in enumerate(self._shared) if known is value), None)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
-        super().__init__(file)
-        self._shared = shared
+    def __init__(self, packed: bytes, shared: Sequence[object], copies: CopyStore | None, device: torch.device) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._shared, self._copies, self._device = shared, copies, device
 
-    def persistent_load(self, number: int) -> object:
-        return self._shared[number]
+    def persistent_load(self, name: int | str) -> object:
+        if isinstance(name, int):
+            return self._shared[name]
+        return torch.Generator(self._device) if name == _GENERATOR else self._copies
 
 
-def _packed(processors: LogitsProcessorList, shared: Sequence[object]) -> bytes:
+def _packed(request: Request, shared: Sequence[object]) -> bytes:
+    """What a worker needs of a request. Only rank 0 evaluates stopping criteria."""
+    never = StoppingCriteriaList([_never] * len(request.stops.criteria))
+    stops = replace(request.stops, criteria=never, clocks=())
     file = io.BytesIO()
-    _Packer(file, shared).dump(processors)
+    _Packer(file, shared).dump(replace(request, stops=stops, watch_prompt=None))
     return file.getvalue()
+
+
+def _never(prefix: object, scores: object) -> bool:
+    """Stands for a stopping criterion of rank 0."""
+    return False
 
 
 def rank0_engines(generator: SelfSpecGenerator, own: str | None, shared: Sequence[object] = ()) -> Callable[[], Engine]:
@@ -233,31 +226,31 @@ def run_worker(
             return
         joined = False
         for event in message.events:
-            try:
+            with _reported_by_rank0():
                 if isinstance(event, int):
                     engine.cancel(event)
                 else:
                     joined = True
-                    checked = _checked(generator, event, policies.find(event.policy), copies, shared)
+                    request = _Unpacker(event.request, shared, copies, generator.model.device).load()
+                    (checked,) = generator.check_prepared([request], policy=policies.find(event.policy))
                     engine.join(checked, event.following)
-            except RankError:
-                raise
-            except Exception:  # rank 0 has the same error and reports it
-                continue
         if message.closes:
             engine.close()
             engine = Engine()
         elif not joined:
-            _step(engine)
+            with _reported_by_rank0():
+                engine.step()
 
 
-def _step(engine: Engine) -> None:
+@contextmanager
+def _reported_by_rank0() -> Iterator[None]:
+    """Ignores errors, but for a RankError: rank 0 has the same one, reports it, and closes its engine if it must."""
     try:
-        engine.step()
+        yield
     except RankError:
         raise
-    except Exception:  # rank 0 has it too, and closes its engine
-        return
+    except Exception:
+        pass
 
 
 class _Policies:
@@ -277,29 +270,3 @@ class _Policies:
         policy = make_policy(self._generator.bound, told.name)
         policy.restore(told.state)
         return self._known.keep(told.key, policy)
-
-
-def _checked(
-    generator: SelfSpecGenerator, told: JoinMessage, policy: Policy, copies: CopyStore | None, shared: Sequence[object]
-) -> BoundRequest:
-    """The same call as on rank 0. Random numbers are sent when it joins; only rank 0 evaluates stopping criteria."""
-    model = generator.model
-    request = Request(
-        prompt=torch.tensor(told.prompt, dtype=torch.long),
-        processors=_Unpacker(io.BytesIO(told.processors), shared).load(),
-        stops=StopConditions(
-            eos=told.eos,
-            criteria=StoppingCriteriaList([_never] * told.num_criteria),
-            max_new_tokens=told.max_new_tokens,
-        ),
-        generator=torch.Generator(device=model.device) if told.samples else None,
-        copy_from=copies if told.copies else None,
-        owner=told.owner,
-    )
-    (checked,) = generator.check_prepared([request], policy=policy)
-    return checked
-
-
-def _never(prefix: object, scores: object) -> bool:
-    """Stands for a stopping criterion of rank 0."""
-    return False

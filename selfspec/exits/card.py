@@ -43,25 +43,22 @@ def card(
     )
     layers = ", ".join(map(str, adapters.exit_layers))
     whose = "answers that the model wrote itself" if config.own_answers else "the data's own text"
-    return "\n".join(
-        [
-            f"# Exit adapters for {adapters.base_model}",
-            "",
-            f"Form {adapters.form}, rank {adapters.rank}, for exits after layers {layers}. They change what early exits"
-            " draft, and nothing that verification sees: the model's output stays what it is.",
-            "",
-            f"Trained on {train['tokens']:,} tokens of {whose} ({train['texts']:,} texts):",
-            "",
-            f"    {command}",
-            "",
-            f"On {held_out['tokens']:,} held-out tokens, the exits alone and with their adapters. Agreement: the likeliest"
-            " token is the model's. Accepted at temperature 1: the chance that a drawn token is. Accepted drafts: how many of"
-            f" {WINDOW} are accepted on average, greedily, along the text.",
-            "",
-            *lines,
-            "",
-        ]
-    )
+    table = "\n".join(lines)
+    return f"""# Exit adapters for {adapters.base_model}
+
+Form {adapters.form}, rank {adapters.rank}, for exits after layers {layers}. They change what early exits draft, and nothing \
+that verification sees: the model's output stays what it is.
+
+Trained on {train["tokens"]:,} tokens of {whose} ({train["texts"]:,} texts):
+
+    {command}
+
+On {held_out["tokens"]:,} held-out tokens, the exits alone and with their adapters. Agreement: the likeliest token is the \
+model's. Accepted at temperature 1: the chance that a drawn token is. Accepted drafts: how many of {WINDOW} are accepted on \
+average, greedily, along the text.
+
+{table}
+"""
 
 
 def _options(config: ExitTraining) -> list[str]:

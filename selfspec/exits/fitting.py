@@ -1,6 +1,6 @@
 """Fitting exit adapters to hidden states of a frozen model: the loss, its gradient, and how good the result is.
 
-Nothing here reads or writes files. `fit` is for a fit in memory; `training` makes a run of hours of the same steps.
+Nothing here reads or writes files. `fit` works in memory; `training` takes the same steps in a resumable run of hours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerskip_models.training.documents import block_order
 from layerskip_models.training.held_model import WholeCopies
 from layerskip_models.training.settings import half_cosine
 from selfspec.exits.frozen_head import FrozenHead
-from selfspec.exits.sequences import ExitSequence, with_gaps
+from selfspec.exits.sequences import ExitSequence
 from selfspec.exits.settings import FitSettings
 
 WINDOW = 8
@@ -48,7 +48,7 @@ class StepFigures:
 
 
 class ExitFit:
-    """A fit, step by step.
+    """A fit, step by step. Sets the adapters' scales to begin with.
 
     sequences: with scored rows each. depths: of their states, ascending; the exits are among them, and the last layer is
     the last. outputs: None for the adapters on the states of their exit, row by row.
@@ -72,6 +72,7 @@ class ExitFit:
         self.held = WholeCopies(accelerator, adapters)
         self.optimizer = torch.optim.AdamW(adapters.parameters(), betas=(0.9, 0.99), weight_decay=settings.weight_decay)
         self._outputs = outputs or self._row_by_row
+        _set_scales(adapters, sequences, depths)
 
     def _row_by_row(self, sequence: ExitSequence, rows: Tensor, draw: np.random.Generator) -> list[Tensor]:
         return [
@@ -89,7 +90,10 @@ class ExitFit:
         for place in range(accelerator.process_index, batch, accelerator.num_processes):
             draw = np.random.default_rng([settings.seed, step, place])
             sequence = self.sequences[chosen[place]].to(device)
-            rows = _stretch(sequence.scored_rows(), settings.positions, draw)
+            rows = sequence.scored_rows()
+            if 0 < settings.positions < len(rows):
+                first = int(draw.integers(0, len(rows) - settings.positions + 1))
+                rows = rows[first : first + settings.positions]
             with accelerator.autocast():
                 outputs = self._outputs(sequence, rows, draw)
             torch.autograd.backward(outputs, self._losses(sequence, rows, outputs, sums))
@@ -150,7 +154,6 @@ def fit(
     steps = ExitFit(
         adapters, sequences, depths, head, settings, Accelerator(cpu=head.weight.device.type == "cpu"), outputs
     )
-    set_scales(adapters, sequences, depths)
     started = time.monotonic()
     for done in range(settings.steps):
         spent = 0.0 if seconds is None else (time.monotonic() - started) / seconds
@@ -168,7 +171,7 @@ def fit(
 
 
 @torch.no_grad()
-def set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths: Sequence[int]) -> None:
+def _set_scales(adapters: ExitAdapters, sequences: Sequence[ExitSequence], depths: Sequence[int]) -> None:
     """Set each adapter's scale to the power of two next to the root mean square of its exit's states.
 
     A power of two, so that the scale times weights of 16 bits has 16 bits, and drafts read no more bytes.
@@ -191,20 +194,14 @@ def states_at(sequence: ExitSequence, depths: Sequence[int], layer: int, rows: T
 
 def _position_weights(losses: Tensor, runs: Tensor, settings: FitSettings) -> Tensor:
     """D-PACE's weights of the rows of one sequence, [n], of mean 1. A draft ends where a stretch does."""
-    places, row = with_gaps(losses, runs)
+    places = torch.arange(len(runs), device=runs.device) + runs  # one place is left free between two stretches
+    row = losses.new_zeros(int(places[-1]) + 1)
     valid = torch.zeros_like(row, dtype=torch.bool)
-    valid[places] = True
+    row[places], valid[places] = losses, True
     weights = accepted_length_weights(
         row.unsqueeze(0), valid.unsqueeze(0), arm=settings.arm, alpha=settings.alpha, block=settings.block
     )
     return weights[0, places]
-
-
-def _stretch(rows: Tensor, number: int, draw: np.random.Generator) -> Tensor:
-    if number == 0 or number >= len(rows):
-        return rows
-    first = int(draw.integers(0, len(rows) - number + 1))
-    return rows[first : first + number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,15 +78,11 @@ class FrozenHead:
                 "exit adapters need a model that ends in an RMSNorm and a linear head, and this one does not"
             )
 
-    @property
-    def chunk_rows(self) -> int:
-        """Rows whose logits should exist at once."""
-        return max((_CPU_LOGITS if self.weight.device.type == "cpu" else _GPU_LOGITS) // self.vocab_size, 32)
-
     def chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of at most `chunk_rows` that cover this many rows."""
-        for first in range(0, rows, self.chunk_rows):
-            yield slice(first, min(first + self.chunk_rows, rows))
+        """Slices that cover this many rows, of as many as logits should exist for at once."""
+        size = max((_CPU_LOGITS if self.weight.device.type == "cpu" else _GPU_LOGITS) // self.vocab_size, 32)
+        for first in range(0, rows, size):
+            yield slice(first, min(first + size, rows))
 
     def _normed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden / rms, 1 / rms) in float32: [rows, hidden] and [rows, 1]."""

@@ -6,6 +6,7 @@ A shard holds some texts. It exists whole or not at all, so an interrupted run g
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from selfspec.exits.sequences import UNSCORED, ExitSequence, join
 from selfspec.exits.training_texts import TrainingText
 
 _SHARD_BYTES = 64 << 20
-_BYTES_BESIDE_STATES = 8  # of a row: its label and its position
+_OTHER_BYTES = 8  # of a row: its label and its position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class StatesPlan:
 
     def bytes_per_row(self, hidden_size: int) -> int:
         """On disk."""
-        return len(self.depths) * hidden_size * self.dtype.itemsize + _BYTES_BESIDE_STATES
+        return len(self.depths) * hidden_size * self.dtype.itemsize + _OTHER_BYTES
 
     def rows(self, text: TrainingText) -> Tensor:
         """int64 [n], ascending: the rows of a text that are kept, those that predict a token that counts."""
@@ -128,13 +129,7 @@ def write_states(
     written = sum(len(_open(path).get_tensor("rows")) for path in shards)  # texts, by an earlier run
     waiting: list[TrainingText] = []
     waiting_bytes = 0
-
-    def write_shard() -> None:
-        shards.append(folder / f"shard-{len(shards):05d}.safetensors")
-        _write_shard(capture(model, waiting, plan), shards[-1])
-        waiting.clear()
-
-    tally, ended = {"texts": 0, "rows": 0, "tokens": 0, "bytes": 0}, "data"
+    tally, ended = Counter(texts=0, rows=0, tokens=0, bytes=0), "data"
     for text in texts:
         if text.num_scored == 0:
             continue
@@ -143,20 +138,19 @@ def write_states(
         if tally["bytes"] + size > most_bytes:
             ended = "budget"
             break
-        for name, more in (("texts", 1), ("rows", rows), ("tokens", text.num_scored), ("bytes", size)):
-            tally[name] += more
+        tally.update(texts=1, rows=rows, tokens=text.num_scored, bytes=size)
         if tally["texts"] > written:
             waiting.append(text)
             waiting_bytes += size
             if waiting_bytes >= _SHARD_BYTES:
-                write_shard()
-                waiting_bytes = 0
+                shards.append(_write_shard(capture(model, waiting, plan), folder, len(shards)))
+                waiting, waiting_bytes = [], 0
         advance(tally["tokens"])
         if most_tokens and tally["tokens"] >= most_tokens:
             ended = "tokens"
             break
     if waiting:
-        write_shard()
+        _write_shard(capture(model, waiting, plan), folder, len(shards))
     result = {**tally, "ended": ended}
     write_text(finished, json.dumps(result) + "\n")
     return result
@@ -166,7 +160,8 @@ def _open(path: Path) -> Any:
     return safe_open(path, "pt")
 
 
-def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
+def _write_shard(sequences: Sequence[ExitSequence], folder: Path, number: int) -> Path:
+    path = folder / f"shard-{number:05d}.safetensors"
     tensors = {
         "states": torch.cat([one.states for one in sequences]),
         "labels": torch.cat([one.labels for one in sequences]).to(torch.int32),
@@ -175,6 +170,7 @@ def _write_shard(sequences: Sequence[ExitSequence], path: Path) -> None:
         "own": torch.tensor([bool(one.own[0]) for one in sequences]),
     }
     write_tensors(path, tensors)
+    return path
 
 
 class HiddenStateDataset(Sequence[ExitSequence]):

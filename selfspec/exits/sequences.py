@@ -65,14 +65,3 @@ def join(parts: Sequence[ExitSequence]) -> ExitSequence:
         texts=torch.cat(texts),
         own=torch.cat([part.own for part in parts]),
     )
-
-
-def with_gaps(values: Tensor, runs: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of stretches (`ExitSequence.runs`) with one free place between two of them.
-
-    values, runs: [n]. Returns the places of the values, int64 [n], and the row that holds them there, [n + stretches - 1].
-    """
-    places = torch.arange(len(runs), device=runs.device) + runs
-    row = values.new_zeros(int(places[-1]) + 1)
-    row[places] = values
-    return places, row

@@ -124,7 +124,6 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
 
     @property
     def states_folder(self) -> Path:
-        """Where the hidden states are kept."""
         return Path(self.states_of or self.output_dir) / "states"
 
     def checkpoint_folder(self) -> Path:
@@ -145,7 +144,6 @@ class ExitTraining(ExitLossSettings, FrozenModelSettings):
         return tuple(sorted({*self.exit_layers})) or default_exit_layers(count)
 
     def width(self, model: LayerSkipModel) -> int:
-        """The adapters' rank."""
         return self.rank or default_rank(model)
 
     def fit_settings(self, num_sequences: int) -> FitSettings:

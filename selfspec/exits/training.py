@@ -36,10 +36,10 @@ from layerskip_models.training.saving import write_folder
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.exits.card import card, figure_lines
-from selfspec.exits.fitting import ExitFigures, ExitFit, measure, set_scales
+from selfspec.exits.fitting import ExitFigures, ExitFit, measure
 from selfspec.exits.frozen_head import FrozenHead
 from selfspec.exits.hidden_state_dataset import HiddenStateDataset, StatesPlan, plan_for, states_dtype, write_states
-from selfspec.exits.own_answers import OwnAnswers
+from selfspec.exits.own_answers import own_answers
 from selfspec.exits.settings import DATA_FIELDS, ExitTraining
 from selfspec.exits.training_texts import TextReader, TrainingText, prompts_of, texts_of
 from selfspec.generator import SelfSpecGenerator
@@ -81,9 +81,9 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         )
         dtype = states_dtype(model) if config.states_dtype == "auto" else getattr(torch, config.states_dtype)
         needed = plan_for(described.exit_layers, model, dtype)
-        if accelerator.is_main_process:
-            _make_states(config, generator, needed, console)
         plan = _recorded_plan(config, model, needed)
+        if accelerator.is_main_process and config.states_of is None:
+            _make_states(config, generator, plan, console)
     head = FrozenHead(model, torch.bfloat16 if config.precision == "bf16" else torch.float32)
     stored = model.weights_dtype if model.weights_dtype.itemsize == 2 else None
     del generator, model  # the head is all that fitting needs
@@ -96,7 +96,6 @@ def train_exit(config: ExitTraining, console: Console | None = None) -> Path:
         for part in _PARTS
     )
     fit = ExitFit(adapters, train, needed.depths, head, config.fit_settings(len(train)), accelerator)
-    set_scales(adapters, train, needed.depths)
     run = ResumableRun(config, accelerator, fit.held, [fit.optimizer], steps=fit.settings.steps, console=console)
     run.execute(partial(_step, fit))
     if accelerator.is_main_process:
@@ -117,11 +116,24 @@ def _step(fit: ExitFit, step: int) -> StepReport:
 
 
 def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPlan) -> StatesPlan:
-    """The plan that the states in the folder follow. ValueError unless they are of this model and hold what is needed."""
+    """The plan that the states in the folder follow, or will follow.
+
+    ValueError unless they are of this model and hold what is needed, or if those of another run are not complete.
+    """
     folder = config.states_folder
     path = folder / "states.json"
-    if not path.exists():
-        raise ValueError(f"{folder} holds no states: let the run that states_of names make them first")
+    if config.states_of is not None:
+        if not all(file.exists() for file in (path, *(folder / part / "done.json" for part in _PARTS))):
+            raise ValueError(f"{folder} holds no complete states: let the run that states_of names make them first")
+    elif not path.exists():
+        described = {
+            "fingerprint": fingerprint(model),
+            "depths": needed.depths,
+            "dtype": str(needed.dtype).removeprefix("torch."),
+            "data": {name: getattr(config, name) for name in DATA_FIELDS},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(described, indent=1) + "\n")
     recorded = json.loads(path.read_text(encoding="utf-8"))
     if not same_weights(recorded["fingerprint"], fingerprint(model)):
         raise ValueError(f"{folder} holds states of another model: choose another output_dir, or delete it")
@@ -135,20 +147,6 @@ def _recorded_plan(config: ExitTraining, model: LayerSkipModel, needed: StatesPl
 
 def _make_states(config: ExitTraining, generator: SelfSpecGenerator, plan: StatesPlan, console: Console) -> None:
     folder, model = config.states_folder, generator.model
-    if config.states_of is not None:
-        if not all((folder / part / "done.json").exists() for part in _PARTS):
-            raise ValueError(f"{folder} holds no complete states: let the run that states_of names make them first")
-        return
-    if not (folder / "states.json").exists():
-        described = {
-            "fingerprint": fingerprint(model),
-            "depths": plan.depths,
-            "dtype": str(plan.dtype).removeprefix("torch."),
-            "data": {name: getattr(config, name) for name in DATA_FIELDS},
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "states.json", json.dumps(described, indent=1) + "\n")
-    _recorded_plan(config, model, plan)
     per_row = plan.bytes_per_row(model.hidden_size)
     budget = config.disk_gb * 1e9
     console.print(
@@ -200,16 +198,16 @@ def training_texts(
     if not config.own_answers:
         return texts_of(config, reader, held_out=held_out)
     most = min(config.prompt_tokens, max(reader.length - config.answer_tokens, 1))
-    answers = OwnAnswers(
+    return own_answers(
         generator,
+        prompts_of(config, reader, most, held_out=held_out),
         config.states_folder / f"answers-{_PARTS[held_out]}.jsonl",
         most_tokens=min(config.answer_tokens, reader.length - 1),
         temperature=config.temperature,
         batch_size=config.answer_batch,
         seed=config.seed + (1 << 20) * held_out,
+        advance=partial(show, "writing answers"),
     )
-    prompts = prompts_of(config, reader, most, held_out=held_out)
-    return answers.texts(prompts, partial(show, "writing answers"))
 
 
 def _write_adapters(

@@ -5,8 +5,10 @@ All of a plain text counts. Of conversations and of prompts with completions, on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -63,10 +65,11 @@ class TextReader:
                 turns.append(len(example.messages))
             asked = [self._chat_ids(example.messages[:turn], ask=True) for turn in turns if turn > 0]
             return [tokens[-most:] for tokens in asked]
-        if example.prompt is not None:
-            return [self._shortened(self._ids(example.prompt), most)]
-        assert example.text is not None
         start = self._start
+        if example.prompt is not None:
+            tokens = self._ids(example.prompt)
+            return [tokens if len(tokens) <= most else (start + tokens[-max(most - len(start), 1) :])[:most]]
+        assert example.text is not None
         tokens, pieces, first = self._ids(example.text)[len(start) :], [], 0
         while first < len(tokens):
             number = int(draw.integers(max(most // 8, 1), most + 1))
@@ -93,12 +96,6 @@ class TextReader:
 
     def _chat_ids(self, messages: Messages, *, ask: bool) -> list[int]:
         return conversation_ids(messages, self.tokenizer, self.template, ask=ask)
-
-    def _shortened(self, tokens: list[int], most: int) -> list[int]:
-        if len(tokens) <= most:
-            return tokens
-        start = self._start
-        return (start + tokens[-max(most - len(start), 1) :])[:most]
 
     def _pieces(self, text: str) -> list[TrainingText]:
         start = self._start
@@ -141,10 +138,7 @@ class TextReader:
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common beginning."""
-    for index, (a, b) in enumerate(zip(one, other)):
-        if a != b:
-            return index
-    return min(len(one), len(other))
+    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def texts_of(config: FrozenModelSettings, reader: TextReader, *, held_out: bool) -> Iterator[TrainingText]:
@@ -160,3 +154,8 @@ def prompts_of(config: FrozenModelSettings, reader: TextReader, most: int, *, he
     shares, examples = examples_of(config, held_out=held_out)
     prompts = [(prompt for example in found for prompt in reader.prompts(example, most, draw)) for found in examples]
     return in_shares(prompts, shares, lambda prompt: 1)
+
+
+def digest(tokens: Sequence[object]) -> str:
+    """What tells a prompt, or a list of prompts, from any other."""
+    return sha256(json.dumps(tokens).encode()).hexdigest()[:12]

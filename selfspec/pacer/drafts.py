@@ -50,61 +50,49 @@ class DraftRecorder(NeverStop):
         return next((place for place, token in enumerate(draft) if token != self.text[place]), len(draft))
 
 
-class PositionDrafter:
-    """Drafts greedily, as the engine does, from positions of a text.
+def drafts_at(
+    model: LayerSkipModel,
+    cache: KVCache,
+    text: Tensor,
+    positions: Sequence[int],
+    exit_layer: int,
+    *,
+    window: int,
+    behind: int,
+    eos: Collection[int] = (),
+) -> Iterator[tuple[Draft, DraftRecorder]]:
+    """Draft greedily, as the engine does, from positions of a text; yield each draft with what was recorded of it.
 
-    cache: holds the text's rows, of the first exit layers at least. text: int64 [n]. window: maximum tokens of a draft, which
-    never reaches past the text's end, and ends with a drafted token of `eos`. behind: see `DraftRecorder`.
+    cache: holds the text's rows, of the first `exit_layer` layers at least. text: int64 [n]. Draft i starts when positions[i]
+    tokens are committed, 1 <= positions[i] < n, and is valid until the next one is asked for. window: maximum tokens of a
+    draft, which never reaches past the text's end, and ends with a drafted token of `eos`. behind: see `DraftRecorder`.
     """
-
-    def __init__(
-        self,
-        model: LayerSkipModel,
-        cache: KVCache,
-        text: Tensor,
-        *,
-        window: int,
-        behind: int,
-        eos: Collection[int] = (),
-    ) -> None:
-        self._model, self._cache, self._text, self._tokens = model, cache, text, text.tolist()
-        self._window, self._behind, self._eos = window, behind, frozenset(eos)
-        self._runner = EagerRunner(model)
-        self._copies: list[KVCache] = []
-
-    def drafts(self, positions: Sequence[int], exit_layer: int) -> Iterator[tuple[Draft, DraftRecorder]]:
-        """The draft of each position, with what was recorded of it. It is valid until the next one is asked for.
-
-        Draft i starts when positions[i] tokens are committed, 1 <= positions[i] < n.
-        """
-        at_once = min(max(_CACHE_BYTES // self._cache.num_bytes, 1), len(positions))
-        while len(self._copies) < at_once:
-            self._copies.append(KVCache(self._model, self._text.numel()))
-        for first in range(0, len(positions), at_once):
-            recorders, turns = [], []
-            for start, copy in zip(positions[first:], self._copies):
-                copy.take(self._cache, start - 1)
-                recorders.append(DraftRecorder(self._tokens[start:], self._behind))
-                turns.append(self._round(start, copy, recorders[-1], exit_layer))
-            for draft, recorder in zip(make_drafts(self._runner, turns), recorders):
-                if draft.error is not None:
-                    raise draft.error
-                yield draft, recorder
-
-    def _round(self, start: int, cache: KVCache, recorder: DraftRecorder, exit_layer: int) -> SequenceRound:
-        length = min(self._window, len(self._tokens) - start)
-        exit_policy = FixedExit(exit_layer, length, num_layers=self._model.num_layers)
-        return SequenceRound(
-            cache=cache,
-            tokens=self._text.unsqueeze(0),
-            length=start,
-            pending=self._tokens[start - 1],
-            exit_layer=exit_layer,
-            max_speculations=length,
-            sampler=Sampler(LogitsProcessorList(), None),
-            policy=Policy(exit_policy, recorder),
-            observes=recorder.observes,
-            eos=self._eos,
-            states=None,
-            learns=False,
-        )
+    tokens, runner = text.tolist(), EagerRunner(model)
+    at_once = min(max(_CACHE_BYTES // cache.num_bytes, 1), len(positions))
+    copies = [KVCache(model, text.numel()) for _ in range(at_once)]
+    for first in range(0, len(positions), at_once):
+        recorders, turns = [], []
+        for start, copy in zip(positions[first:], copies):
+            copy.take(cache, start - 1)
+            recorders.append(DraftRecorder(tokens[start:], behind))
+            length = min(window, len(tokens) - start)
+            turns.append(
+                SequenceRound(
+                    cache=copy,
+                    tokens=text.unsqueeze(0),
+                    length=start,
+                    pending=tokens[start - 1],
+                    exit_layer=exit_layer,
+                    max_speculations=length,
+                    sampler=Sampler(LogitsProcessorList(), None),
+                    policy=Policy(FixedExit(exit_layer, length, num_layers=model.num_layers), recorders[-1]),
+                    observes=DraftRecorder.observes,
+                    eos=frozenset(eos),
+                    states=None,
+                    learns=False,
+                )
+            )
+        for draft, recorder in zip(make_drafts(runner, turns), recorders):
+            if draft.error is not None:
+                raise draft.error
+            yield draft, recorder

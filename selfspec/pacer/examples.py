@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +22,11 @@ from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from layerskip_models.text_files import write_text
 from layerskip_models.training.saving import write_tensors
-from selfspec.exits.training_texts import TextReader, prompts_of
+from selfspec.exits.hidden_state_dataset import states_dtype
+from selfspec.exits.training_texts import TextReader, digest, prompts_of
 from selfspec.generator import SelfSpecGenerator
 from selfspec.messages import template_of
-from selfspec.pacer.drafts import PositionDrafter
+from selfspec.pacer.drafts import drafts_at
 from selfspec.pacer.labels import DraftTrace
 from selfspec.pacer.settings import DataPlan, PreVerifierTraining
 
@@ -61,12 +60,18 @@ def make_data(
     Raises ValueError when the folder's data were made by another plan, from other prompts or with another model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mine = json.loads(json.dumps(_description(generator.model, prompts, plan)))
+    described = {
+        **asdict(plan),
+        "num_prompts": len(prompts),
+        "prompts": digest(prompts),
+        "fingerprint": fingerprint(generator.model),
+    }
+    mine = json.loads(json.dumps(described))
     recorded = folder / "data.json"
     if recorded.exists():
         theirs = json.loads(recorded.read_text(encoding="utf-8"))
-        known = same_weights(theirs.pop("fingerprint", ()), mine["fingerprint"])
-        if not known or theirs != {name: value for name, value in mine.items() if name != "fingerprint"}:
+        same = same_weights(theirs.get("fingerprint", ()), mine["fingerprint"])
+        if not same or {**theirs, "fingerprint": mine["fingerprint"]} != mine:
             raise ValueError(f"{folder} holds data made with other options: choose another folder, or delete it")
     else:
         write_text(recorded, json.dumps(mine, indent=1) + "\n")
@@ -84,23 +89,12 @@ def make_data(
         advance(min(first + size, len(prompts)))
 
 
-def _description(model: LayerSkipModel, prompts: Sequence[Sequence[int]], plan: DataPlan) -> dict[str, Any]:
-    text = json.dumps([list(map(int, prompt)) for prompt in prompts])
-    return {
-        **asdict(plan),
-        "num_prompts": len(prompts),
-        "prompts": sha256(text.encode()).hexdigest()[:12],
-        "fingerprint": fingerprint(model),
-    }
-
-
 def draft_traces(
     generator: SelfSpecGenerator, prompt: Sequence[int], plan: DataPlan, *, seed: int
 ) -> Iterator[DraftTrace]:
     """Respond to one prompt, then draft from the response's positions at every exit layer; a trace per layer.
 
-    A response too short to draft in (under 2 tokens) gives none. Hidden states come in float16 from a float32 model: half
-    the disk, and rounded less than bfloat16 would.
+    A response too short to draft in (under 2 tokens) gives none. Hidden states come in `states_dtype`.
     """
     model = generator.model
     room = min(plan.response_tokens, model.max_positions - len(prompt))
@@ -118,17 +112,16 @@ def draft_traces(
         return
     if plan.positions and plan.positions < len(possible):
         possible = np.sort(np.random.default_rng(seed).choice(possible, plan.positions, replace=False))
-    eos: list[int] = []
-    if not plan.ignore_eos:
-        ids = model.generation_config.eos_token_id
-        eos = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    stored = torch.float16 if model.dtype in (torch.float32, torch.float64) else model.dtype
+    eos = None if plan.ignore_eos else model.generation_config.eos_token_id
+    ids = [] if eos is None else np.ravel(eos).tolist()
+    stored = states_dtype(model)
     with torch.inference_mode():
         cache, contexts = _run_text(model, text, plan.exit_layers)
-        drafter = PositionDrafter(model, cache, text, window=plan.window, behind=plan.behind, eos=eos)
         for layer in plan.exit_layers:
             lengths, accepted, hidden, features = [], [], [], []
-            for draft, recorder in drafter.drafts(possible.tolist(), layer):
+            for draft, recorder in drafts_at(
+                model, cache, text, possible.tolist(), layer, window=plan.window, behind=plan.behind, eos=ids
+            ):
                 lengths.append(draft.num_rows)
                 accepted.append(recorder.accepted(draft.tokens))
                 hidden.append(draft.rows.hidden[: draft.num_rows].to(stored))
@@ -163,12 +156,8 @@ def _run_text(model: LayerSkipModel, text: Tensor, exit_layers: Sequence[int]) -
 def read_traces(folder: Path) -> Iterator[DraftTrace]:
     """All traces of a folder that `make_data` filled, response by response, layers ascending."""
     for path in sorted(folder.glob("shard-*.safetensors")):
-        yield from read_shard(path)
-
-
-def read_shard(path: Path) -> Iterator[DraftTrace]:
-    """The traces of one shard."""
-    with safe_open(path, "pt") as shard:
-        names = sorted({tuple(map(int, name.split("/")[:2])) for name in shard.keys()})  # noqa: SIM118
-        for index, layer in names:
-            yield DraftTrace(exit_layer=layer, **{part: shard.get_tensor(f"{index}/{layer}/{part}") for part in _PARTS})
+        with safe_open(path, "pt") as shard:
+            names = sorted({tuple(map(int, name.split("/")[:2])) for name in shard.keys()})  # noqa: SIM118
+            for index, layer in names:
+                parts = {part: shard.get_tensor(f"{index}/{layer}/{part}") for part in _PARTS}
+                yield DraftTrace(exit_layer=layer, **parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from time import perf_counter
 from weakref import ReferenceType, ref
@@ -23,7 +25,6 @@ from selfspec.pacer.network import (
     SCOPES,
     LeanPreVerifier,
     check_fits,
-    lean,
     load_preverifier,
 )
 
@@ -102,11 +103,9 @@ class PreVerification:
         estimates = self.network.estimates(out, exit_layer)
         if self.network.config.estimates == "prefix":
             return estimates
-        chances, before = [], 1.0 if first_index == 1 else self._reliability
-        for estimate in estimates:
-            before *= estimate
-            chances.append(before)
-        self._reliability = before
+        before = 1.0 if first_index == 1 else self._reliability
+        chances = [*accumulate(estimates, mul, initial=before)][1:]
+        self._reliability = chances[-1]
         return chances
 
     def pass_seconds(self, block: int) -> float:
@@ -123,10 +122,8 @@ class PreVerification:
         network, size = self.network, self.network.layer.hidden_size
         layer, device = self.exit_layers[0], network.layer.device
         text = _Zeros(torch.zeros(_TIMED_POSITIONS, size, dtype=network.layer.dtype, device=device))
-        hidden, features = (
-            text.rows(layer, 0, block),
-            torch.zeros(block, len(FEATURES), dtype=torch.float32, device=device),
-        )
+        hidden = text.rows(layer, 0, block)
+        features = torch.zeros(block, len(FEATURES), dtype=torch.float32, device=device)
         asked = PreVerification(network)
         times = []
         with engine_mode(device), network.layer.on_one_team():
@@ -182,7 +179,7 @@ class PreVerifiers:
         if path not in self._loaded:
             module = load_preverifier(path)
             check_fits(module.config, self._model, path)  # which all processes of the model do together
-            self._loaded[path] = lean(module, self._model.dtype, self._model.device)
+            self._loaded[path] = LeanPreVerifier(module, self._model.dtype, self._model.device)
         return PreVerification(self._loaded[path], self._model, self.pass_seconds if folder is None else None)
 
     def on_this_process(self) -> PreVerification:

@@ -6,6 +6,7 @@ Source: Pacer (Zhang et al. 2025), section 3.3 and Appendix D.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,9 +61,8 @@ class DraftTrace:
         return replace(self, lengths=lengths, hidden=self.hidden[keep], features=self.features[keep])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Packed:
-    """A response's context and all its drafts as one sequence, the context first.
+class Packed(NamedTuple):
+    """A response's context and all its drafts as one sequence, the context first: what `PreVerifierModule` reads.
 
     hidden: [rows, hidden]. features: [rows, F]. draft_index, position: int64 [rows], 0 and the row's place in the text for
     context. mask: bool [rows, rows].

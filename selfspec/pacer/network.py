@@ -1,7 +1,7 @@
 """Pacer's pre-verification layer: one decoder layer over exit hidden states that estimates which drafts will be accepted.
 
 The network is trained as a transformers module (`PreVerifierModule`, around the family's own `LlamaDecoderLayer`) and decodes
-as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; the tests hold one to the other. A row is the exit hidden state of a
+as a `LeanPreVerifier`, a `LayerSkipModel` of one layer; tests compare the two. A row is the exit hidden state of a
 committed token (context), or of the row that produced a draft; only the latter get a draft-position embedding and features
 of the distribution that the draft was taken from. docs/pacer.md says what that adds to the paper.
 Source: Pacer (Zhang et al. 2025), section 3.2.
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from einops import repeat
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -31,6 +29,7 @@ from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
+from policies.bounds import MOST_DRAFTS
 
 FOLDER = "pacer"
 """The name of the folder, next to the weights, that holds a checkpoint's own pre-verifier."""
@@ -52,9 +51,11 @@ class PreVerifierConfig:
     max_drafts: draft positions that have an embedding of their own; later ones share the last.
     estimates: what the network's output means: the chance that a token is accepted if all before it in its draft are
         ("conditional"), or that it and all before it are ("prefix", as in the paper).
-    position_embedding, features, scope: what of the design is switched on (scope: which rows a draft row attends to:
-        the whole text, its own draft, or its own block; `block` is the block size that "block" was trained with).
-    policy: the stopping rule's best known settings: exit_layer, b, t, rho. Raises ValueError for what cannot be.
+    position_embedding, features: which parts of the design are switched on.
+    scope: which rows a draft row attends to: the whole text, its own draft, or its own block; `block` is the block size that
+        "block" was trained with.
+    policy: the stopping rule's best known settings: exit_layer, b, t, rho.
+    Raises ValueError for impossible values.
     """
 
     base_model: str
@@ -79,7 +80,6 @@ class PreVerifierConfig:
             raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1 and block >= 1")
 
     def llama_config(self) -> LlamaConfig:
-        """The configuration of its one layer: the base model's."""
         return LlamaConfig(**self.layer, attn_implementation="sdpa")
 
 
@@ -90,13 +90,15 @@ _LAYER_FIELDS = (
 
 
 def describe_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a LlamaConfig for a pre-verifier of this model. Its layer is Llama's, whatever the family."""
+    """The fields of a LlamaConfig for a pre-verifier of this model, as JSON has them. Its layer is Llama's in any family."""
     described = {name: getattr(config, name) for name in _LAYER_FIELDS if getattr(config, name, None) is not None}
     rope = described["rope_parameters"]
     if rope["rope_type"] not in LLAMA.ropes or rope.get("partial_rotary_factor", 1.0) != 1.0:
         described["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     nothing = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return {**described, **nothing, "num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
+    one_layer = {"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": False}
+    found: dict[str, Any] = json.loads(json.dumps({**described, **nothing, **one_layer}))
+    return found
 
 
 class PreVerifierModule(nn.Module):
@@ -120,25 +122,22 @@ class PreVerifierModule(nn.Module):
         # Factor and summand of the logits of each exit layer, fitted once the rest is trained.
         self.register_buffer("calibration", torch.tensor([[1.0, 0.0]] * len(config.exit_layers), dtype=torch.float32))
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
-    def inputs(self, hidden: Tensor, features: Tensor, draft_index: Tensor, exit_layer: int) -> Tensor:
-        """What the decoder layer sees, [rows, hidden]; arguments as in `forward`."""
-        x = self.input_norm(hidden)
-        is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
-        if self.position is not None:
-            x = x + is_draft * self.position(draft_index.clamp(max=self.config.max_drafts))
-        if self.features is not None:
-            x = x + is_draft * self.features(features.to(x.dtype))
+    def offsets(self) -> Tensor:
+        """What the exit layer and a row's draft index add to the row: [exit layers, MOST_DRAFTS + 1 or more, hidden]."""
+        config = self.config
+        last = max(MOST_DRAFTS, config.max_drafts)
+        offsets = self.norm.weight.new_zeros(len(config.exit_layers), last + 1, len(self.norm.weight))
         if self.exit is not None:
-            index = self.config.exit_layers.index(exit_layer)
-            x = x + self.exit.weight[index]
-        return x
+            offsets = offsets + self.exit.weight.unsqueeze(1)
+        if self.position is not None:
+            index = torch.arange(1, last + 1, device=offsets.device).clamp(max=config.max_drafts)
+            offsets[:, CONTEXT + 1 :] += self.position(index)
+        return offsets
 
     def forward(
         self, hidden: Tensor, features: Tensor, draft_index: Tensor, position: Tensor, mask: Tensor, exit_layer: int
@@ -149,43 +148,63 @@ class PreVerifierModule(nn.Module):
         draft_index: int64 [rows], CONTEXT or the draft's number, 1 ... position: int64 [rows], in the text.
         mask: bool [rows, rows], True where a row (first) may attend to another (second).
         """
-        x = self.inputs(hidden, features, draft_index, exit_layer).unsqueeze(0)
+        x = self.input_norm(hidden)
+        exit_index = self.config.exit_layers.index(exit_layer)
+        if self.features is not None:
+            is_draft = (draft_index > CONTEXT).unsqueeze(-1).to(x.dtype)
+            x = x + is_draft * self.features(features.to(x.dtype))
+        offsets = self.offsets()[exit_index]
+        x = (x + offsets[draft_index.clamp(max=len(offsets) - 1)]).unsqueeze(0)
         rotary = self.rotary(x, position.unsqueeze(0))
         out = self.layer(x, attention_mask=mask[None, None], position_embeddings=rotary)
         out = out[0] if isinstance(out, tuple) else out
-        scale, shift = self.calibration[self.config.exit_layers.index(exit_layer)]
+        scale, shift = self.calibration[exit_index]
         return self.head(self.norm(out[0])).squeeze(-1).float() * scale + shift
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LeanPreVerifier:
-    """The network as it decodes: `layer` runs rows through the decoder layer (its cache is the caller's) and the head.
+    """The network as it decodes: in the layout that is fast, on the base model's device and in its dtype.
 
-    Of `layer`, a LayerSkipModel of one layer, `run_layers(x, 0, 1, ...)` is used, and by `estimates` its `logits`, [rows, 1].
+    layer: a LayerSkipModel of one layer, which runs rows through the decoder layer (`run_layers(x, 0, 1, ...)` with the
+    caller's cache) and the head. calibration: per exit layer, factor and summand of the logits.
     """
 
-    config: PreVerifierConfig
-    layer: LayerSkipModel
-    calibration: tuple[tuple[float, float], ...]  # per exit layer: factor and summand of the logits
-    input_norm: RMSNorm
-    offsets: Tensor | None  # [exit layers, max_drafts + 1, hidden], what a draft's exit layer and index add to its row
-    exit: Tensor | None  # [exit layers, hidden]
-    features: PlainLinear | None
+    def __init__(self, module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, llama = module.config, module.config.llama_config()
+        layout: Layout = "native" if native_works(device, dtype) else "plain"
+
+        def tensor(value: Tensor) -> Tensor:
+            return value.detach().to(device=device, dtype=dtype, copy=True)
+
+        def linear(matrix: nn.Linear) -> PlainLinear:
+            return PlainLinear(tensor(matrix.weight), tensor(matrix.bias))
+
+        with torch.inference_mode(False), torch.no_grad():
+            converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
+            self.layer = LayerSkipModel(
+                llama,
+                dtype=dtype,
+                embedding=torch.zeros(1, llama.hidden_size, dtype=dtype, device=device),
+                layers=[converted],
+                final_norm=RMSNorm(tensor(module.norm.weight), llama.rms_norm_eps),
+                head=linear(module.head),
+                inv_freq=module.rotary.inv_freq.detach().float().to(device),
+                rotary_scaling=float(module.rotary.attention_scaling),
+                generation_config=GenerationConfig(),
+            )
+            self.calibration = [(scale, shift) for scale, shift in module.calibration.tolist()]
+            self.input_norm = RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps)
+            self.offsets = tensor(module.offsets())
+            self.features = None if module.features is None else linear(module.features)
 
     def context_inputs(self, hidden: Tensor, exit_layer: int) -> Tensor:
         """Input rows of committed tokens: [rows, hidden] -> [rows, hidden]."""
-        x = self.input_norm(hidden)
-        return x if self.exit is None else x.add_(self.exit[self.config.exit_layers.index(exit_layer)])
+        return self.input_norm(hidden).add_(self.offsets[self.config.exit_layers.index(exit_layer), CONTEXT])
 
     def draft_inputs(self, hidden: Tensor, features: Tensor, first_index: int, exit_layer: int) -> Tensor:
         """Input rows of the drafts first_index (1 for a draft's first), ...: hidden [rows, hidden], features [rows, F]."""
-        x = self.input_norm(hidden)
-        exit_index, last = self.config.exit_layers.index(exit_layer), first_index + x.shape[0]
-        if self.offsets is not None and last <= self.config.max_drafts + 1:
-            x = x.add_(self.offsets[exit_index, first_index:last])
-        elif self.offsets is not None:
-            rows = torch.arange(first_index, last, device=x.device).clamp(max=self.config.max_drafts)
-            x = x.add_(self.offsets[exit_index, rows])
+        offsets = self.offsets[self.config.exit_layers.index(exit_layer)]
+        x = self.input_norm(hidden).add_(offsets[first_index : first_index + hidden.shape[0]])
         return x if self.features is None else self.features.add_to(x, features.to(x.dtype))
 
     def estimates(self, hidden: Tensor, exit_layer: int) -> list[float]:
@@ -194,53 +213,6 @@ class LeanPreVerifier:
         return [
             1 / (1 + math.exp(-min(max(scale * x + shift, -80.0), 80.0))) for [x] in self.layer.logits(hidden).tolist()
         ]
-
-
-def lean(module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> LeanPreVerifier:
-    """The trained module in the layout that decoding is fast with, on the base model's device and in its dtype."""
-    config, llama = module.config, module.config.llama_config()
-    layout: Layout = "native" if native_works(device, dtype) else "plain"
-
-    def tensor(value: Tensor) -> Tensor:
-        return value.detach().to(device=device, dtype=dtype, copy=True)
-
-    with torch.inference_mode(False), torch.no_grad():
-        converted = convert_layer(module.layer.to(device=device, dtype=dtype), llama, lambda weight: layout, dtype)
-        layer = LayerSkipModel(
-            llama,
-            dtype=dtype,
-            embedding=torch.zeros(1, llama.hidden_size, dtype=dtype, device=device),
-            layers=[converted],
-            final_norm=RMSNorm(tensor(module.norm.weight), llama.rms_norm_eps),
-            head=PlainLinear(tensor(module.head.weight), tensor(module.head.bias)),
-            inv_freq=module.rotary.inv_freq.detach().float().to(device),
-            rotary_scaling=float(module.rotary.attention_scaling),
-            generation_config=GenerationConfig(),
-        )
-        features = module.features
-        return LeanPreVerifier(
-            config=config,
-            layer=layer,
-            calibration=tuple((scale, shift) for scale, shift in module.calibration.tolist()),
-            input_norm=RMSNorm(tensor(module.input_norm.weight), llama.rms_norm_eps),
-            offsets=_offsets(module, tensor),
-            exit=None if module.exit is None else tensor(module.exit.weight),
-            features=None if features is None else PlainLinear(tensor(features.weight), tensor(features.bias)),
-        )
-
-
-def _offsets(module: PreVerifierModule, tensor: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """[exit layers, max_drafts + 1, hidden]; None for a network without embeddings of either."""
-    config = module.config
-    parts = []
-    if module.exit is not None:
-        parts.append(
-            repeat(tensor(module.exit.weight), "exit hidden -> exit draft hidden", draft=config.max_drafts + 1)
-        )
-    if module.position is not None:
-        exits = len(config.exit_layers)
-        parts.append(repeat(tensor(module.position.weight), "draft hidden -> exit draft hidden", exit=exits))
-    return sum(parts[1:], parts[0]).contiguous() if parts else None
 
 
 def draft_features(logits: Tensor) -> Tensor:
@@ -258,8 +230,7 @@ def check_fits(config: PreVerifierConfig, model: LayerSkipModel, where: str) -> 
         f"{where} is a pre-verifier for exit layers {', '.join(map(str, config.exit_layers))} of {config.base_model}"
     )
     remedy = "train one for this model with selfspec train-pacer"
-    described = json.loads(json.dumps(describe_layer(model.config)))
-    if described != config.layer or max(config.exit_layers) >= model.num_layers:
+    if describe_layer(model.config) != config.layer or max(config.exit_layers) >= model.num_layers:
         raise ValueError(f"{wanted}, a model of another shape than {model.name or 'this one'}: {remedy}")
     if not same_weights(fingerprint(model), config.fingerprint):
         raise ValueError(f"{wanted}, whose weights are not those of {model.name or 'this model'}: {remedy}")
@@ -271,12 +242,12 @@ def count_parameters(config: PreVerifierConfig) -> int:
         return sum(parameter.numel() for parameter in PreVerifierModule(config).parameters())
 
 
-def save_preverifier(module: PreVerifierModule, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Write config and weights into an existing folder; dtype: of the weights, None for theirs."""
-    write_module(module, module.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, dtype)
+def save_preverifier(module: PreVerifierModule, folder: Path) -> None:
+    """Write config and weights into an existing folder."""
+    write_module(module, module.config, folder / CONFIG_FILE, folder / WEIGHTS_FILE, None)
 
 
-def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "cpu") -> PreVerifierModule:
+def load_preverifier(folder: str | Path) -> PreVerifierModule:
     """Read what `save_preverifier` wrote, in float32. Raises FileNotFoundError or ValueError that says what is wrong."""
     folder = Path(folder)
     if not (folder / CONFIG_FILE).is_file():
@@ -290,4 +261,4 @@ def load_preverifier(folder: str | Path, *, map_location: str | torch.device = "
         what="pre-verifier",
         remedy="train it again with selfspec train-pacer",
     )
-    return module.to(map_location).eval()
+    return module.eval()

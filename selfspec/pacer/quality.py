@@ -20,14 +20,7 @@ def trace_logits(module: PreVerifierModule, trace: DraftTrace) -> Tensor:
     """The network's output for every draft row of a trace, float32 [rows]."""
     packed = pack(trace, scope=module.config.scope, block=module.config.block)
     device = module.head.weight.device
-    logits: Tensor = module(
-        packed.hidden.to(device),
-        packed.features.to(device),
-        packed.draft_index.to(device),
-        packed.position.to(device),
-        packed.mask.to(device),
-        trace.exit_layer,
-    )
+    logits: Tensor = module(*(part.to(device) for part in packed), trace.exit_layer)
     return logits[len(trace.context) :]
 
 
@@ -56,7 +49,6 @@ def running_products(estimates: Tensor, lengths: Tensor) -> Tensor:
 
 def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], window: int) -> list[PlayedDraft]:
     """The traces' drafts with the network's estimates, for `selfspec.pacer.tuning`."""
-    module.eval()
     played = []
     for trace in traces:
         lengths = trace.lengths.tolist()
@@ -70,14 +62,12 @@ def played_drafts(module: PreVerifierModule, traces: Sequence[DraftTrace], windo
             )
             for part, accepted, length in zip(parts, trace.accepted.tolist(), lengths)
         ]
-    module.train()
     return played
 
 
-@torch.no_grad()  # not inference mode, in which nothing could be fitted
+@torch.no_grad()
 def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace]) -> None:
-    """Fit the network's `calibration`, per exit layer, to responses that it did not learn from: it is too sure of itself."""
-    module.eval()
+    """Fit the network's `calibration`, per exit layer, to responses that it did not learn from: it is overconfident."""
     module.calibration.copy_(module.calibration.new_tensor([1.0, 0.0]).expand_as(module.calibration))
     for index, layer in enumerate(module.config.exit_layers):
         of_layer = [_learned_from(module, trace) for trace in traces if trace.exit_layer == layer]
@@ -85,7 +75,6 @@ def calibrate_estimates(module: PreVerifierModule, traces: Sequence[DraftTrace])
             logits = torch.cat([trace_logits(module, trace).cpu() for trace in of_layer])
             fitted = fit_calibration(logits, torch.cat([trace.labels() for trace in of_layer]))
             module.calibration[index] = module.calibration.new_tensor(fitted)
-    module.train()
 
 
 def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -95,20 +84,11 @@ def fit_calibration(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     """
     if not 0 < float(labels.mean()) < 1:
         return 1.0, 0.0
-    x, y = logits.double(), labels.double()
-    with torch.enable_grad():
-        fitted = torch.tensor([1.0, 0.0], dtype=torch.double, device="cpu", requires_grad=True)
-        optimizer = torch.optim.LBFGS([fitted], max_iter=200, line_search_fn="strong_wolfe")
+    from sklearn.linear_model import LogisticRegression
 
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            value = F.binary_cross_entropy_with_logits(x * fitted[0] + fitted[1], y)
-            value.backward()
-            return value
-
-        optimizer.step(loss)
-    scale, shift = fitted.tolist()
-    return scale, shift
+    fitted = LogisticRegression(C=1e12, tol=1e-9, max_iter=1000)  # without a penalty, as good as
+    fitted.fit(logits.double().unsqueeze(1).numpy(), labels.numpy())
+    return float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
 
 
 def confidence_table(traces: Sequence[DraftTrace]) -> AcceptanceTable:
@@ -161,7 +141,7 @@ def calibration_error(scores: Tensor, labels: Tensor, bins: int = 20) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quality:
+class EstimateQuality:
     """The quality of estimates on some tokens.
 
     stop_precision, stop_recall: of "stop here" (score <= 0.5) as a forecast of rejection; NaN where nothing is stopped or
@@ -176,11 +156,11 @@ class Quality:
     share_accepted: float
 
 
-def quality(scores: Tensor, labels: Tensor, threshold: float = 0.5) -> Quality:
+def quality(scores: Tensor, labels: Tensor) -> EstimateQuality:
     """Measure scores in [0, 1] against labels 0 and 1, float32 [tokens] each."""
     metrics = scikit_learn_metrics()
-    stops, rejected = (scores <= threshold).numpy(), (labels < 0.5).numpy()
-    return Quality(
+    stops, rejected = (scores <= 0.5).numpy(), (labels < 0.5).numpy()
+    return EstimateQuality(
         auc=auc(scores, labels),
         calibration_error=calibration_error(scores, labels),
         stop_precision=float(metrics.precision_score(rejected, stops, zero_division=float("nan"))),
@@ -199,7 +179,6 @@ def evaluate(
     "token": each token up to and including the first mismatch, by its own estimate. "prefix": every drafted token, by the
     estimate that it and all before it are accepted (the running product of its draft's estimates).
     """
-    module.eval()
     table = confidence_table(train)
     results: dict[str, dict[str, Any]] = {}
     for layers in [(layer,) for layer in module.config.exit_layers] + [module.config.exit_layers]:
@@ -219,7 +198,6 @@ def evaluate(
                 ("confidence", confidence_estimates(traces, table)),
             )
         }
-    module.train()
     return results
 
 

@@ -76,5 +76,4 @@ class PreVerifierTraining(DataPlan, FrozenModelSettings):
 
     @property
     def data_folder(self) -> Path:
-        """Where the draft traces are kept."""
         return Path(self.data_of or self.output_dir) / "data"

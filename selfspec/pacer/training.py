@@ -28,7 +28,7 @@ from layerskip_models.training.resumable_run import (
     quiet_console,
 )
 from layerskip_models.training.saving import write_folder
-from policies.bounds import check_exit_layer
+from policies.bounds import check_layers
 from policies.pacer import MAX_LENGTH
 from selfspec.cli.arguments import load_generator
 from selfspec.cli.option_groups import LoadOptions
@@ -73,9 +73,7 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
             config.model, LoadOptions(dtype=config.dtype, device=device), console, tensor_parallel=None
         )
         model = generator.model
-        layers = tuple(sorted({*config.exit_layers})) or (max(model.num_layers // 4, 1),)
-        for layer in layers:
-            check_exit_layer(layer, model.num_layers)
+        layers = check_layers(config.exit_layers, model.num_layers) or (max(model.num_layers // 4, 1),)
         if accelerator.is_main_process:
             _make_data(config, generator, layers, console)
     torch.manual_seed(config.seed)
@@ -83,19 +81,15 @@ def train_preverifier(config: PreVerifierTraining, console: Console | None = Non
         base_model=config.model_name(),
         fingerprint=fingerprint(model),
         exit_layers=layers,
-        layer=json.loads(json.dumps(describe_layer(model.config))),
+        layer=describe_layer(model.config),
         max_drafts=config.window,
-        position_embedding=config.position_embedding,
-        features=config.features,
-        estimates=config.estimates,
-        scope=config.scope,
-        block=config.block,
+        **{name: getattr(config, name) for name in ("position_embedding", "features", "estimates", "scope", "block")},
     )
     module = PreVerifierModule(described).to(accelerator.device)
     traces = list(read_traces(config.data_folder / "train"))
     if not traces:
         raise ValueError("no response was long enough to draft in: raise response_tokens, or set ignore_eos")
-    mine, kept_back = split_responses(traces)
+    mine, kept_back = split_responses(traces, len(layers))
     fit = PreVerifierFit(config, accelerator, module, mine)
     steps = config.num_steps(len(mine), fit.batch)
     ResumableRun(config, accelerator, fit.held, [fit.optimizer], steps=steps, console=console).execute(fit.gradient)
@@ -144,14 +138,14 @@ class PreVerifierFit:
         return StepReport(figures={"loss": round(loss_of_batch, 5)}, summary=f"loss {loss_of_batch:.4f}")
 
 
-def split_responses(traces: Sequence[DraftTrace]) -> tuple[list[DraftTrace], list[DraftTrace]]:
-    """(to train on, to choose the stopping rule's settings on): every eighth response, with all its layers, is kept back."""
+def split_responses(traces: Sequence[DraftTrace], exits: int) -> tuple[list[DraftTrace], list[DraftTrace]]:
+    """(to train on, to choose the stopping rule's settings on): every eighth response is kept back.
+
+    exits: the number of a response's traces, which stand together.
+    """
     parts: tuple[list[DraftTrace], list[DraftTrace]] = ([], [])
-    number, last = -1, 1 << 30
-    for trace in traces:  # a response's layers ascend
-        number += trace.exit_layer <= last
-        last = trace.exit_layer
-        parts[number % _KEPT_BACK == _KEPT_BACK - 1].append(trace)
+    for place, trace in enumerate(traces):
+        parts[place // exits % _KEPT_BACK == _KEPT_BACK - 1].append(trace)
     return parts
 
 
@@ -176,6 +170,5 @@ def _choose_settings(
             f" {setting.tokens_per_layer * num_layers:.3f} times plain decoding's tokens per layer"
         )
     if settings:
-        best = settings[0]
-        chosen = {"exit_layer": best.exit_layer, "b": best.b, "t": best.t, "rho": best.rho}
-        module.config = replace(module.config, policy=chosen)
+        policy = {name: getattr(settings[0], name) for name in ("exit_layer", "b", "t", "rho")}
+        module.config = replace(module.config, policy=policy)

@@ -66,9 +66,7 @@ def play(drafts: Iterable[PlayedDraft], num_layers: int, *, b: int, t: float, rh
     return tokens / layers
 
 
-def best_settings(
-    drafts: Sequence[PlayedDraft], num_layers: int, *, max_length: int, blocks: Sequence[int] = BLOCKS
-) -> list[PlayedSetting]:
+def best_settings(drafts: Sequence[PlayedDraft], num_layers: int, *, max_length: int) -> list[PlayedSetting]:
     """The best setting of each exit layer, best layer first."""
     best = []
     for layer in sorted({draft.exit_layer for draft in drafts}):
@@ -81,7 +79,7 @@ def best_settings(
                 rho=rho,
                 tokens_per_layer=play(of_layer, num_layers, b=b, t=t, rho=rho, max_length=max_length),
             )
-            for b, t, rho in product(blocks, THRESHOLDS, GROWTHS)
+            for b, t, rho in product(BLOCKS, THRESHOLDS, GROWTHS)
         ]
         best.append(max(settings, key=lambda setting: setting.tokens_per_layer))
     return sorted(best, key=lambda setting: -setting.tokens_per_layer)

@@ -37,14 +37,14 @@ def test_a_run_explains_itself(generator: SelfSpecGenerator) -> None:
     result = watched(generator, "ls:2-3")
     explanation = explain(result, 4, cost)
     assert sum(explanation.phases.values()) == pytest.approx(1.0, abs=0.05)
-    assert explanation.layers_speedup == pytest.approx(result.stats.etpl * 4)
+    assert explanation.speedups.layers == pytest.approx(result.stats.etpl * 4)
     assert explanation.exact
-    assert explanation.full_acceptance_speedup >= explanation.cost_speedup
+    assert explanation.speedups.full_acceptance >= explanation.speedups.cost
     # The setting that ran is among the replayed ones, with what it really did.
     own = next(setting for setting in explanation.by_layers if setting.policy == "ls:2-3")
     assert own.tokens_per_cost == pytest.approx(result.stats.etpl)
     rounds = replay(trace_agreement(generator, torch.tensor(PROMPT), 40), 2, 3)
-    assert explanation.cost_speedup == pytest.approx(rounds.num_tokens * cost.autoregressive() / rounds.cost(cost))
+    assert explanation.speedups.cost == pytest.approx(rounds.num_tokens * cost.autoregressive() / rounds.cost(cost))
     text = "\n".join(explanation_lines(explanation, cost))
     assert "replayed from this run" in text
     assert "largest loss is" in text
@@ -116,7 +116,7 @@ def test_a_run_that_copies_says_what_each_source_gave(generator: SelfSpecGenerat
     cost = MeasuredCost(num_layers=4, layer_seconds=(1e-6, 1.1e-6), head_seconds=(2e-6, 2.2e-6), draft_seconds=1e-7)
     rounds = sum(cost_of_round(record, cost) for record in result.trace)
     explanation = explain(result, 4, cost)
-    assert explanation.cost_speedup == pytest.approx((stats.num_new_tokens - 1) * cost.autoregressive() / rounds)
+    assert explanation.speedups.cost == pytest.approx((stats.num_new_tokens - 1) * cost.autoregressive() / rounds)
     text = "\n".join(explanation_lines(explanation, cost))
     assert f"copied from earlier text: {stats.num_copied_accepted} of {stats.num_copied} accepted; drafted by" in text
     assert "these settings copy nothing" in text

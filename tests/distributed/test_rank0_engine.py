@@ -16,6 +16,7 @@ from preverifiers import random_module
 from rank_processes import results_of
 from scripted_policies import made_up_cost
 from selfspec import SelfSpecGenerator
+from selfspec.cache.copy_index import CopyStore
 from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.engine.calibrate import use_cost
 from selfspec.engine.engine import Engine
@@ -54,6 +55,11 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(load_tokenizer(DEMO_PATH), 4096, [0])
 
 
+def copies(generator: SelfSpecGenerator) -> CopyStore:
+    """Each process its own: something to copy after 5, 1, 7 and any token."""
+    return generator.copy_store([[5, 1, 7, token, 2, 9] for token in range(4096)])
+
+
 def _serve(generator: SelfSpecGenerator, engine: Engine, words: Vocabulary, policies: ServedPolicies) -> dict[str, Any]:
     """Texts that join in the middle of others, one that is cancelled, policies that learn and come back; one that follows a
     schema."""
@@ -72,6 +78,7 @@ def _serve(generator: SelfSpecGenerator, engine: Engine, words: Vocabulary, poli
             "logits_processor": LogitsProcessorList([GrammarProcessor(words, SCHEMA, 1)]),
         },
         {"prompt": [3], "policy": policies.choose("pacer", repeats=True), "do_sample": True, "seed": 7},
+        {"prompt": [5, 1, 7], "policy": policies.choose("copy:3", repeats=False), "copy_from": copies(generator)},
     ]  # fmt: skip
     texts: dict[int, list[int]] = {}
     logprobs: list[float] = []
@@ -101,7 +108,7 @@ def _on_a_rank(path: Path) -> dict[str, Any] | None:
     use_cost(model, made_up_cost(4))  # to measure would take longer than all the rest
     if model.ranks.rank:
         ServedPolicies(generator, OWN)  # as a worker's translator makes them
-        run_worker(generator, OWN, shared=[words])
+        run_worker(generator, OWN, copies(generator), [words])
         return {"pass_seconds": generator.load_preverifier.pass_seconds}
     make = rank0_engines(generator, OWN, [words])
     policies = ServedPolicies(generator, OWN)

@@ -9,11 +9,11 @@ import torch
 from layerskip_models import LayerSkipModel
 from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.network import (
+    LeanPreVerifier,
     PreVerifierConfig,
     PreVerifierModule,
     describe_layer,
     fingerprint,
-    lean,
 )
 
 
@@ -41,4 +41,4 @@ def random_module(model: LayerSkipModel, *, seed: int = 0, **changes: Any) -> Pr
 
 def random_preverification(model: LayerSkipModel, **options: Any) -> PreVerification:
     """The same, ready to decode with the model."""
-    return PreVerification(lean(random_module(model, **options), model.dtype, model.device))
+    return PreVerification(LeanPreVerifier(random_module(model, **options), model.dtype, model.device))

@@ -77,8 +77,8 @@ def test_as_assistant_model_the_text_is_plain_and_acceptance_as_predicted(num_dr
     rounds, drafted = counts[llama], counts[draft]
     new = len(PROMPTS) * NEW
     assert rounds < new  # some drafts are accepted
-    assert predicted.acceptance_rate(num_drafts) == (new - rounds) / drafted < 1
-    assert predicted.tokens_per_round(num_drafts) == new / rounds
+    assert predicted.rounds(num_drafts).acceptance_rate == (new - rounds) / drafted < 1
+    assert predicted.rounds(num_drafts).tokens_per_round == new / rounds
 
 
 def test_an_adapter_is_folded_in_exactly(tmp_path: Path) -> None:

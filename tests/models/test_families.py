@@ -25,7 +25,7 @@ from layerskip_models.prefill import prefill
 from scripted_policies import named_policy
 from selfspec import SelfSpecGenerator, custom_generate
 from selfspec.engine.runners.choice import RunnerName
-from selfspec.pacer.network import PreVerifierConfig, PreVerifierModule, describe_layer, lean
+from selfspec.pacer.network import LeanPreVerifier, PreVerifierConfig, PreVerifierModule, describe_layer
 from tests.fuzz.fuzz_models import draw_config, random_model
 from tiny_llama import VOCAB_SIZE, full_logits, reference_greedy
 
@@ -196,7 +196,7 @@ def test_a_pre_verifier_fits_every_family(kind: str) -> None:
     config = reference(kind, 3).config
     described = PreVerifierConfig(base_model=kind, fingerprint=(0.0,), exit_layers=(1,), layer=describe_layer(config))
     module = PreVerifierModule(described).eval()
-    one = lean(copy.deepcopy(module), torch.float64, torch.device("cpu"))
+    one = LeanPreVerifier(copy.deepcopy(module), torch.float64, torch.device("cpu"))
     hidden = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     nothing = torch.zeros(5, 3), torch.zeros(5, dtype=torch.long), torch.arange(5)

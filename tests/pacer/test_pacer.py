@@ -21,11 +21,11 @@ from selfspec import SelfSpecGenerator
 from selfspec.engine.hidden_states import HiddenStates
 from selfspec.pacer.inference import PreVerification
 from selfspec.pacer.network import (
+    LeanPreVerifier,
     PreVerifierConfig,
     count_parameters,
     describe_layer,
     draft_features,
-    lean,
     load_preverifier,
     save_preverifier,
 )
@@ -158,7 +158,9 @@ def test_a_measured_cost_charges_what_a_pass_takes() -> None:
             return 100.0 * block
 
     model = from_transformers(tiny_llama(num_layers=4, seed=1), layout="plain")
-    network = PreVerification(lean(random_module(model, exit_layers=(1, 2)), model.dtype, model.device)).network
+    network = PreVerification(
+        LeanPreVerifier(random_module(model, exit_layers=(1, 2)), model.dtype, model.device)
+    ).network
     measured = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.0), head_seconds=(1.0, 1.0))
     costs = {}
     for kind in ("layers", "measured"):
@@ -182,7 +184,7 @@ class Checked(PreVerification):
     """Holds every answer to the module's, over the committed rows and the round's rows given all at once."""
 
     def __init__(self, module: Any, model: LayerSkipModel) -> None:
-        super().__init__(lean(module, model.dtype, model.device))
+        super().__init__(LeanPreVerifier(module, model.dtype, model.device))
         self.module, self.count, self.first = module.to(model.dtype), 0, 0
         self.rows: list[tuple[Tensor, Tensor]] = []
 

@@ -15,7 +15,7 @@ from layerskip_models import from_transformers
 from layerskip_models.training.documents import DataSource
 from layerskip_models.training.examples import Example, in_shares, read_examples, sampled_examples
 from selfspec import SelfSpecGenerator
-from selfspec.exits.own_answers import OwnAnswers
+from selfspec.exits.own_answers import own_answers
 from selfspec.exits.training_texts import TextReader
 from selfspec.messages import OWN_TEMPLATE, ChatTemplate
 from tiny_llama import reference_greedy, tiny_llama, tiny_tokenizer
@@ -180,8 +180,8 @@ def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) ->
     made: list[int] = []
 
     def answers(count: int) -> list[Any]:
-        writer = OwnAnswers(engine, tmp_path / "answers.jsonl", most_tokens=9)
-        return list(writer.texts(iter(prompts[:count]), made.append))
+        path = tmp_path / "answers.jsonl"
+        return list(own_answers(engine, iter(prompts[:count]), path, most_tokens=9, advance=made.append))
 
     assert len(answers(3)) == 3
     with (tmp_path / "answers.jsonl").open("a") as stream:
@@ -192,7 +192,7 @@ def test_own_answers_are_the_models_and_are_not_written_twice(tmp_path: Path) ->
         assert text.own and text.scored == [(len(prompt), len(text.tokens))]
         assert text.tokens[len(prompt) :] == reference_greedy(llama, prompt, max_new_tokens=9, eos_token_id=6)
     with pytest.raises(ValueError, match="other prompts"):
-        list(OwnAnswers(engine, tmp_path / "answers.jsonl", most_tokens=9).texts(iter([[1]])))
+        list(own_answers(engine, iter([[1]]), tmp_path / "answers.jsonl", most_tokens=9))
 
 
 def test_sampled_answers_follow_their_seeds(tmp_path: Path) -> None:
@@ -200,6 +200,7 @@ def test_sampled_answers_follow_their_seeds(tmp_path: Path) -> None:
     engine = SelfSpecGenerator(from_transformers(llama, layout="plain"), tiny_tokenizer())
     runs = []
     for name, seed, count in (("a", 3, 2), ("b", 3, 2), ("c", 4, 2)):
-        writer = OwnAnswers(engine, tmp_path / name, most_tokens=12, temperature=1.0, seed=seed)
-        runs.append([text.tokens for text in writer.texts(iter([[1, 2]] * count))])
+        prompts = iter([[1, 2]] * count)
+        answered = own_answers(engine, prompts, tmp_path / name, most_tokens=12, temperature=1.0, seed=seed)
+        runs.append([text.tokens for text in answered])
     assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]

@@ -41,13 +41,13 @@ def test_inspect_says_what_adapters_would_give(generator: SelfSpecGenerator) -> 
     steps: list[str] = []
     texts = ["abcd abc bed cab head fig"]
     found = inspect_model(generator, texts, max_new_tokens=8, repeats=1, probe_seconds=0.5, advance=steps.append)
-    assert found.adapted is not None
-    assert sorted(found.adapted.own_agreement) == [1, 2]
+    assert found.adapted is not None and found.probe is not None
+    assert found.probe.adapters.exit_layers == (1, 2)
     assert len(steps) == 2 * len(texts) + 3
     lines = inspection_lines(found)
     assert "with an adapter" in lines[0]
     assert f"{found.adapted.own_agreement[2]:.3f}" in lines[2]
     assert "train-exit" in lines[-1]
     bare = inspect_model(generator, texts, max_new_tokens=8, repeats=1)
-    assert bare.adapted is None
+    assert bare.adapted is bare.probe is None
     assert "adapter" not in inspection_lines(bare)[0]
