@@ -1,4 +1,4 @@
-"""`selfspec-bench busy`: speed on a machine that others use, too."""
+"""`python -m bench.experiments busy`: speed on a machine that others use, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.commands.bench_options import (
     PromptTokensOption,
 )
 from bench.commands.preparation import configuration, encoded, load_network, open_tokenizer, progress, recording, show
-from bench.machine.busy import Timed, TimedSelfSpec, TimedTransformers, busy_processes, measure_cell
+from bench.experiments.busy.busy import Timed, TimedSelfSpec, TimedTransformers, busy_processes, measure_cell
 from bench.provenance import available_cores, provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range
