@@ -129,7 +129,7 @@ def read_parts(path: Path) -> list[Line]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The parts beside a record, by number."""
+    """The parts next to a record, by number."""
     beside = path.parent.glob(f"{path.name}.part*") if path.parent.is_dir() else ()
     numbers = {part: part.name.removeprefix(f"{path.name}.part") for part in beside}
     return sorted(

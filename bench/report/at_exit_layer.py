@@ -1,4 +1,4 @@
-"""Policies that stay at one exit layer beside the fixed lengths there, task by task.
+"""Policies that stay at one exit layer, compared with the fixed lengths there, task by task.
 
 Tokens per loaded layer, relative to plain decoding; a pre-verifier's passes count as loaded layers. Fixed lengths (1 to 8)
 are replayed from the record's grid. The oracle per task is the length that was best on the very prompts it is scored on.

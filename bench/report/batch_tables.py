@@ -10,7 +10,7 @@ from bench.report.table import UNKNOWN, Table, counted, cross_table, subject
 
 
 def batch_headline(lines: Sequence[Line]) -> str:
-    """What company brings."""
+    """What decoding texts together gains."""
     sizes = _sizes(lines)
     most = sizes[-1]
     parts = []

@@ -1,4 +1,4 @@
-"""The tables of a measurement over contexts: speed, time beside reading keys and values, memory."""
+"""The tables of a measurement over contexts: speed, time compared with reading keys and values, memory."""
 
 from __future__ import annotations
 

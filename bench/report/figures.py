@@ -21,7 +21,7 @@ from bench.grid import grid_lines, mean_agreement
 from bench.record import PLAIN, Line
 from bench.report.context_tables import ROLES, seconds_per_token
 from bench.report.record_kinds import kind_of
-from bench.report.summary import Samples
+from bench.report.summary import Samples, Spread
 from bench.report.sweep_tables import Sweep
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -101,13 +101,11 @@ def speedup_bars(samples: Samples) -> Figure:
     spreads = {name: samples.speedup(name, PLAIN) for name in samples.engines}
     names = sorted(spreads, key=lambda name: spreads[name].value)
     values = [spreads[name].value for name in names]
-    whiskers = [[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in (spreads[name] for name in names)]
+    whiskers = _whiskers([spreads[name] for name in names])
     figure, axes = _bars(len(names))
     colours = [_OURS if name.startswith("selfspec") else _PEERS for name in names]
     axes.barh([samples.labels[name] for name in names], values, color=colours, height=0.7)
-    axes.errorbar(
-        values, range(len(names)), xerr=np.array(whiskers).T, fmt="none", ecolor="#444444", capsize=2, linewidth=1
-    )
+    axes.errorbar(values, range(len(names)), xerr=whiskers, fmt="none", ecolor="#444444", capsize=2, linewidth=1)
     for row, name in enumerate(names):
         _beside(axes, spreads[name].high, row, f"{values[row]:.2f}")
     axes.axvline(1, color=REFERENCE, linewidth=0.8)
@@ -206,7 +204,7 @@ def sweep_line(sweep: Sweep) -> Figure:
     axes.errorbar(
         [place for place, _ in timed],
         [spread.value for spread in spreads],
-        yerr=np.array([[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in spreads]).T,
+        yerr=_whiskers(spreads),
         fmt="o",
         color=_OURS,
         ecolor="#444444",
@@ -270,6 +268,11 @@ def _bars(count: int, extra: float = 0.0) -> tuple[Figure, Axes]:
     axes.tick_params(axis="y", length=0, labelsize=9)
     bare(axes)
     return figure, axes
+
+
+def _whiskers(spreads: Sequence[Spread]) -> np.ndarray:
+    """[2, values]: how far the lowest and the highest repeat are from each value."""
+    return np.array([[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in spreads]).T
 
 
 def _beside(axes: Axes, value: float, row: int, text: str) -> None:

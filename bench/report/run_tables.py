@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from bench.grid import (
     ALL,
@@ -57,32 +58,32 @@ def decoding_text(lines: Sequence[Line]) -> str:
 
 def _speed_table(lines: Sequence[Line], samples: Samples) -> Table:
     """A column that no engine has a figure for is left out."""
-    memory = {line["engine"]: line["peak_bytes"] for line in lines if line["kind"] == "memory"}
-    summaries = {name: samples.summary(name) for name in samples.engines}
+    memory = {line["engine"]: line["peak_bytes"] / 2**20 for line in matching(lines, "memory")}
 
-    def over(baseline: str) -> Callable[[str], str]:
-        return lambda name: times(samples.speedup(name, baseline)) if baseline in samples.engines else UNKNOWN
+    def over(name: str, baseline: str) -> str:
+        return times(samples.speedup(name, baseline)) if baseline in samples.engines else UNKNOWN
 
-    columns: dict[str, Callable[[str], str]] = {
-        "tokens/s": lambda name: spread_text(summaries[name].tokens_per_second),
-        "× plain": over(PLAIN),
-        "× transformers": over(TRANSFORMERS),
-        "pooled tokens/s": lambda name: number(summaries[name].total_tokens_per_second, "{:.1f}"),
-        "decode tokens/s": lambda name: number(summaries[name].decode_tokens_per_second, "{:.1f}"),
-        "TTFT, ms": lambda name: number(summaries[name].time_to_first_token, "{:.0f}", 1000),
-        "of bandwidth": lambda name: number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
-        "memory, MiB": lambda name: number(memory.get(name), "{:.1f}", 1 / 2**20),
-        "over plain's": lambda name: (
-            number(memory[name] - memory[PLAIN], "{:+.1f}", 1 / 2**20) if {name, PLAIN} <= memory.keys() else UNKNOWN
-        ),
-    }
-    title = (
-        f"Speed on {lines[0]['configuration']['model']}, {decoding_text(lines)}; plain: selfspec without speculation"
-    )
-    engines = {name: samples.labels[name] for name in samples.engines}
-    return cross_table(
-        "speed", title, "engine", engines, names(columns), lambda name, column: columns[column](name)
-    ).known()
+    rows = []
+    for name, label in samples.engines.items():
+        own = samples.summary(name)
+        beyond = memory[name] - memory[PLAIN] if {name, PLAIN} <= memory.keys() else None
+        rows.append(
+            {
+                "engine": label,
+                "tokens/s": spread_text(own.tokens_per_second),
+                "× plain": over(name, PLAIN),
+                "× transformers": over(name, TRANSFORMERS),
+                "pooled tokens/s": number(own.total_tokens_per_second, "{:.1f}"),
+                "decode tokens/s": number(own.decode_tokens_per_second, "{:.1f}"),
+                "TTFT, ms": number(own.time_to_first_token, "{:.0f}", 1000),
+                "of bandwidth": number(_bandwidth_share(lines, samples, name), "{:.0f} %", 100),
+                "memory, MiB": number(memory.get(name), "{:.1f}"),
+                "over plain's": number(beyond, "{:+.1f}"),
+            }
+        )
+    model = lines[0]["configuration"]["model"]
+    title = f"Speed on {model}, {decoding_text(lines)}; plain: selfspec without speculation"
+    return Table.of("speed", title, rows).known()
 
 
 def _bandwidth_share(lines: Sequence[Line], samples: Samples, engine: str) -> float | None:
@@ -101,12 +102,12 @@ def _round_table(samples: Samples) -> Table:
     first = samples.outputs[0]["reference"]
     compared = first is not None  # sampled outputs are not
     rows = []
-    for name in samples.engines:
+    for name, label in samples.engines.items():
         row = samples.summary(name)
         to = "" if references[name] == first else f" to {samples.labels[references[name]]}"
         rows.append(
             {
-                "engine": samples.labels[name],
+                "engine": label,
                 "acceptance rate": number(row.acceptance_rate, "{:.3f}"),
                 "accepted/round": number(row.accepted_per_round, "{:.2f}"),
                 "tokens/round": number(row.tokens_per_round, "{:.2f}"),
@@ -135,12 +136,11 @@ def _phase_table(samples: Samples) -> Table:
 def _by_task(name: str, title: str, samples: Samples, cell: Callable[[str, Sequence[str] | None], str]) -> Table:
     """cell: of an engine and the tasks that count, None for all."""
     tasks = names([*dict.fromkeys(samples.tasks.values()), ALL])
-    engines = {engine: samples.labels[engine] for engine in samples.engines}
 
     def chosen(engine: str, task: str) -> str:
         return cell(engine, None if task == ALL else [task])
 
-    return cross_table(name, title, "engine", engines, tasks, chosen)
+    return cross_table(name, title, "engine", samples.engines, tasks, chosen)
 
 
 def _score_table(samples: Samples) -> list[Table]:
@@ -153,16 +153,16 @@ def _score_table(samples: Samples) -> list[Table]:
     if not found:
         return []
 
-    def cell(column: Mapping[str, Mapping[str, Sequence[float]]], engine: str) -> str:
-        return number(mean(mean(runs) for runs in column.get(engine, {}).values()), "{:.1f}", 100)
+    def cell(engine: str, column: str) -> str:
+        return number(mean(mean(runs) for runs in found[column].get(engine, {}).values()), "{:.1f}", 100)
 
-    rows = [(samples.labels[name], *(cell(column, name) for column in found.values())) for name in samples.engines]
-    if len({row[1:] for row in rows}) == 1:
-        rows = [("all engines", *rows[0][1:])]
     title = (
         "Scores in %, means over prompts: exact match of the final answer, F1 of ROUGE; generated code is not scored"
     )
-    return [Table(name="scores", title=title, columns=("engine", *found), rows=tuple(rows))]
+    table = cross_table("scores", title, "engine", samples.engines, names(found), cell)
+    if len({row[1:] for row in table.rows}) == 1:
+        table = replace(table, rows=(("all engines", *table.rows[0][1:]),))
+    return [table]
 
 
 def _etpl_table(lines: Sequence[Line], grid: Sequence[Line]) -> Table:

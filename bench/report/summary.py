@@ -55,14 +55,14 @@ class EngineSummary:
 
 
 class Samples:
-    """The samples and outputs of one record, by engine."""
+    """The samples and outputs of one record, by engine. labels: of all engines; engines: of those that have samples."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         run = lines[0]
         self.labels: dict[str, str] = dict(run.get("engines", {}))  # none where models are compared
         self.samples, self.outputs = matching(lines, "sample"), matching(lines, "output")
         measured = {line["engine"] for line in self.samples}
-        self.engines = [name for name in self.labels if name in measured]
+        self.engines = {name: label for name, label in self.labels.items() if name in measured}
         self.prompts = list(dict.fromkeys(line["prompt"] for line in self.samples))
         self.tasks = {line["prompt"]: line["task"] for line in self.samples}
 
