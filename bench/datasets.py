@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,14 +98,8 @@ def _parse(line: str, place: str) -> Prompt:
             raise ValueError(f'{place}: "{name}" must be a string or null, got {fields[name]!r}')
     if fields.get("metric") not in (None, *METRICS):
         raise ValueError(f'{place}: "metric" must be one of {", ".join(METRICS)}, got {fields["metric"]!r}')
-    return Prompt(
-        id=fields["id"],
-        task=fields["task"],
-        prompt=fields["prompt"],
-        reference=fields.get("reference"),
-        source=fields.get("source"),
-        metric=fields.get("metric"),
-    )
+    known: dict[str, Any] = {field.name: fields.get(field.name) for field in dataclasses.fields(Prompt)}
+    return Prompt(**known)
 
 
 def select_prompts(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:

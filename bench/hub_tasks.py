@@ -119,11 +119,8 @@ def load_hub_task(
 
 def _draw(rows: Sequence[Row], task: HubTask, num_samples: int, random: Random) -> list[int]:
     groups: dict[str, list[int]] = {}
-    if task.task_of is None:
-        groups[""] = list(range(len(rows)))
-    else:
-        for index in range(len(rows)):
-            groups.setdefault(task.task_of(rows[index]), []).append(index)
+    for index in range(len(rows)):
+        groups.setdefault("" if task.task_of is None else task.task_of(rows[index]), []).append(index)
     return [i for group in groups.values() for i in sorted(random.sample(group, min(num_samples, len(group))))]
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import Engine, EngineLostError, Generation
+from bench.engines.own import Engine, EngineLostError, Generation, Named
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +66,26 @@ def measure(
     return lost
 
 
-@contextmanager
-def _may_be_lost(engine: Engine, engines: Sequence[Engine], lost: dict[str, str] | None) -> Iterator[None]:
-    """Within it the loss of an engine is noted in `lost`; of the first one, and without `lost`, it is raised."""
+def in_turn(items: Sequence[Item], turn: int) -> list[Item]:
+    """All of them, beginning with another one each turn, so that slow drift of the machine meets all alike."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def tried(engine: Named, engines: Sequence[Named], lost: dict[str, str], call: Callable[[], Result]) -> Result | None:
+    """What a call of an engine gives; None where the engine was lost before or is lost now, which `lost` then says.
+
+    Raises EngineLostError for the first engine.
+    """
+    if engine.name in lost:
+        return None
     try:
-        yield
+        return call()
     except EngineLostError as error:
-        if lost is None or engine is engines[0]:
+        if engine is engines[0]:
             raise
         lost[engine.name] = str(error)
+        return None
 
 
 def warm_up(
@@ -80,15 +94,13 @@ def warm_up(
     *,
     max_new_tokens: int,
     warmups: int,
-    advance: Callable[[str], None] = lambda label: None,
-    lost: dict[str, str] | None = None,
+    advance: Callable[[str], None],
+    lost: dict[str, str],
 ) -> None:
     """Run every engine at full length, the path that is timed. lost: as in `measure_prompt`."""
     for engine in engines:
         for _ in range(warmups):
-            if lost is None or engine.name not in lost:
-                with _may_be_lost(engine, engines, lost):
-                    engine.generate(prompt.ids, max_new_tokens)
+            tried(engine, engines, lost, partial(engine.generate, prompt.ids, max_new_tokens))
             advance(engine.label)
 
 
@@ -100,59 +112,49 @@ def measure_prompt(
     repeats: int,
     dtype: torch.dtype,
     write: Callable[[Mapping[str, Any]], None],
-    advance: Callable[[str], None] = lambda label: None,
-    turn: int = 0,
+    advance: Callable[[str], None],
+    turn: int,
+    lost: dict[str, str],
     sampled: bool = False,
     score: Callable[[EncodedPrompt, Sequence[int]], Mapping[str, float] | None] | None = None,
-    lost: dict[str, str] | None = None,
 ) -> None:
     """Time every engine on one prompt, `repeats` times, and compare their outputs (`reference_of` says with which).
 
     sampled: every repeat draws with another seed, and outputs are not compared. score: of a run's tokens, for its sample.
-    lost: engines to leave out, with the reason; those that are lost here are added. None: losing one is an error.
+    lost: engines to leave out, with the reason; those that are lost here are added. turn: number of the first repeat, which
+    says with which engine it begins.
 
-    Engines take turns, in each repeat starting with another one (the first time with number `turn`, round and round), so that
-    slow drift of the machine meets all alike.
     write: called with a "sample" for each timed run and an "output" for each engine.
     Raises RuntimeError if an engine does not return exactly `max_new_tokens` tokens.
     """
     outputs: dict[str, list[int]] = {}
     changed: dict[str, int] = {engine.name: 0 for engine in engines}
     for repeat in range(repeats):
-        for offset in range(len(engines)):
-            engine = engines[(turn + repeat + offset) % len(engines)]
-            generation = None
-            if lost is None or engine.name not in lost:
-                with _may_be_lost(engine, engines, lost):
-                    generation = engine.generate(prompt.ids, max_new_tokens, repeat)
-            if generation is None:
-                advance(engine.label)
-                continue
-            if len(generation.tokens) != max_new_tokens:
-                raise RuntimeError(
-                    f"{engine.label} returned {len(generation.tokens)} tokens for {prompt.id}, not {max_new_tokens}"
-                )
-            tokens = outputs.setdefault(engine.name, list(generation.tokens))
-            changed[engine.name] += list(generation.tokens) != tokens
-            scores = None if score is None else score(prompt, generation.tokens)
-            write(_sample(engine, prompt, repeat, generation, scores))
+        for engine in in_turn(engines, turn + repeat):
+            generation = tried(engine, engines, lost, partial(engine.generate, prompt.ids, max_new_tokens, repeat))
+            if generation is not None:
+                tokens = list(generation.tokens)
+                if len(tokens) != max_new_tokens:
+                    raise RuntimeError(
+                        f"{engine.label} returned {len(tokens)} tokens for {prompt.id}, not {max_new_tokens}"
+                    )
+                changed[engine.name] += tokens != outputs.setdefault(engine.name, tokens)
+                scores = None if score is None else score(prompt, tokens)
+                write(_sample(engine, prompt, repeat, generation, scores))
             advance(engine.label)
-    alive = [engine for engine in engines if lost is None or engine.name not in lost]
-    for engine in alive:
-        if lost is not None and engine.name in lost:
+    for engine in engines:
+        counted = tried(engine, engines, lost, partial(engine.count, prompt.ids, max_new_tokens))
+        if engine.name in lost:
             continue
-        counted = None
-        with _may_be_lost(engine, engines, lost):
-            counted = engine.count(prompt.ids, max_new_tokens)
         reference, difference = None, None
         while not sampled and reference is None:
-            reference = reference_of(engine, [other for other in alive if lost is None or other.name not in lost])
+            reference = reference_of(engine, [other for other in engines if other.name not in lost])
             judged = (engine.arithmetic or dtype) if engine.weights == reference.weights else None
             texts = outputs[reference.name], outputs[engine.name]
-            with _may_be_lost(reference, engines, lost):
-                difference = compare_outputs(prompt.ids, *texts, reference, judged)
-                break
-            reference = None  # it was lost just now: another one is asked
+            comparing = partial(compare_outputs, prompt.ids, *texts, reference, judged)
+            difference = tried(reference, engines, lost, comparing)
+            if reference.name in lost:  # just now: another one is asked
+                reference = None
         write(
             {
                 "kind": "output",

@@ -38,7 +38,7 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Everything that another person needs to judge or repeat a measurement; None for what cannot be found out."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(map(public_argument, ["selfspec-bench", *sys.argv[1:]])),
+        "command": f"{program(sys.argv[0])} {shlex.join(map(public_argument, sys.argv[1:]))}".strip(),
         "commit": git_commit(Path(__file__).resolve().parent.parent),
         "selfspec": selfspec.__version__,
         "python": platform.python_version(),
@@ -55,6 +55,14 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def program(started: str) -> str:
+    """The command that runs a file: selfspec-bench, or `python -m` for a package inside `bench`."""
+    here, path = Path(__file__).parent, Path(started)
+    if path.name != "__main__.py" or not path.is_relative_to(here) or path.parent == here:
+        return "selfspec-bench"
+    return f"python -m {'.'.join(('bench', *path.parent.relative_to(here).parts))}"
 
 
 def llama_cpp_version() -> str | None:

@@ -10,7 +10,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,11 @@ PLAIN = "selfspec:ar"
 BEST_FIXED = "selfspec:best-fixed"
 """The engine that runs, for each task, the fixed setting that replay with measured costs finds best on its prompts."""
 BEST_FIXED_LABEL = "selfspec, oracle per task"
+
+
+def matching(lines: Iterable[Line], kind: str, **fields: Any) -> list[Line]:
+    """The lines of a kind with these values."""
+    return [line for line in lines if line["kind"] == kind and all(line[name] == fields[name] for name in fields)]
 
 
 class RecordWriter:
@@ -124,7 +129,7 @@ def read_parts(path: Path) -> list[Line]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The parts beside a record, by number."""
+    """The parts next to a record, by number."""
     beside = path.parent.glob(f"{path.name}.part*") if path.parent.is_dir() else ()
     numbers = {part: part.name.removeprefix(f"{path.name}.part") for part in beside}
     return sorted(

@@ -7,30 +7,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import SelfSpecEngine
-from bench.record import Line
+from bench.engines.own import run_afresh
+from bench.record import Line, matching
 from bench.report.summary import Samples
 from layerskip_models.text_files import write_text
 from policies import CostModel, cost_of_round
 from selfspec import SelfSpecGenerator
-from selfspec.analysis.replay import AgreementTrace, replay, trace_agreement
+from selfspec.analysis.replay import AgreementTrace, replay
 from selfspec.defaults import SETTINGS_FILE
 from selfspec.engine.stats import mean, ratio
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridPolicy:
-    """One policy of a grid. values: its place on each of the grid's axes."""
-
-    name: str
-    values: Mapping[str, str]
+Grid = Mapping[str, Mapping[str, str]]
+"""Policies, and the place of each on the grid's axes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class Counts(NamedTuple):
     """Rounds on one prompt, and what they cost in measured seconds; tokens: committed in rounds."""
 
     rounds: int
@@ -82,13 +76,13 @@ def fixed_setting_of(policy: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
-def fixed_grid(exit_layers: Sequence[int], lengths: Sequence[int]) -> list[GridPolicy]:
+def fixed_grid(exit_layers: Sequence[int], lengths: Sequence[int]) -> Grid:
     """Every fixed setting of these exit layers and drafts a round, the length varying fastest."""
-    return [
-        GridPolicy(name=f"ls:{layer}-{length}", values={"exit layer": str(layer), "drafts a round": str(length)})
+    return {
+        f"ls:{layer}-{length}": {"exit layer": str(layer), "drafts a round": str(length)}
         for layer in exit_layers
         for length in lengths
-    ]
+    }
 
 
 def parse_range(text: str, what: str) -> list[int]:
@@ -104,103 +98,54 @@ def parse_range(text: str, what: str) -> list[int]:
     return sorted(numbers)
 
 
-def trace_prompts(
-    generator: SelfSpecGenerator,
-    prompts: Sequence[EncodedPrompt],
-    max_new_tokens: int,
-    advance: Callable[[str], None] = lambda label: None,
-) -> list[AgreementTrace]:
-    """One traced run per prompt."""
-    traces = []
-    for prompt in prompts:
-        traces.append(trace_agreement(generator, prompt.ids, max_new_tokens))
-        advance("tracing every layer")
-    return traces
-
-
-def replay_grid(traces: Sequence[AgreementTrace], grid: Sequence[GridPolicy], cost: CostModel) -> list[Cell]:
+def replay_grid(traces: Sequence[AgreementTrace], grid: Grid, cost: CostModel) -> list[Cell]:
     """Every cell of a grid of fixed settings, by replay."""
     cells = []
-    for policy in grid:
-        setting = fixed_setting_of(policy.name)
+    for policy, values in grid.items():
+        setting = fixed_setting_of(policy)
         assert setting is not None
         replays = [replay(trace, *setting) for trace in traces]
-        counts = [
-            Counts(
-                rounds=r.rounds,
-                drafted=sum(r.drafted),
-                accepted=sum(r.accepted),
-                loaded_layers=r.loaded_layers,
-                cost=r.cost(cost),
-            )
-            for r in replays
-        ]
-        cells.append(_cell(policy, counts, cost, replayed=True))
+        counts = [Counts(r.rounds, sum(r.drafted), sum(r.accepted), r.loaded_layers, r.cost(cost)) for r in replays]
+        cells.append(_cell(policy, values, counts, cost, replayed=True))
     return cells
 
 
 def run_grid(
     generator: SelfSpecGenerator,
-    grid: Sequence[GridPolicy],
+    grid: Grid,
     prompts: Sequence[EncodedPrompt],
     max_new_tokens: int,
     cost: CostModel,
-    advance: Callable[[str], None] = lambda label: None,
+    advance: Callable[[str], None],
 ) -> list[Cell]:
     """Every cell of a grid of any policies by one run per prompt.
 
     Its rounds are charged what measured costs say, which a busy moment cannot change, and learning the time that it took.
     """
     cells = []
-    for policy in grid:
+    for policy, values in grid.items():
         counts = []
         for prompt in prompts:
-            generator.resolve_policy(policy.name).reset()
-            result = generator.generate(
-                prompt.ids,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=[],
-                policy=policy.name,
-                trace=True,
-            )
+            result = run_afresh(generator, policy, prompt.ids, max_new_tokens, trace=True)
             stats = result.stats
             assert result.trace is not None
-            rounds = [cost_of_round(record, cost) for record in result.trace]
-            counts.append(
-                Counts(
-                    rounds=stats.rounds,
-                    drafted=stats.num_drafted,
-                    accepted=stats.num_accepted,
-                    loaded_layers=stats.loaded_layers,
-                    cost=sum(rounds) + stats.learn_seconds,
-                )
-            )
-            advance(f"first run of {policy.name}")
-        cells.append(_cell(policy, counts, cost, replayed=False))
+            spent = sum(cost_of_round(record, cost) for record in result.trace) + stats.learn_seconds
+            counts.append(Counts(stats.rounds, stats.num_drafted, stats.num_accepted, stats.loaded_layers, spent))
+            advance(f"first run of {policy}")
+        cells.append(_cell(policy, values, counts, cost, replayed=False))
     return cells
 
 
-def _cell(policy: GridPolicy, counts: Sequence[Counts], cost: CostModel, *, replayed: bool) -> Cell:
+def _cell(policy: str, values: Mapping[str, str], counts: Sequence[Counts], cost: CostModel, *, replayed: bool) -> Cell:
     plain = sum(c.tokens for c in counts) * cost.autoregressive()
-    return Cell(
-        policy=policy.name,
-        values=policy.values,
-        replayed=replayed,
-        counts=tuple(counts),
-        predicted_speedup=plain / sum(c.cost for c in counts),
-    )
+    predicted = plain / sum(c.cost for c in counts)
+    return Cell(policy=policy, values=values, replayed=replayed, counts=tuple(counts), predicted_speedup=predicted)
 
 
 def agreement_line(traces: Sequence[AgreementTrace]) -> dict[str, Any]:
     """The record's line on how often each layer 1 .. L-1 agrees with the last one along the model's own greedy text."""
     layers = range(1, traces[0].num_layers)
     return {"kind": "agreement", "by_layer": [mean(trace.agreement(layer) for trace in traces) for layer in layers]}
-
-
-def sweep_engines(generator: SelfSpecGenerator, cells: Sequence[Cell]) -> list[SelfSpecEngine]:
-    """Plain decoding first, as the reference, then the cells."""
-    return [SelfSpecEngine(generator, "ar"), *(SelfSpecEngine(generator, cell.policy) for cell in cells)]
 
 
 def replay_line(lines: Sequence[Line], cells: Sequence[Cell], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
@@ -211,13 +156,10 @@ def replay_line(lines: Sequence[Line], cells: Sequence[Cell], prompts: Sequence[
     order = {prompt.id: index for index, prompt in enumerate(prompts)}
     by_engine = {f"selfspec:{cell.policy}": cell for cell in cells}
     differing = set()
-    for line in lines:
-        if line["kind"] == "sample" and line["engine"] in by_engine:
-            expected = by_engine[line["engine"]].counts[order[line["prompt"]]]
-            counts = (expected.rounds, expected.drafted, expected.accepted, expected.loaded_layers)
-            stats = line["stats"]
-            real = (stats["rounds"], stats["num_drafted"], stats["num_accepted"], stats["loaded_layers"])
-            if counts != real:
+    for line in matching(lines, "sample"):
+        if line["engine"] in by_engine:
+            *expected, _ = by_engine[line["engine"]].counts[order[line["prompt"]]]
+            if expected != [line["stats"][name] for name in ("rounds", "num_drafted", "num_accepted", "loaded_layers")]:
                 differing.add((line["engine"], line["prompt"]))
     return {
         "kind": "replay",
@@ -232,13 +174,7 @@ def best_line(lines: Sequence[Line], cells: Sequence[Cell]) -> dict[str, Any]:
     samples = Samples(lines)
     measured = {cell.policy: samples.speedup(f"selfspec:{cell.policy}", "selfspec:ar") for cell in cells}
     policy, speedup = max(measured.items(), key=lambda item: item[1].value)
-    return {
-        "kind": "best",
-        "policy": policy,
-        "speedup": speedup.value,
-        "low": speedup.low,
-        "high": speedup.high,
-    }
+    return {"kind": "best", "policy": policy, "speedup": speedup.value, "low": speedup.low, "high": speedup.high}
 
 
 def write_setting(folder: Path, best: Mapping[str, Any], run: Mapping[str, Any]) -> Path:

@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    LlamaCppOption,
-    ModelOption,
-    NewTokensOption,
-    OutputOption,
-    PromptsOption,
-    PromptTokensOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.preparation import (
     configuration,
     encoded,
-    llama_cpp_batches,
     llama_cpp_kinds,
     load_network,
     open_tokenizer,
     progress,
     recording,
+    run_line,
     show,
 )
 from bench.commands.started_peers import (
@@ -39,9 +30,9 @@ from bench.commands.started_peers import (
     tell_lost,
     without_lost,
 )
-from bench.engines.own import EngineLostError
 from bench.engines.peer_process import Peer
 from bench.machine.throughput import BatchEngine, SelfSpecBatch, TransformersBatch, measure_batch, measure_joining
+from bench.measure import in_turn, tried
 from bench.provenance import llama_cpp_version, provenance
 from bench.record import Line, RecordWriter
 from bench.sweep import parse_range
@@ -51,10 +42,10 @@ from selfspec.cli.arguments import one_line_errors
 
 
 def batch(
-    model: ModelOption = None,
-    prompts: PromptsOption = None,
-    prompt_tokens: PromptTokensOption = 64,
-    max_new_tokens: NewTokensOption = 64,
+    model: options.ModelOption = None,
+    prompts: options.PromptsOption = None,
+    prompt_tokens: options.PromptTokensOption = 64,
+    max_new_tokens: options.NewTokensOption = 64,
     texts: Annotated[str, typer.Option(help="Texts decoded together, as in 1,2,4.")] = "1,2,4,8,16",
     policy: Annotated[list[str] | None, typer.Option(help="Policies, repeatable. Default: ar and auto.")] = None,
     joining_tokens: Annotated[
@@ -64,12 +55,12 @@ def batch(
     peers: Annotated[
         bool, typer.Option("--peers/--no-peers", help="Measure transformers' batched generate in the same run.")
     ] = True,
-    int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
-    llama_cpp: LlamaCppOption = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Also run selfspec with weights in 8 bits.")] = False,
+    llama_cpp: options.LlamaCppOption = None,
     peer_timeout: PeerTimeoutOption = 600,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    output: options.OutputOption = None,
 ) -> None:
     """Throughput over the number of texts that share the passes, greedy; engines in turn.
 
@@ -102,16 +93,11 @@ def batch(
         ids = [sample.ids for sample in samples]
         while len(ids) < max(sizes):  # the same prompts once more, a little shorter
             ids.append(ids[len(ids) - len(samples)][1:])
-        description: dict[str, Any] = {
-            "kind": "run",
-            "command": "batch",
-            "configuration": {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "texts": sizes},
-            "engines": {engine.name: engine.label for engine in engines},
-            "provenance": {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])},
-        }
+        about = {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "texts": sizes}
+        where = {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])}
         joins = joining_tokens > 0
         with recording(RecordWriter(output)) as record:
-            record.write(description)
+            record.write(run_line("batch", about, engines, where))
             with progress(len(engines) * len(sizes) * repeats + joins) as advance:
                 lost = _measure(engines, ids, sizes, max_new_tokens, repeats, record.write, advance)
                 if joins:
@@ -136,32 +122,26 @@ def _measure(
     """All engines in turn at each number of texts. Returns why some were lost on the way, by name."""
     lost: dict[str, str] = {}
     for engine in engines:  # calibrates and warms up
-        try:
-            engine.run(ids[:2], min(max_new_tokens, 16))
-        except EngineLostError as error:
-            lost[engine.name] = str(error)
+        tried(engine, engines, lost, partial(engine.run, ids[:2], min(max_new_tokens, 16)))
     expected: dict[tuple[str | None, int], list[list[int]]] = {}
     for repeat in range(repeats):
         for size in sizes:
-            for offset in range(len(engines)):
-                engine = engines[(repeat + offset) % len(engines)]
+            for engine in in_turn(engines, repeat):
                 advance(f"{engine.label}, {size} texts")
-                if engine.name in lost:
-                    continue
-                try:
-                    line, run = measure_batch(engine, ids[:size], max_new_tokens)
-                except EngineLostError as error:
-                    lost[engine.name] = str(error)
-                    continue
-                equal = run.tokens == expected.setdefault((engine.weights, size), run.tokens)
-                write({**line, "repeat": repeat, "outputs_equal": equal})
+                measured = tried(engine, engines, lost, partial(measure_batch, engine, ids[:size], max_new_tokens))
+                if measured is not None:
+                    line, run = measured
+                    equal = run.tokens == expected.setdefault((engine.weights, size), run.tokens)
+                    write({**line, "repeat": repeat, "outputs_equal": equal})
     return lost
 
 
 def llama_cpp_batch_peer(checkpoint: str, dtype: str, device: str, kind: str, max_tokens: int) -> Peer:
     """llama.cpp with many texts in one pass, on the weights as this kind. max_tokens: of a prompt and its continuation."""
-    batches = llama_cpp_batches(load_network(checkpoint, dtype, device), [kind], max_tokens)
-    return Peer(batches=batches, about={"llama_cpp": llama_cpp_version()})
+    from bench.engines.llama_cpp_batch import LlamaCppBatch  # its packages are optional
+
+    batch = LlamaCppBatch(load_network(checkpoint, dtype, device), kind, max_tokens)
+    return Peer(batches=[batch], about={"llama_cpp": llama_cpp_version()})
 
 
 def transformers_batch_peer(checkpoint: str, dtype: str, device: str) -> Peer:

@@ -10,12 +10,9 @@ from typing import Annotated
 import typer
 from transformers.utils import logging
 
-from bench.commands.attention_command import attention
 from bench.commands.batch_command import batch
-from bench.commands.busy_command import busy
 from bench.commands.context_command import context
 from bench.commands.peers_command import peers
-from bench.commands.ranks_command import ranks
 from bench.commands.report_command import report
 from bench.commands.roofline_command import roofline
 from bench.commands.run_command import run
@@ -39,11 +36,8 @@ app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)
 app.command()(context)
-app.command()(attention)
-app.command()(busy)
 app.command()(batch)
 app.command()(serving)
-app.command()(ranks)
 app.command()(report)
 
 

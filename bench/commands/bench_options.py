@@ -64,7 +64,7 @@ LLAMA_CPP_KINDS = ("BF16", "F16", "Q8_0", "Q4_0")
 LlamaCppOption = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"Run llama.cpp, too, on the same weights as {', '.join(LLAMA_CPP_KINDS)}; repeatable; 'all' means all "
+        help=f"Also run llama.cpp on the same weights as {', '.join(LLAMA_CPP_KINDS)}; repeatable; 'all' means all "
         "of them. Needs llama-cpp-python and gguf. The GGUF file is written to the temporary folder (TMPDIR) and "
         "removed once it is loaded."
     ),

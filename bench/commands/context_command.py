@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    KvDtypeOption,
-    MemoryOption,
-    ModelOption,
-    NewTokensOption,
-    OutputOption,
-    PeersOption,
-    RepeatsOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.preparation import (
     configuration,
     load_network,
@@ -24,9 +14,11 @@ from bench.commands.preparation import (
     open_tokenizer,
     progress,
     recording,
+    run_line,
     show,
 )
-from bench.machine.bandwidth import BandwidthInTurn, WeightBytes
+from bench.engines.own import GREEDY
+from bench.machine.bandwidth import WeightBytes, bandwidth_fields, measure_bandwidth
 from bench.machine.context import CONTEXTS, Context, long_prompt, measure_memory, measure_transformers, usable_contexts
 from bench.provenance import provenance
 from bench.record import RecordWriter
@@ -38,14 +30,14 @@ from selfspec.engine.calibrate import measured_cost
 
 
 def context(
-    model: ModelOption = None,
+    model: options.ModelOption = None,
     contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens, for example 128,1024.")] = ",".join(
         map(str, CONTEXTS)
     ),
-    max_new_tokens: NewTokensOption = 64,
-    repeats: RepeatsOption = 3,
-    peers: PeersOption = True,
-    memory: MemoryOption = True,
+    max_new_tokens: options.NewTokensOption = 64,
+    repeats: options.RepeatsOption = 3,
+    peers: options.PeersOption = True,
+    memory: options.MemoryOption = True,
     prefill: Annotated[
         bool,
         typer.Option(
@@ -54,10 +46,10 @@ def context(
             " that take minutes to read.",
         ),
     ] = True,
-    dtype: DtypeOption = "auto",
-    kv_dtype: KvDtypeOption = "auto",
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
+    dtype: options.DtypeOption = "auto",
+    kv_dtype: options.KvDtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    output: options.OutputOption = None,
 ) -> None:
     """tokens/s, time to the first token, of the next turn as well, and peak memory at several lengths of the prompt; greedy.
 
@@ -82,27 +74,21 @@ def context(
     weights = WeightBytes.of(skip)
     heads = weights.head if weights.draft_head == weights.head else weights.head + weights.draft_head
     embedding = 0 if skip.config.tie_word_embeddings else weights.head
-    description: dict[str, Any] = {
-        "kind": "run",
-        "command": "context",
-        "configuration": {
-            **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
-            "num_layers": skip.num_layers,
-            "prefill": prefill,
-            "kv_dtype": str(skip.kv_dtype).removeprefix("torch."),
-            "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
-        },
-        "engines": {},
-        "provenance": provenance(skip.device, skip.dtype),
+    about = {
+        **configuration(checkpoint, prompts, max_new_tokens, repeats, warmups=1),
+        "num_layers": skip.num_layers,
+        "prefill": prefill,
+        "kv_dtype": str(skip.kv_dtype).removeprefix("torch."),
+        "weight_bytes": skip.num_layers * weights.layer + heads + embedding,
     }
     steps = len(lengths) * (peers + memory + 1 + 3 * repeats)
     with recording(RecordWriter(output)) as record:
-        record.write(description)
-        bandwidth = BandwidthInTurn(skip.device)
+        record.write(run_line("context", about, [], provenance(skip.device, skip.dtype)))
+        bandwidths = []
         cost = measured_cost(skip, generator.runner)
         if network is not None:
             measure_transformers(network, prompts[0], max_new_tokens)
-        generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy="ar")
+        generator.generate(prompts[0].ids, max_new_tokens=max_new_tokens, policy="ar", **GREEDY)
         with progress(steps) as advance:
             if memory:
                 for prompt in prompts:
@@ -117,11 +103,11 @@ def context(
                     record.write(measure_transformers(network, prompt, max_new_tokens))
                     advance("transformers")
             for repeat in range(repeats):
-                bandwidth.measure()
+                bandwidths.append(measure_bandwidth(skip.device))
                 for place in measured:
                     place.decode(repeat, record.write, advance)
                     turn = place.turn(repeat) if prefill else None
                     if turn is not None:
                         record.write(turn)
-        record.write({"kind": "limits", **bandwidth.as_line(), "kv_bytes": weights.kv})
+        record.write({"kind": "limits", **bandwidth_fields(bandwidths), "kv_bytes": weights.kv})
     show(record.lines)

@@ -9,30 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    LlamaCppOption,
-    ModelOption,
-    NewTokensOption,
-    NumSamplesOption,
-    OutputOption,
-    PromptsOption,
-    PromptTokensOption,
-    RepeatsOption,
-    WarmupsOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.preparation import (
     configuration,
     encoded,
     exit_if_outputs_differ,
-    llama_cpp_engines,
     llama_cpp_kinds,
     load_network,
     num_layers_of,
     open_tokenizer,
     progress,
     recording,
+    run_line,
     show,
     transformers_engines,
 )
@@ -44,7 +32,7 @@ from bench.commands.started_peers import (
     tell_lost,
     without_lost,
 )
-from bench.engines.own import Engine, EngineLostError, SelfSpecEngine
+from bench.engines.own import EngineLostError, SelfSpecEngine
 from bench.engines.peer_process import Peer
 from bench.measure import measure, num_runs
 from bench.provenance import llama_cpp_version, provenance
@@ -58,23 +46,23 @@ from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 
 
 def peers(
-    model: ModelOption = None,
+    model: options.ModelOption = None,
     policy: Annotated[
         str | None, typer.Option(help='Fixed setting "ls:E-G". Default: the checkpoint\'s best known.')
     ] = None,
-    prompts: PromptsOption = None,
-    num_samples: NumSamplesOption = 4,
-    prompt_tokens: PromptTokensOption = 320,
-    max_new_tokens: NewTokensOption = 128,
-    repeats: RepeatsOption = 5,
-    warmups: WarmupsOption = 2,
-    dtype: DtypeOption = "float32",
-    int8: Annotated[bool, typer.Option("--int8", help="Run selfspec with weights in 8 bits, too.")] = False,
-    int4: Annotated[bool, typer.Option("--int4", help="Run selfspec with weights in 4 bits, too.")] = False,
-    llama_cpp: LlamaCppOption = None,
+    prompts: options.PromptsOption = None,
+    num_samples: options.NumSamplesOption = 4,
+    prompt_tokens: options.PromptTokensOption = 320,
+    max_new_tokens: options.NewTokensOption = 128,
+    repeats: options.RepeatsOption = 5,
+    warmups: options.WarmupsOption = 2,
+    dtype: options.DtypeOption = "float32",
+    int8: Annotated[bool, typer.Option("--int8", help="Also run selfspec with weights in 8 bits.")] = False,
+    int4: Annotated[bool, typer.Option("--int4", help="Also run selfspec with weights in 4 bits.")] = False,
+    llama_cpp: options.LlamaCppOption = None,
     peer_timeout: PeerTimeoutOption = 600,
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
+    device: options.DeviceOption = "auto",
+    output: options.OutputOption = None,
 ) -> None:
     """selfspec against transformers' generate and assistant_early_exit, and llama.cpp: same weights, one alternating run,
     greedy.
@@ -105,21 +93,16 @@ def peers(
         started, missing = start_all(others, peer_timeout, running)
         engines = [engine for peer in (ours, *started) for engine in peer.engines]
         found = ours.about["provenance"]
-        description = {
-            "kind": "run",
-            "command": "peers",
-            "configuration": {
-                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
-                "policy": policy_name,
-                "num_layers": num_layers,
-                **ours.about["configuration"],
-            },
-            "engines": {engine.name: engine.label for engine in engines},
-            "provenance": {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])},
+        about = {
+            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+            "policy": policy_name,
+            "num_layers": num_layers,
+            **ours.about["configuration"],
         }
+        where = {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])}
         total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
         with recording(RecordWriter(output)) as record:
-            record.write(description)
+            record.write(run_line("peers", about, engines, where))
             with progress(total) as advance:
                 lost = measure(
                     engines,
@@ -161,22 +144,23 @@ def own_peer(checkpoint: str, dtype: str, device: str, policies: Sequence[str], 
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
         },
     }
-    options: dict[str, Any] = {} if layout is None else {"layout": layout}
-    generator = SelfSpecGenerator(from_transformers(network, release=True, **options), prefix_cache=0)
+    rounded: dict[str, Any] = {} if layout is None else {"layout": layout}
+    generator = SelfSpecGenerator(from_transformers(network, release=True, **rounded), prefix_cache=0)
     about["configuration"]["runner"] = generator.runner
     return Peer(engines=[SelfSpecEngine(generator, name, weights=layout) for name in policies], about=about)
 
 
 def llama_cpp_peer(checkpoint: str, dtype: str, device: str, kind: str, max_tokens: int) -> Peer:
     """llama.cpp on the weights as this kind. max_tokens: of a prompt and its continuation."""
-    engines = llama_cpp_engines(load_network(checkpoint, dtype, device), [kind], max_tokens)
-    return Peer(engines=engines, about={"llama_cpp": llama_cpp_version()})
+    from bench.engines.llama_cpp import LlamaCppEngine  # its packages are optional
+
+    engine = LlamaCppEngine(load_network(checkpoint, dtype, device), kind, max_tokens)
+    return Peer(engines=[engine], about={"llama_cpp": llama_cpp_version()})
 
 
 def transformers_peer(checkpoint: str, dtype: str, device: str, exit_layer: int, num_speculations: int) -> Peer:
     """transformers' own decoding."""
-    engines: list[Engine] = transformers_engines(load_network(checkpoint, dtype, device), exit_layer, num_speculations)
-    return Peer(engines=engines)
+    return Peer(engines=transformers_engines(load_network(checkpoint, dtype, device), exit_layer, num_speculations))
 
 
 def _fixed_setting(policy: str, num_layers: int) -> tuple[int, int]:

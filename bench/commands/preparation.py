@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.commands.bench_options import LLAMA_CPP_KINDS
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
-from bench.engines.own import Engine, Sampling
+from bench.engines.own import Named, Sampling
 from bench.engines.peers import (
+    TransformersEngine,
     transformers_early_exit,
     transformers_early_exit_default,
     transformers_generate,
     transformers_static,
 )
-from bench.machine.throughput import BatchEngine
 from bench.provenance import weights_digest
 from bench.record import Line, RecordWriter
 from bench.report.markdown import headline
@@ -76,6 +76,19 @@ def model_name(checkpoint: str) -> str:
     return Path(checkpoint).resolve().name if Path(checkpoint).is_dir() else checkpoint
 
 
+def run_line(
+    command: str, configuration: Mapping[str, Any], engines: Sequence[Named], provenance: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A record's first line."""
+    return {
+        "kind": "run",
+        "command": command,
+        "configuration": dict(configuration),
+        "engines": {engine.name: engine.label for engine in engines},
+        "provenance": dict(provenance),
+    }
+
+
 def encoded(
     path: Path | None, num_samples: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int
 ) -> list[EncodedPrompt]:
@@ -120,7 +133,7 @@ def load_network(checkpoint: str, dtype: str, device: str) -> PreTrainedModel:
 
 def transformers_engines(
     network: PreTrainedModel, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
-) -> list[Engine]:
+) -> list[TransformersEngine]:
     """`generate` in its cache modes, and `assistant_early_exit` at a fixed setting and at its defaults."""
     static = [transformers_static(network, sampling)] if network.device.type == "cuda" else []
     return [
@@ -148,24 +161,6 @@ def llama_cpp_kinds(asked: Sequence[str], device: str) -> list[str]:
         typer.echo(f"llama.cpp is left out: it needs {which}; pip install 'selfspec[llama]'", err=True)
         return []
     return list(LLAMA_CPP_KINDS if "all" in asked else dict.fromkeys(asked))
-
-
-def llama_cpp_engines(network: PreTrainedModel, kinds: Sequence[str], max_tokens: int) -> list[Engine]:
-    """llama.cpp on the network's weights, written as each of these kinds. max_tokens: of a prompt and its continuation."""
-    if not kinds:
-        return []
-    from bench.engines.llama_cpp import LlamaCppEngine  # its packages are optional
-
-    return [LlamaCppEngine(network, kind, max_tokens) for kind in kinds]
-
-
-def llama_cpp_batches(network: PreTrainedModel, kinds: Sequence[str], max_tokens: int) -> list[BatchEngine]:
-    """The same with many texts in one pass."""
-    if not kinds:
-        return []
-    from bench.engines.llama_cpp_batch import LlamaCppBatch  # its packages are optional
-
-    return [LlamaCppBatch(network, kind, max_tokens) for kind in kinds]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="File to write: .html (one record) or Markdown, with plots beside it. Default: print Markdown.",
+            help="File to write: .html (one record) or Markdown, with plots next to it. Default: print Markdown.",
             callback=checked_output_file,
         ),
     ] = None,
@@ -30,7 +30,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Turn records into one HTML page with plots, or into Markdown: tables, and plots in a folder beside it."""
+    """Turn records into one HTML page with plots, or into Markdown: tables, and plots in a folder next to it."""
     with one_line_errors():
         loaded = {record_name(path): read_record(path) for path in records}
         if len(loaded) < len(records):

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    NewTokensOption,
-    NumSamplesOption,
-    OutputOption,
-    PromptsOption,
-    PromptTokensOption,
-    RepeatsOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.preparation import (
     configuration,
     encoded,
@@ -22,10 +10,12 @@ from bench.commands.preparation import (
     open_tokenizer,
     progress,
     recording,
+    run_line,
     show,
 )
-from bench.machine.bandwidth import BandwidthInTurn, WeightBytes
+from bench.machine.bandwidth import WeightBytes, bandwidth_fields, measure_bandwidth
 from bench.machine.roofline import best_fixed, calls, measure_phases
+from bench.measure import in_turn
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
@@ -38,15 +28,15 @@ _LEARNING_ROWS = (1, 4)
 
 
 def roofline(
-    model: ModelOption = None,
-    prompts: PromptsOption = None,
-    num_samples: NumSamplesOption = 2,
-    prompt_tokens: PromptTokensOption = 192,
-    max_new_tokens: NewTokensOption = 128,
-    repeats: RepeatsOption = 3,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
+    model: options.ModelOption = None,
+    prompts: options.PromptsOption = None,
+    num_samples: options.NumSamplesOption = 2,
+    prompt_tokens: options.PromptTokensOption = 192,
+    max_new_tokens: options.NewTokensOption = 128,
+    repeats: options.RepeatsOption = 3,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    output: options.OutputOption = None,
 ) -> None:
     """Measured memory bandwidth, the bytes that each step must read, the limit that follows, and how close the engine comes.
 
@@ -66,34 +56,26 @@ def roofline(
     exit_layer = int(fixed.removeprefix("ls:").partition("-")[0])
     layers = sorted({1, exit_layer, max(1, network.num_layers // 4), max(1, network.num_layers // 2)})
     timed = timed_context(network)
-    description: dict[str, Any] = {
-        "kind": "run",
-        "command": "roofline",
-        "configuration": {
-            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1),
-            "num_layers": network.num_layers,
-            "timed_context": timed,
-        },
-        "engines": {},
-        "provenance": provenance(network.device, network.dtype),
+    about = {
+        **configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1),
+        "num_layers": network.num_layers,
+        "timed_context": timed,
     }
     with recording(RecordWriter(output)) as record:
-        record.write(description)
+        record.write(run_line("roofline", about, [], provenance(network.device, network.dtype)))
         record.write({"kind": "costs", **cost.as_dict()})
-        bandwidth = BandwidthInTurn(network.device)
-        bandwidth.measure()
+        bandwidths = [measure_bandwidth(network.device)]
         for call in calls(cost, weights, context=timed, exit_layers=layers, learning=learning):
-            record.write(call.as_line())
+            record.write({"kind": "call", "name": call.name, "seconds": call.seconds, "bytes": call.num_bytes})
         with progress(len(policies) * (1 + len(samples) * repeats)) as advance:
             for policy in policies:  # the path that is timed
                 measure_phases(generator, policy, samples[0], 0, max_new_tokens, weights, cost)
                 advance(policy)
             for sample in samples:
                 for repeat in range(repeats):
-                    bandwidth.measure()
-                    for offset in range(len(policies)):
-                        policy = policies[(repeat + offset) % len(policies)]
+                    bandwidths.append(measure_bandwidth(network.device))
+                    for policy in in_turn(policies, repeat):
                         record.write(measure_phases(generator, policy, sample, repeat, max_new_tokens, weights, cost))
                         advance(policy)
-        record.write({"kind": "limits", **bandwidth.as_line(), **weights.as_line()})
+        record.write({"kind": "limits", **bandwidth_fields(bandwidths), **weights.as_line()})
     show(record.lines)

@@ -12,26 +12,7 @@ from uuid import uuid4
 
 import typer
 
-from bench.commands.bench_options import (
-    DeviceOption,
-    DoSampleOption,
-    DtypeOption,
-    KeptOption,
-    MemoryOption,
-    ModelOption,
-    NewTokensOption,
-    OutputOption,
-    PeersOption,
-    PromptTokensOption,
-    RepeatsOption,
-    RunnerOption,
-    SeedOption,
-    TaskSamplesOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    WarmupsOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.preparation import (
     configuration,
     exit_if_outputs_differ,
@@ -40,15 +21,16 @@ from bench.commands.preparation import (
     open_tokenizer,
     progress,
     recording,
+    run_line,
     show,
     transformers_engines,
 )
 from bench.datasets import COPYING, Prompt, encode_prompts, group_by_task, load_prompts, shipped_names
-from bench.engines.own import Engine, Sampling, SelfSpecEngine
+from bench.engines.own import LocalEngine, Sampling, SelfSpecEngine
 from bench.hub_tasks import HUB_TASKS, load_hub_task
 from bench.provenance import provenance
 from bench.record import BEST_FIXED, BEST_FIXED_LABEL, RecordWriter, read_parts
-from bench.run import Run, RunSettings, resumable
+from bench.run import Run, resumable
 from bench.scoring import Scorer
 from bench.workers import Workers
 from layerskip_models import DEMO_PATH, from_transformers
@@ -63,12 +45,12 @@ DEFAULT_POLICIES = ("auto", "auto:cost=layers", "del", "del:on_stop=keep", "del+
 
 
 def run(
-    model: ModelOption = None,
+    model: options.ModelOption = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(DEFAULT_POLICIES)}."),
     ] = None,
-    kept: KeptOption = None,
+    kept: options.KeptOption = None,
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -82,17 +64,17 @@ def run(
             help="Task of the prompt files, or one of the papers' tasks from the hub; repeatable. Default: all tasks."
         ),
     ] = None,
-    num_samples: TaskSamplesOption = 2,
-    prompt_tokens: PromptTokensOption = 320,
-    max_new_tokens: NewTokensOption = 128,
-    repeats: RepeatsOption = 2,
-    do_sample: DoSampleOption = False,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    seed: SeedOption = None,
-    warmups: WarmupsOption = 1,
-    peers: PeersOption = True,
+    num_samples: options.TaskSamplesOption = 2,
+    prompt_tokens: options.PromptTokensOption = 320,
+    max_new_tokens: options.NewTokensOption = 128,
+    repeats: options.RepeatsOption = 2,
+    do_sample: options.DoSampleOption = False,
+    temperature: options.TemperatureOption = None,
+    top_p: options.TopPOption = None,
+    top_k: options.TopKOption = None,
+    seed: options.SeedOption = None,
+    warmups: options.WarmupsOption = 1,
+    peers: options.PeersOption = True,
     grid: Annotated[
         bool | None,
         typer.Option(
@@ -100,14 +82,14 @@ def run(
             help="Replay all fixed settings, and run the best one of each task. Default: yes, unless sampling.",
         ),
     ] = None,
-    memory: MemoryOption = True,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    runner: RunnerOption = "auto",
-    output: OutputOption = None,
+    memory: options.MemoryOption = True,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    runner: options.RunnerOption = "auto",
+    output: options.OutputOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run to --output.")] = False,
 ) -> None:
-    """Measure policies and engines over tasks: speed, rounds and memory, beside plain decoding in the same run.
+    """Measure policies and engines over tasks: speed, rounds and memory, with plain decoding in the same run.
 
     Under `accelerate launch` the prompts are shared out. Ends with status 1 if an output differs by more than a near-tie.
     """
@@ -117,8 +99,7 @@ def run(
             raise ValueError("--resume needs --output, the record that was being written")
         if resume and kept:
             raise ValueError("--resume cannot go on with --kept: what a policy had learned is not in the record")
-        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-        sampling = sampling_of(do_sample, options)
+        sampling = sampling_of(do_sample, {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed})
         if sampling is not None and grid:
             raise ValueError("--grid replays greedy texts: leave it out with --do-sample")
         grid = sampling is None if grid is None else grid
@@ -144,32 +125,23 @@ def run(
         for name in names:  # mistakes end the command before anything is measured
             parse(name)
         lasting = kept_policies(kept or [], names, parse)
-        settings = RunSettings(
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            warmups=warmups,
-            grid=grid,
-            memory=memory,
-            sampling=sampling,
-        )
-        engines: list[Engine] = [SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)]
+        engines: list[LocalEngine] = [
+            SelfSpecEngine(generator, name, sampling=sampling) for name in dict.fromkeys(names)
+        ]
         engines += [SelfSpecEngine(generator, name, kept=True, sampling=sampling) for name in lasting]
         if network is not None:
             engines += transformers_engines(network, *fixed_setting(checkpoint, num_layers), sampling)
-        labels = {engine.name: engine.label for engine in engines}
-        description: dict[str, Any] = {
-            "kind": "run",
-            "command": "run",
-            "configuration": {
-                **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
-                "prompt_tokens": prompt_tokens,
-                "runner": generator.runner,
-                "num_layers": num_layers,
-                "grid": grid,
-            },
-            "engines": {**labels, **({BEST_FIXED: BEST_FIXED_LABEL} if grid else {})},
-            "provenance": {**provenance(generator.model.device, generator.model.dtype), "processes": workers.count},
+        about = {
+            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups, sampling),
+            "prompt_tokens": prompt_tokens,
+            "runner": generator.runner,
+            "num_layers": num_layers,
+            "grid": grid,
         }
+        where = {**provenance(generator.model.device, generator.model.dtype), "processes": workers.count}
+        description = run_line("run", about, engines, where)
+        if grid:
+            description["engines"][BEST_FIXED] = BEST_FIXED_LABEL
         before = workers.from_main(read_parts(output) if resume and output is not None else [])
         previous = resumable(before, description)
     begin = (previous or [description]) if workers.is_main else []
@@ -179,24 +151,35 @@ def run(
     with recording(writer, resume=None if kept else _resuming()) as record:
         if workers.is_main:
             workers.wait()
-        measuring = Run(generator, engines, samples, settings, record, workers, Scorer(tokenizer))
+        measuring = Run(
+            generator=generator,
+            engines=engines,
+            prompts=samples,
+            record=record,
+            workers=workers,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            grid=grid,
+            memory=memory,
+            sampled=sampling is not None,
+            score=Scorer(tokenizer),
+        )
         cost = measuring.costs()
         measuring.limits()
-        total = Run.num_steps(len(workers.share(samples)), len(engines), settings)
-        with progress(total, visible=workers.is_main) as advance:
-            measuring.advance = advance
+        with progress(measuring.num_steps, visible=workers.is_main) as measuring.advance:
             measuring.replay(cost)
             measuring.measure()
-        measuring.memory()
+        measuring.measure_memory()
         lines = measuring.finish()
     if workers.is_main:
         show(lines)
         exit_if_outputs_differ(lines)
 
 
-def sampling_of(do_sample: bool, options: Mapping[str, Any]) -> Sampling | None:
-    """The options of sampling, None for greedy decoding. Raises ValueError for an option that would do nothing."""
-    given = {name: value for name, value in options.items() if value is not None}
+def sampling_of(do_sample: bool, asked: Mapping[str, Any]) -> Sampling | None:
+    """How to sample, None for greedy decoding. asked: by option. Raises ValueError for an option that would do nothing."""
+    given = {name: value for name, value in asked.items() if value is not None}
     if given and not do_sample:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")

@@ -1,4 +1,4 @@
-"""`selfspec-bench serving`: our server beside its peers."""
+"""`selfspec-bench serving`: our server and its peers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from typing import Annotated, Any
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from bench.commands.bench_options import ModelOption, NewTokensOption, OutputOption, PromptTokensOption, RepeatsOption
-from bench.commands.preparation import configuration, encoded, is_synthetic, load_network, progress, recording, show
+from bench.commands import bench_options as options
+from bench.commands.preparation import (
+    configuration,
+    encoded,
+    is_synthetic,
+    load_network,
+    progress,
+    recording,
+    run_line,
+    show,
+)
 from bench.datasets import EncodedPrompt
 from bench.engines.servers import selfspec_server, served_folder, transformers_server
 from bench.machine.serving_load import measure_batch_call, measure_clients, measure_overhead
@@ -26,21 +35,21 @@ _BATCH = "selfspec:generate_batch"
 
 
 def serving(
-    model: ModelOption = None,
+    model: options.ModelOption = None,
     clients: Annotated[str, typer.Option(help="Numbers of clients, as in 1,4,8; 0 for none.")] = "1,4,8",
     requests: Annotated[int, typer.Option(min=1, help="Requests of each client in a measurement.")] = 2,
-    prompt_tokens: PromptTokensOption = 64,
-    max_new_tokens: NewTokensOption = 64,
-    repeats: RepeatsOption = 3,
+    prompt_tokens: options.PromptTokensOption = 64,
+    max_new_tokens: options.NewTokensOption = 64,
+    repeats: options.RepeatsOption = 3,
     overhead_tokens: Annotated[
         int, typer.Option(min=0, help="New tokens for measuring what the server adds for one client; 0 for none.")
     ] = 128,
     overhead_repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs for that.")] = 15,
     overhead_policy: Annotated[str, typer.Option(help="Policy for that: the same rounds in both.")] = "ar",
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Measure `transformers serve`, plain and continuous, as well.")
+        bool, typer.Option("--peers/--no-peers", help="Also measure `transformers serve`, plain and continuous.")
     ] = True,
-    output: OutputOption = None,
+    output: options.OutputOption = None,
 ) -> None:
     """Serving: throughput and time to first token over the number of clients, and overhead for one client. CPU, float32,
     greedy, EOS ignored where the checkpoint has none.
@@ -63,9 +72,9 @@ def serving(
         samples, prompts = _prompts(tokenizer, count, prompt_tokens)
         generator = SelfSpecGenerator.from_pretrained(folder, dtype="float32", local_files_only=True, prefix_cache=0)
         generator.resolve_policy()
-        options = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
-        options += ["--prefix-cache", "0"]  # every repeat reads its prompts again, as the peers do
-        servers = [held.enter_context(selfspec_server(folder, options))]
+        arguments = ["--dtype", "float32", "--batch-size", str(max([8, *sizes])), "--max-waiting", "256"]
+        arguments += ["--prefix-cache", "0"]  # every repeat reads its prompts again, as the peers do
+        servers = [held.enter_context(selfspec_server(folder, arguments))]
         if peers and sizes:
             for continuous in (False, True):
                 try:
@@ -74,19 +83,11 @@ def serving(
                     )
                 except RuntimeError as error:
                     typer.echo(f"left out: {error}", err=True)
-        engines = {_BATCH: "selfspec generate_batch"} if sizes else {}
-        record.write(
-            {
-                "kind": "run",
-                "command": "serving",
-                "configuration": {
-                    **configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1),
-                    "requests": requests,
-                },
-                "engines": {**engines, **{server.name: server.label for server in servers}},
-                "provenance": provenance(generator.model.device, generator.model.dtype),
-            }
-        )
+        about = {**configuration(checkpoint, samples, max_new_tokens, repeats, warmups=1), "requests": requests}
+        first = run_line("serving", about, servers, provenance(generator.model.device, generator.model.dtype))
+        if sizes:
+            first["engines"] = {_BATCH: "selfspec generate_batch", **first["engines"]}
+        record.write(first)
         different = 0
         with progress((len(servers) + 1) * len(sizes) * repeats + 1) as advance:
             if overhead_tokens:

@@ -8,17 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    KeptOption,
-    NewTokensOption,
-    PromptTokensOption,
-    RepeatsOption,
-    RunnerOption,
-    TaskSamplesOption,
-    WarmupsOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.run_command import run
 from bench.record import read_record
 from layerskip_models.checkpoints.loading import resolve_device
@@ -41,18 +31,18 @@ def shapes(
     policy: Annotated[
         list[str] | None, typer.Option(help=f"Policy to run; repeatable. Default: {', '.join(POLICIES)}.")
     ] = None,
-    kept: KeptOption = None,
+    kept: options.KeptOption = None,
     output_dir: Annotated[
         Path, typer.Option(help="Folder for SHAPE.jsonl and SHAPE.html.", callback=checked_output_folder)
     ] = Path("shapes"),
-    num_samples: TaskSamplesOption = 1,
-    prompt_tokens: PromptTokensOption = 128,
-    max_new_tokens: NewTokensOption = 128,
-    repeats: RepeatsOption = 2,
-    warmups: WarmupsOption = 1,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    runner: RunnerOption = "auto",
+    num_samples: options.TaskSamplesOption = 1,
+    prompt_tokens: options.PromptTokensOption = 128,
+    max_new_tokens: options.NewTokensOption = 128,
+    repeats: options.RepeatsOption = 2,
+    warmups: options.WarmupsOption = 1,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    runner: options.RunnerOption = "auto",
 ) -> None:
     """Policies, plain decoding and transformers at real shapes with synthetic weights, one shape after the other.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -42,19 +42,18 @@ def llama_cpp_version_of(started: Sequence[PeerProcess], own: str | None) -> str
 
 
 def without_lost(lines: Sequence[Line], missing: Mapping[str, str], lost: Mapping[str, str]) -> list[Line]:
-    """The record without engines that were lost, of which not all runs are there; each has a line that says why.
+    """The record without the engines that were lost before their last run; a line for each says why.
 
     missing: peers that never began, by name. lost: engines that began, by name.
     """
     first, *rest = lines
-    run: dict[str, Any] = {
-        **first,
-        "engines": {name: label for name, label in first["engines"].items() if name not in lost},
-    }
-    labels = {**{name: name for name in missing}, **{name: first["engines"][name] for name in lost}}
-    reasons = {**missing, **lost}
-    told = [{"kind": "lost", "engine": name, "label": labels[name], "reason": why} for name, why in reasons.items()]
-    return [run, *told, *(line for line in rest if line.get("engine") not in lost)]
+    engines = first["engines"]
+    kept = {name: label for name, label in engines.items() if name not in lost}
+    told = [
+        {"kind": "lost", "engine": name, "label": engines.get(name, name), "reason": why}
+        for name, why in {**missing, **lost}.items()
+    ]
+    return [{**first, "engines": kept}, *told, *(line for line in rest if line.get("engine") not in lost)]
 
 
 def tell_lost(missing: Mapping[str, str], lost: Mapping[str, str]) -> None:

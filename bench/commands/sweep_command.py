@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from bench.commands.bench_options import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    NewTokensOption,
-    NumSamplesOption,
-    OutputOption,
-    PromptsOption,
-    PromptTokensOption,
-    RepeatsOption,
-    WarmupsOption,
-)
+from bench.commands import bench_options as options
 from bench.commands.preparation import (
     configuration,
     encoded,
@@ -28,13 +17,15 @@ from bench.commands.preparation import (
     open_tokenizer,
     progress,
     recording,
+    run_line,
     show,
 )
+from bench.engines.own import SelfSpecEngine
 from bench.measure import measure, num_runs
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import (
-    GridPolicy,
+    Grid,
     agreement_line,
     best_line,
     fixed_grid,
@@ -43,19 +34,18 @@ from bench.sweep import (
     replay_grid,
     replay_line,
     run_grid,
-    sweep_engines,
-    trace_prompts,
     write_setting,
 )
 from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
+from selfspec.analysis.replay import trace_agreement
 from selfspec.cli.arguments import one_line_errors
 from selfspec.engine.calibrate import measured_cost
 
 
 def sweep(
-    model: ModelOption = None,
+    model: options.ModelOption = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="Compare these policies instead of all exit layers and lengths; repeatable."),
@@ -64,18 +54,18 @@ def sweep(
     num_speculations: Annotated[
         str | None, typer.Option(help='Drafts a round, as "1-8" or "2,4,6"; default: 1-10.')
     ] = None,
-    prompts: PromptsOption = None,
-    num_samples: NumSamplesOption = 8,
-    prompt_tokens: PromptTokensOption = 320,
-    max_new_tokens: NewTokensOption = 128,
+    prompts: options.PromptsOption = None,
+    num_samples: options.NumSamplesOption = 8,
+    prompt_tokens: options.PromptTokensOption = 320,
+    max_new_tokens: options.NewTokensOption = 128,
     num_timed: Annotated[int, typer.Option(min=1, help="Number of settings to time, best predictions first.")] = 6,
-    repeats: RepeatsOption = 5,
-    warmups: WarmupsOption = 2,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "auto",
-    output: OutputOption = None,
+    repeats: options.RepeatsOption = 5,
+    warmups: options.WarmupsOption = 2,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = "auto",
+    output: options.OutputOption = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Save the best setting beside the checkpoint's weights.")
+        bool, typer.Option("--write", help="Save the best setting next to the checkpoint's weights.")
     ] = False,
 ) -> None:
     """Find the best exit layer and length, or the best of some policies; the most promising are timed; greedy.
@@ -91,53 +81,50 @@ def sweep(
         lengths: list[int] = []
         if not policy:
             layers, lengths = _ranges(exit_layers, num_speculations, num_layers)
-            grid = fixed_grid(layers, lengths)
+            grid: Grid = fixed_grid(layers, lengths)
         elif exit_layers is not None or num_speculations is not None:
             raise ValueError("give --policy, or --exit-layers and --num-speculations, not both")
         else:
-            grid = [GridPolicy(name=name, values={"policy": name}) for name in dict.fromkeys(policy)]
-        replayed = [_is_fixed(cell, num_layers) for cell in grid]
-        if write and not all(replayed):
+            grid = {name: {"policy": name} for name in policy}
+        fixed = {name: values for name, values in grid.items() if _is_fixed(name, num_layers)}
+        others = {name: values for name, values in grid.items() if name not in fixed}
+        if write and others:
             raise ValueError(
                 '--write keeps fixed settings ("ls:E-G"), which `generate` looks up; name any other policy as --policy when'
                 " generating"
             )
         samples = encoded(prompts, num_samples, open_tokenizer(checkpoint), prompt_tokens)
         generator = SelfSpecGenerator(open_model(checkpoint, dtype, device), prefix_cache=0)
-        for named in grid:
-            if "pacer" in named.name:
-                generator.resolve_policy(named.name)
+        for name in grid:
+            if "pacer" in name:
+                generator.resolve_policy(name)
     network = generator.model
     num_timed = min(num_timed, len(grid))
-    axes = {name: list(dict.fromkeys(cell.values[name] for cell in grid)) for name in grid[0].values}
-    description: dict[str, Any] = {
-        "kind": "run",
-        "command": "sweep",
-        "configuration": {
-            **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
-            "runner": generator.runner,
-            "axes": axes,
-            "num_layers": network.num_layers,
-        },
-        "provenance": provenance(network.device, network.dtype),
+    places = list(grid.values())
+    axes = {axis: list(dict.fromkeys(place[axis] for place in places)) for axis in places[0]}
+    about = {
+        **configuration(checkpoint, samples, max_new_tokens, repeats, warmups),
+        "runner": generator.runner,
+        "axes": axes,
+        "num_layers": network.num_layers,
     }
-    first = len(samples) * (any(replayed) + (len(grid) - sum(replayed)))
+    where = provenance(network.device, network.dtype)
+    first = len(samples) * (bool(fixed) + len(others))
     total = first + num_runs(num_timed + 1, len(samples), repeats=repeats, warmups=warmups)
     with recording(RecordWriter(output)) as record:
         with progress(total) as advance:
             cost = measured_cost(network, generator.runner)
-            cells = []
-            traces = None
-            if any(replayed):
-                traces = trace_prompts(generator, samples, max_new_tokens, advance)
-                cells += replay_grid(traces, [cell for cell, fixed in zip(grid, replayed) if fixed], cost)
-            others = [cell for cell, fixed in zip(grid, replayed) if not fixed]
+            traces = []
+            for sample in samples if fixed else ():
+                traces.append(trace_agreement(generator, sample.ids, max_new_tokens))
+                advance("tracing every layer")
+            cells = replay_grid(traces, fixed, cost)
             cells += run_grid(generator, others, samples, max_new_tokens, cost, advance)
             cells.sort(key=lambda cell: -cell.predicted_speedup)
-            engines = sweep_engines(generator, cells[:num_timed])
-            record.write({**description, "engines": {engine.name: engine.label for engine in engines}})
+            engines = [SelfSpecEngine(generator, name) for name in ("ar", *(cell.policy for cell in cells[:num_timed]))]
+            record.write(run_line("sweep", about, engines, where))
             record.write({"kind": "costs", **cost.as_dict()})
-            if traces is not None:
+            if traces:
                 record.write(agreement_line(traces))
             for cell in cells:
                 record.write(cell.as_line())
@@ -156,7 +143,7 @@ def sweep(
         record.write(best)
     show(record.lines)
     if write:
-        path = write_setting(Path(checkpoint), best, description)
+        path = write_setting(Path(checkpoint), best, record.lines[0])
         typer.echo(
             f"{best['policy']} is now the best known fixed setting of this checkpoint ({path.name} beside its weights)"
         )
@@ -178,8 +165,8 @@ def _ranges(exit_layers: str | None, num_speculations: str | None, num_layers: i
     return layers, parse_range(num_speculations or "1-10", "--num-speculations")
 
 
-def _is_fixed(cell: GridPolicy, num_layers: int) -> bool:
+def _is_fixed(policy: str, num_layers: int) -> bool:
     """True if replay decides the policy's rounds. Raises ValueError for an unknown policy."""
-    if "pacer" not in cell.name:  # which can be resolved for the loaded model only
-        parse_policy(cell.name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
-    return fixed_setting_of(cell.name) is not None
+    if "pacer" not in policy:  # which can be resolved for the loaded model only
+        parse_policy(policy, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
+    return fixed_setting_of(policy) is not None

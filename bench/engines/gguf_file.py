@@ -24,7 +24,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path, kind: str) -> None:
     """Write the model's weights to `path`; one tensor at a time is in memory a second time.
 
     kind: "F32", "F16", "BF16", "Q8_0", "Q4_0" or "Q4_1", of the matrices; norms and biases are F32. The last three have
-    scales for every 32 numbers of a row; beside 4 bits embedding and head are Q8_0. A head that is tied to the embedding is
+    scales for every 32 numbers of a row; with 4 bits, embedding and head are Q8_0. A head that is tied to the embedding is
     left out, and llama.cpp takes the embedding for it.
     Raises ValueError for another family, and for rows that the kind cannot hold.
     """

@@ -66,37 +66,32 @@ class LlamaCppEngine:
         settings.n_threads = settings.n_threads_batch = num_threads()
         return llama_cpp.llama_init_from_model(self._model, settings)
 
-    def _run(self, context: Any, ids: Sequence[int]) -> None:
+    def _begin(self, ids: Sequence[int]) -> None:
+        """Forget the context's text and begin another."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
+        self._run(ids)
+
+    def _run(self, ids: Sequence[int]) -> None:
         """Append ids to the context's text."""
         tokens = (llama_cpp.llama_token * len(ids))(*ids)
-        status = llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
+        status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
         if status:
             raise RuntimeError(f"{self.label} failed to decode: status {status}")
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `Engine`."""
-        return self._generate(self._context, prompt, max_new_tokens)
-
-    def _generate(self, context: Any, prompt: Tensor, max_new_tokens: int) -> Generation:
         ids = prompt.tolist()
         start = perf_counter()
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
-        self._run(context, ids)
-        tokens = [llama_cpp.llama_sampler_sample(self._greedy, context, -1)]
+        self._begin(ids)
+        tokens = [llama_cpp.llama_sampler_sample(self._greedy, self._context, -1)]
         first = perf_counter() - start
         while len(tokens) < max_new_tokens:
-            self._run(context, tokens[-1:])
-            tokens.append(llama_cpp.llama_sampler_sample(self._greedy, context, -1))
+            self._run(tokens[-1:])
+            tokens.append(llama_cpp.llama_sampler_sample(self._greedy, self._context, -1))
         seconds = perf_counter() - start
         return Generation(
             tokens=tuple(tokens), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
         )
-
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """See `Engine`: in a context of its own."""
-        context = self._new_context()
-        self._generate(context, prompt, max_new_tokens)
-        llama_cpp.llama_free(context)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> None:
         """None: there are no rounds."""
@@ -104,8 +99,7 @@ class LlamaCppEngine:
 
     def next_logits(self, ids: Tensor) -> Tensor:
         """See `Engine`."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
-        self._run(self._context, ids.tolist())
+        self._begin(ids.tolist())
         return torch.tensor(llama_cpp.llama_get_logits_ith(self._context, -1)[: self._vocab_size])
 
 

@@ -18,11 +18,19 @@ from bench.record import KEPT
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from policies import kept_between_texts
-from selfspec import SelfSpecGenerator
+from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.engine.calibrate import synchronize
 
 GREEDY: Mapping[str, Any] = {"do_sample": False, "eos_token_id": []}
 """Arguments of `generate` for measurements that always yield as many tokens as were asked for."""
+
+
+def run_afresh(
+    generator: SelfSpecGenerator, policy: str, prompt: Tensor, max_new_tokens: int, *, trace: bool = False
+) -> GenerationResult:
+    """Continue a prompt, int64 [n], greedily and without EOS, by a policy that has forgotten what it knew."""
+    generator.resolve_policy(policy).reset()
+    return generator.generate(prompt, max_new_tokens=max_new_tokens, **GREEDY, policy=policy, trace=trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +85,22 @@ class EngineLostError(RuntimeError):
         self.mistake = mistake
 
 
-class Engine(Protocol):
-    """Something that continues token ids. name: short and unique; label: for tables.
+class Named(Protocol):
+    """name: short and unique, for records; label: for tables."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+
+
+class Engine(Named, Protocol):
+    """Something that continues token ids.
 
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.
     arithmetic: the dtype whose near-ties its outputs are judged by; None for the run's.
     """
 
-    name: str
-    label: str
     weights: str | None
     arithmetic: torch.dtype | None
 
@@ -93,16 +108,20 @@ class Engine(Protocol):
         """Continue a prompt, int64 [n], timed. repeat: number of the run; sampled runs draw with another seed in each."""
         ...
 
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """The same continuation with every buffer allocated during the call, for measuring memory; not timed."""
-        ...
-
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
-        """Rounds and drafts of that continuation, from a run that is not timed; None where `generate` tells or none are."""
+        """Rounds and drafts of that continuation, from an untimed run; None if `generate` counts them or there are none."""
         ...
 
     def next_logits(self, ids: Tensor) -> Tensor:
         """float32 [vocab] on the CPU: the full model's logits after the ids, int64 [n]."""
+        ...
+
+
+class LocalEngine(Engine, Protocol):
+    """An engine in this process."""
+
+    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """The same continuation with every buffer allocated during the call, for measuring memory; not timed."""
         ...
 
 
@@ -184,7 +203,7 @@ class SelfSpecEngine:
         self._generator.warm_up(self._policy, max_length=max_length)
 
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """See `Engine`: by a generator that has no KV cache yet."""
+        """See `LocalEngine`: by a generator that has no KV cache yet."""
         fresh = SelfSpecGenerator(self._generator.model, runner=self._generator.runner)
         fresh.generate(prompt, max_new_tokens=max_new_tokens, **self._decoding(0))
 

@@ -43,14 +43,6 @@ class Peer:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    name: str
-    label: str
-    weights: str | None
-    arithmetic: torch.dtype | None = None
-
-
 class PeerProcess:
     """A running child. Used with `with`.
 
@@ -74,14 +66,13 @@ class PeerProcess:
         self._process.start()
         theirs.close()
         try:
-            engines, batches, self.about = self._answer()
+            described, count, self.about = self._answer()
         except EngineLostError:
             self.close()
             raise
-        self.engines: list[Engine] = [_Engine(self, number, one) for number, one in enumerate(engines)]
-        self.batches: list[BatchEngine] = [
-            _BatchEngine(self, len(engines) + number, one) for number, one in enumerate(batches)
-        ]
+        engines = [_Remote(self, number, *one) for number, one in enumerate(described)]
+        self.engines: Sequence[Engine] = engines[:count]
+        self.batches: Sequence[BatchEngine] = engines[count:]
 
     def __enter__(self) -> PeerProcess:
         return self
@@ -134,22 +125,26 @@ class PeerProcess:
         return next((line.strip()[-_SHOWN:] for line in reversed(lines) if line.strip()), "")
 
 
-class _Engine:
-    """An engine as the parent sees it."""
+class _Remote:
+    """An engine as the parent sees it, of one text at a time or of many."""
 
-    def __init__(self, process: PeerProcess, number: int, described: _Described) -> None:
+    def __init__(
+        self,
+        process: PeerProcess,
+        number: int,
+        name: str,
+        label: str,
+        weights: str | None,
+        arithmetic: torch.dtype | None,
+    ) -> None:
         self._process, self._number = process, number
-        self.name, self.label = described.name, described.label
-        self.weights, self.arithmetic = described.weights, described.arithmetic
+        self.name, self.label = name, label
+        self.weights, self.arithmetic = weights, arithmetic
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `Engine`."""
         generation: Generation = self._call("generate", prompt.tolist(), max_new_tokens, repeat)
         return generation
-
-    def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """See `Engine`."""
-        self._call("generate_afresh", prompt.tolist(), max_new_tokens)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
         """See `Engine`."""
@@ -160,26 +155,17 @@ class _Engine:
         """See `Engine`."""
         return torch.tensor(self._call("next_logits", ids.tolist()), dtype=torch.float64)  # which holds any dtype's
 
+    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
+        """See `BatchEngine`."""
+        run: BatchRun = self._call("run", [prompt.tolist() for prompt in prompts], max_new_tokens)
+        return run
+
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._process.call(self._number, method, *arguments)
 
 
-class _BatchEngine:
-    """One that continues many texts, as the parent sees it."""
-
-    def __init__(self, process: PeerProcess, number: int, described: _Described) -> None:
-        self._process, self._number = process, number
-        self.name, self.label, self.weights = described.name, described.label, described.weights
-
-    def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
-        """See `BatchEngine`."""
-        texts = [prompt.tolist() for prompt in prompts]
-        run: BatchRun = self._process.call(self._number, "run", texts, max_new_tokens)
-        return run
-
-
 def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], Peer]) -> None:
-    """The child's life: until the parent closes the pipe."""
+    """What the child does until the parent closes the pipe."""
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -192,13 +178,12 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
     logging.disable_progress_bar()
     try:
         peer = make()
-        engines = [_Described(one.name, one.label, one.weights, one.arithmetic) for one in peer.engines]
-        batches = [_Described(one.name, one.label, one.weights) for one in peer.batches]
-        pipe.send((True, (engines, batches, dict(peer.about))))
-        all_engines = [*peer.engines, *peer.batches]
+        engines: list[Engine | BatchEngine] = [*peer.engines, *peer.batches]
+        described = [(one.name, one.label, one.weights, getattr(one, "arithmetic", None)) for one in engines]
+        pipe.send((True, (described, len(peer.engines), dict(peer.about))))
         while True:
             number, method, (first, *others) = pipe.recv()
-            value = getattr(all_engines[number], method)(_ids(first), *others)
+            value = getattr(engines[number], method)(_ids(first), *others)
             pipe.send((True, value.tolist() if isinstance(value, Tensor) else value))
     except (EOFError, BrokenPipeError):
         return

@@ -7,9 +7,10 @@ model's is put back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 from bench.engines.own import Generation, Sampling
 from selfspec.engine.calibrate import synchronize
 from selfspec.engine.stats import ratio
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager
@@ -39,19 +42,40 @@ class _FirstTokenSeen(Exception):
     """No error: raised by the streamer to leave `generate` once the first token is there."""
 
 
-class _FirstTokenStreamer(BaseStreamer):
-    """Leaves `generate` at the first new token; the prompt comes first."""
+class FirstToken(BaseStreamer):
+    """Calls `seen` once the first new token is there; the prompt comes before it."""
 
-    def __init__(self) -> None:
-        self._prompt_seen = False
+    def __init__(self, seen: Callable[[], None]) -> None:
+        self._seen = seen
+        self._puts = 0
 
     def put(self, value: Tensor) -> None:
-        if self._prompt_seen:
-            raise _FirstTokenSeen
-        self._prompt_seen = True
+        self._puts += 1
+        if self._puts == 2:
+            self._seen()
 
     def end(self) -> None:
         pass
+
+
+def _leave() -> None:
+    raise _FirstTokenSeen
+
+
+def transformers_sequences(
+    model: PreTrainedModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    settings: Mapping[str, Any] = NOTHING,
+    **arguments: Any,
+) -> Tensor:
+    """`model.generate` on ids, int64 [texts, n]: greedy, without padding and EOS, unless the arguments say otherwise.
+
+    settings: of its GenerationConfig. Returns prompts with their continuations, [texts, n + new].
+    """
+    defaults = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    with torch.inference_mode(), generation_settings(model, **settings):
+        return model.generate(input_ids=ids, max_new_tokens=max_new_tokens, **{**defaults, **arguments})
 
 
 class TransformersEngine:
@@ -65,36 +89,25 @@ class TransformersEngine:
         model: PreTrainedModel,
         name: str,
         label: str,
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, Any] = NOTHING,
+        settings: Mapping[str, Any] = NOTHING,
         sampling: Sampling | None = None,
     ) -> None:
-        self._sampling = sampling
-        self.name = name
-        self.label = label
-        self._model = model
-        self._arguments = dict(arguments or {})
-        self._settings = dict(settings or {})
+        self.name, self.label = name, label
+        self._model, self._sampling = model, sampling
+        self._arguments, self._settings = arguments, settings
 
     def _call(
         self, prompt: Tensor, max_new_tokens: int, repeat: int = 0, streamer: BaseStreamer | None = None
     ) -> Tensor:
         """Sequences [1, n + new]."""
         ids = prompt.to(self._model.device).unsqueeze(0)
-        decoding: dict[str, Any] = {"do_sample": False}
+        decoding: dict[str, Any] = {}
         if self._sampling is not None:
             torch.manual_seed(self._sampling.seed + repeat)
             decoding = self._sampling.arguments()
-        with torch.inference_mode(), generation_settings(self._model, **self._settings):
-            return self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                streamer=streamer,
-                **decoding,
-                **self._arguments,
-            )
+        arguments = {"streamer": streamer, **decoding, **self._arguments}
+        return transformers_sequences(self._model, ids, max_new_tokens, self._settings, **arguments)
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `Engine`. The first token is timed in a second call, so that no streamer slows the first one down."""
@@ -107,7 +120,7 @@ class TransformersEngine:
         first = None
         start = perf_counter()
         try:
-            self._call(prompt, max_new_tokens, repeat, _FirstTokenStreamer())
+            self._call(prompt, max_new_tokens, repeat, FirstToken(_leave))
         except _FirstTokenSeen:
             first = perf_counter() - start
         return Generation(
@@ -115,7 +128,7 @@ class TransformersEngine:
         )
 
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """See `Engine`: every call of transformers allocates anew."""
+        """See `LocalEngine`: every call of transformers allocates anew."""
         self._call(prompt, max_new_tokens)
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
@@ -157,51 +170,33 @@ def transformers_generate(model: PreTrainedModel, sampling: Sampling | None = No
 
 def transformers_static(model: PreTrainedModel, sampling: Sampling | None = None) -> TransformersEngine:
     """`generate` with a static cache; on CUDA transformers compiles it by itself."""
-    return TransformersEngine(
-        model,
-        "transformers:static",
-        "transformers generate, static cache",
-        arguments={"cache_implementation": "static"},
-        sampling=sampling,
-    )
+    arguments, label = {"cache_implementation": "static"}, "transformers generate, static cache"
+    return TransformersEngine(model, "transformers:static", label, arguments, sampling=sampling)
 
 
 def transformers_prompt_lookup(model: PreTrainedModel, num_tokens: int = 10) -> TransformersEngine:
     """Prompt lookup decoding: up to `num_tokens` copied from where the last one or two tokens occurred before."""
-    return TransformersEngine(
-        model,
-        f"transformers:prompt-lookup:{num_tokens}",
-        f"transformers prompt lookup {num_tokens}",
-        arguments={"prompt_lookup_num_tokens": num_tokens},
-    )
+    name, label = f"transformers:prompt-lookup:{num_tokens}", f"transformers prompt lookup {num_tokens}"
+    return TransformersEngine(model, name, label, {"prompt_lookup_num_tokens": num_tokens})
 
 
 def transformers_early_exit(
     model: PreTrainedModel, exit_layer: int, num_speculations: int, sampling: Sampling | None = None
 ) -> TransformersEngine:
     """`assistant_early_exit` with a fixed exit layer and length: no schedule, no confidence threshold."""
-    return TransformersEngine(
-        model,
-        f"transformers:early-exit:{exit_layer}-{num_speculations}",
-        f"transformers early exit {exit_layer}-{num_speculations}",
-        arguments={"assistant_early_exit": exit_layer},
-        settings={
-            "num_assistant_tokens": num_speculations,
-            "num_assistant_tokens_schedule": "constant",
-            "assistant_confidence_threshold": 0.0,
-        },
-        sampling=sampling,
-    )
+    setting = f"{exit_layer}-{num_speculations}"
+    name, label = f"transformers:early-exit:{setting}", f"transformers early exit {setting}"
+    fixed = {
+        "num_assistant_tokens": num_speculations,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    return TransformersEngine(model, name, label, {"assistant_early_exit": exit_layer}, fixed, sampling)
 
 
 def transformers_early_exit_default(
     model: PreTrainedModel, exit_layer: int, sampling: Sampling | None = None
 ) -> TransformersEngine:
     """`assistant_early_exit` at its defaults: up to 20 drafts, until one has a probability below 0.4."""
-    return TransformersEngine(
-        model,
-        f"transformers:early-exit:{exit_layer}-default",
-        f"transformers early exit {exit_layer}, defaults",
-        arguments={"assistant_early_exit": exit_layer},
-        sampling=sampling,
-    )
+    name, label = f"transformers:early-exit:{exit_layer}-default", f"transformers early exit {exit_layer}, defaults"
+    return TransformersEngine(model, name, label, {"assistant_early_exit": exit_layer}, sampling=sampling)

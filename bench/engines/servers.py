@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -43,13 +43,10 @@ class Server:
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a GET."""
-        connection = self.connect(10)
-        try:
+        with closing(self.connect(10)) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, response.read().decode()
-        finally:
-            connection.close()
 
 
 @contextmanager

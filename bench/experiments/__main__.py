@@ -8,12 +8,15 @@ from typing import Annotated
 import typer
 
 from bench.commands.report_command import report
+from bench.experiments.attention.attention_command import attention
+from bench.experiments.busy.busy_command import busy
 from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
 from bench.experiments.leaves.leaves_command import leaves
+from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
 from bench.experiments.record_kinds import STUDIES
@@ -43,6 +46,9 @@ app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(leaves)
 app.command()(copy_index)
+app.command()(attention)
+app.command()(busy)
+app.command()(ranks)
 app.command()(report)
 
 

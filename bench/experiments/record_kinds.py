@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bench.experiments.attention.attention_tables import attention_headline, attention_tables
+from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
@@ -27,6 +29,12 @@ def _reading_figures(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
     return reading_figures(lines)
 
 
+def _busy_figures(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+    from bench.experiments.busy.busy_figures import busy_curves
+
+    return {"speed": {"Speed beside busy processes": busy_curves(lines)}}
+
+
 STUDIES: dict[str, RecordKind] = {
     "run": replace(
         _RUN,
@@ -39,6 +47,10 @@ STUDIES: dict[str, RecordKind] = {
             "positions": "Acceptance by position in the draft",
             "conditional": "Acceptance after accepted tokens",
         },
+    ),
+    "attention": RecordKind(tables=attention_tables, headline=attention_headline, headings={"attention": "Attention"}),
+    "busy": RecordKind(
+        tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
     ),
     "copying-gain": RecordKind(
         tables=copying_tables,

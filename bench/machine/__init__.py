@@ -1,1 +1,1 @@
-"""What the machine gives and takes: bandwidth, roofline, memory, contexts, busy neighbours."""
+"""What the machine can do and what decoding takes of it: bandwidth, roofline, memory, contexts, many texts, clients."""

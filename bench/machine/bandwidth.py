@@ -7,7 +7,7 @@ can seem to: their weights do not come from memory at all.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import median
 from time import perf_counter
@@ -42,19 +42,12 @@ def measure_bandwidth(device: torch.device) -> float:
     return size / best
 
 
-class BandwidthInTurn:
-    """Bandwidth beside what is timed: a shared host's memory is not as fast in one minute as in the next."""
+def bandwidth_fields(measured: Sequence[float]) -> dict[str, Any]:
+    """What a record says of bandwidths measured in turn with what is timed: the median, bytes per second, and all.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._measured: list[float] = []
-
-    def measure(self) -> None:
-        self._measured.append(measure_bandwidth(self._device))
-
-    def as_line(self) -> dict[str, Any]:
-        """The median, bytes per second, and what it is of."""
-        return {"bytes_per_second": median(self._measured), "bandwidths": self._measured}
+    A shared host's memory is not as fast in one minute as in the next.
+    """
+    return {"bytes_per_second": median(measured), "bandwidths": list(measured)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Speed and memory over the length of the context: what a long text costs beside reading its keys and values.
+"""Speed and memory over the length of the context: what a long text costs compared with reading its keys and values.
 
 A prompt is read once per context, timed; what decoding costs there is then measured with every policy on the same cache,
 which its generator keeps between calls (`prefix_cache`): all but the last rows of the prompt are not read again. The next
@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from bench.datasets import EncodedPrompt, load_prompts
-from bench.engines.own import GREEDY
-from bench.engines.peers import generation_settings
+from bench.engines.own import GREEDY, run_afresh
+from bench.engines.peers import FirstToken, transformers_sequences
 from bench.machine.memory import peak_bytes
 from bench.machine.roofline import best_fixed
+from bench.measure import in_turn
 from bench.record import Line
 from layerskip_models import LayerSkipModel
 from policies import CostModel
@@ -42,7 +41,7 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> EncodedP
 
 
 def measure_memory(model: LayerSkipModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
-    """The most memory that tensors take during one call of plain decoding, weights left out, and what of it is the cache."""
+    """Peak memory of all tensors but the weights during one call of plain decoding, and how much of it is the cache."""
     generator = SelfSpecGenerator(model)  # without a cache, so that it is counted
     cache_bytes = []
 
@@ -90,24 +89,21 @@ class Context:
 
         Writes a "decode" line for each.
         """
-        for offset in range(len(self._policies)):
-            policy = self._policies[(repeat + offset) % len(self._policies)]
+        for policy in in_turn(self._policies, repeat):
             line = _decode(self._generator, policy, self._prompt, self._max_new_tokens)
             equal = line.pop("new_tokens") == self._tokens
             write({**line, "repeat": repeat, "outputs_equal": equal, "role": _role(policy)})
             advance(policy)
 
     def turn(self, repeat: int) -> Line | None:
-        """Time to the first token of a conversation's next turn: prompt, answer and a message, of which the message is new.
+        """Time to the first token of a conversation's next turn: prompt, answer and a message, where only the message is new.
 
         The policy is `auto`, which has up to 32 rows of the prompt's end read again, to learn from them. None if too few
         positions are left.
         """
         message = self._prompt.ids[:MESSAGE_TOKENS]
         conversation = torch.cat([self._prompt.ids, torch.tensor(self._tokens), message])
-        new = (
-            1 + repeat
-        )  # one more each time: what is kept is always copied into a longer cache, as in a real conversation
+        new = 1 + repeat  # one more each time: what is kept is copied into a longer cache, as in a real conversation
         if conversation.numel() + new > self._generator.model.max_positions:
             return None
         _decode(self._generator, "auto", self._prompt, self._max_new_tokens)  # the turn before: this is kept now
@@ -127,8 +123,7 @@ def _role(policy: str) -> str:
 
 
 def _decode(generator: SelfSpecGenerator, policy: str, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
-    generator.resolve_policy(policy).reset()
-    result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy=policy, **GREEDY)
+    result = run_afresh(generator, policy, prompt.ids, max_new_tokens)
     stats = result.stats
     return {
         "kind": "decode",
@@ -141,46 +136,26 @@ def _decode(generator: SelfSpecGenerator, policy: str, prompt: EncodedPrompt, ma
     }
 
 
-class _Clock(BaseStreamer):
-    """When the first new token was there; the prompt comes before it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.puts = 0
-        self.first = 0.0
-        self._device = device
-
-    def put(self, value: Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:
-            synchronize(self._device)
-            self.first = perf_counter()
-
-    def end(self) -> None:
-        pass
-
-
 def measure_transformers(network: PreTrainedModel, prompt: EncodedPrompt, max_new_tokens: int) -> Line:
     """transformers' own `generate` on the same prompt: time to the first token, and decoding after it, in one call."""
+    first: list[float] = []
+
+    def clock() -> None:
+        synchronize(network.device)
+        first.append(perf_counter())
+
     ids = prompt.ids.to(network.device).unsqueeze(0)
-    clock = _Clock(network.device)
     synchronize(network.device)
     start = perf_counter()
-    with torch.inference_mode(), generation_settings(network):
-        network.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            streamer=clock,
-        )
+    transformers_sequences(network, ids, max_new_tokens, streamer=FirstToken(clock))
     synchronize(network.device)
     end = perf_counter()
     return {
         "kind": "transformers",
         "context": prompt.ids.numel(),
         "tokens": max_new_tokens - 1,
-        "seconds": end - clock.first,
-        "time_to_first_token": clock.first - start,
+        "seconds": end - first[0],
+        "time_to_first_token": first[0] - start,
     }
 
 

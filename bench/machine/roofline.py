@@ -1,4 +1,4 @@
-"""How close each part of a round comes to the memory bus: seconds beside the bytes that it must read.
+"""How close each part of a round comes to the memory bus: its seconds, and the bytes that it must read.
 
 Single calls come from the engine's own calibration (`selfspec.engine.calibrate`), which measured costs are made of;
 phases come from whole runs, whose traces say what each round had to read.
@@ -7,12 +7,13 @@ phases come from whole runs, whose traces say what each round had to read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from bench.datasets import EncodedPrompt
+from bench.engines.own import run_afresh
 from bench.machine.bandwidth import WeightBytes
 from bench.record import Line
+from bench.report.table import counted
 from policies import CostModel, MeasuredCost, RoundRecord, cost_of_round, draft_passes
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.replay import fixed_settings, trace_agreement
@@ -23,16 +24,12 @@ PHASES = ("draft", "verify", "accept", "learn", "other")
 """What the time after prefill is spent in, learning from the prompt included; `other` is what no phase counts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """One of the engine's calls. num_bytes: what it must read, whatever else it does."""
 
     name: str
     seconds: float
     num_bytes: float
-
-    def as_line(self) -> dict[str, Any]:
-        return {"kind": "call", "name": self.name, "seconds": self.seconds, "bytes": self.num_bytes}
 
 
 def calls(
@@ -50,26 +47,19 @@ def calls(
     layers = cost.num_layers
     layer, head = weights.layer + weights.kv * context, weights.head
     found = [
-        Call(name="plain step", seconds=cost.autoregressive(), num_bytes=layers * layer + head),
-        Call(name="one layer, 1 row", seconds=cost.layer_seconds[0], num_bytes=layer),
-        Call(name="norm and head, 1 row", seconds=cost.head_seconds[0], num_bytes=head),
+        Call("plain step", cost.autoregressive(), layers * layer + head),
+        Call("one layer, 1 row", cost.layer_seconds[0], layer),
+        Call("norm and head, 1 row", cost.head_seconds[0], head),
     ]
     for exit_layer in exit_layers:
         seconds = exit_layer * cost.layer_seconds[0] + cost.look(exit_layer)
-        found.append(
-            Call(
-                name=f"draft step, E = {exit_layer}", seconds=seconds, num_bytes=exit_layer * layer + weights.draft_head
-            )
-        )
+        found.append(Call(f"draft step, E = {exit_layer}", seconds, exit_layer * layer + weights.draft_head))
     for rows in ROWS:
         if rows <= len(cost.layer_seconds):
             seconds = layers * cost.layer_seconds[rows - 1] + cost.head_seconds[rows - 1]
-            name = f"all layers and head, {rows} row{'s' if rows > 1 else ''}"
-            found.append(Call(name=name, seconds=seconds, num_bytes=layers * layer + head))
+            found.append(Call(f"all layers and head, {counted(rows, 'row')}", seconds, layers * layer + head))
     for rows, seconds in learning.items():
-        found.append(
-            Call(name=f"learning, {rows} row{'s' if rows > 1 else ''}", seconds=seconds, num_bytes=weights.draft_head)
-        )
+        found.append(Call(f"learning, {counted(rows, 'row')}", seconds, weights.draft_head))
     return found
 
 
@@ -104,11 +94,8 @@ def measure_phases(
     weights: WeightBytes,
     cost: CostModel,
 ) -> Line:
-    """One greedy run, EOS off, by a policy that has forgotten what it knew: its phases after the first token."""
-    generator.resolve_policy(policy).reset()
-    result = generator.generate(
-        prompt.ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=[], policy=policy, trace=True
-    )
+    """The phases of one run after the first token."""
+    result = run_afresh(generator, policy, prompt.ids, max_new_tokens, trace=True)
     assert result.trace is not None
     stats = result.stats
     read, predicted = phase_bytes(result.trace, weights, generator.model.num_layers, cost)

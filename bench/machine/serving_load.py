@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -54,30 +55,24 @@ def measure_clients(
     server: Server, prompts: Sequence[str], clients: int, max_tokens: int, **fields: Any
 ) -> tuple[Line, list[str]]:
     """Let `clients` clients send the prompts at once, each on one connection. Returns the record's line and all texts."""
-    replies: list[Reply | Exception | None] = [None] * len(prompts)
-    connections = [server.connect() for _ in range(clients)]
+    replies: dict[int, Reply] = {}
+    with ExitStack() as held:
+        connections = [held.enter_context(closing(server.connect())) for _ in range(clients)]
 
-    def work(client: int) -> None:
-        for index in range(client, len(prompts), clients):
-            try:
+        def work(client: int) -> None:
+            for index in range(client, len(prompts), clients):
                 replies[index] = stream(connections[client], server, prompts[index], max_tokens, **fields)
-            except Exception as error:
-                replies[index] = error
-                return
 
-    threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
-    start = perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = perf_counter() - start
-    for connection in connections:
-        connection.close()
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise RuntimeError(f"a client of {server.label} failed") from reply
-    found = [reply for reply in replies if isinstance(reply, Reply)]
+        start = perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            working = [pool.submit(work, client) for client in range(clients)]
+        seconds = perf_counter() - start
+    try:
+        for client in working:
+            client.result()
+    except Exception as error:
+        raise RuntimeError(f"a client of {server.label} failed") from error
+    found = [replies[index] for index in range(len(prompts))]
     line = {
         "kind": "serving",
         "engine": server.name,
@@ -113,8 +108,7 @@ def measure_overhead(
 ) -> list[Line]:
     """One client and the engine alone in turn, on one prompt and with one policy: a line for each pair of runs."""
     lines: list[Line] = []
-    connection = server.connect()
-    try:
+    with closing(server.connect()) as connection:
         for repeat in range(-3, repeats):  # three warm both up
             reply = stream(connection, server, prompt, max_tokens, policy=policy)
             start = perf_counter()
@@ -135,8 +129,6 @@ def measure_overhead(
                         "outputs_equal": reply.text == "".join(map(str, pieces)),
                     }
                 )
-    finally:
-        connection.close()
     return lines
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from bench.engines.own import GREEDY
-from bench.engines.peers import generation_settings
+from bench.engines.own import GREEDY, Named
+from bench.engines.peers import transformers_sequences
 from bench.record import Line
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import synchronize
@@ -33,12 +33,10 @@ class BatchRun:
     decode_seconds: float | None = None
 
 
-class BatchEngine(Protocol):
-    """Continues texts together, greedily and without EOS. name: for the record; label: for tables. weights: what they are
-    rounded to, which makes another model; else None."""
+class BatchEngine(Named, Protocol):
+    """Continues texts together, greedily and without EOS. weights: what they are rounded to, which makes another model; else
+    None."""
 
-    name: str
-    label: str
     weights: str | None
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
@@ -92,10 +90,9 @@ class TransformersBatch:
         start = perf_counter()
         ids = pad_sequence([*prompts], batch_first=True, padding_side="left").to(device)
         mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
-        with torch.inference_mode(), generation_settings(self._model, pad_token_id=0):
-            sequences = self._model.generate(
-                input_ids=ids, attention_mask=mask.to(device), do_sample=False, max_new_tokens=max_new_tokens
-            )
+        sequences = transformers_sequences(
+            self._model, ids, max_new_tokens, {"pad_token_id": 0}, attention_mask=mask.to(device)
+        )
         synchronize(device)
         return BatchRun(tokens=sequences[:, ids.shape[1] :].tolist(), seconds=perf_counter() - start)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from bench.record import Line
-from bench.report.table import UNKNOWN, Table, subject
+from bench.record import Line, matching
+from bench.report.table import UNKNOWN, Table, counted, cross_table, subject
 
 
 def batch_headline(lines: Sequence[Line]) -> str:
-    """What company brings."""
+    """What decoding texts together gains."""
     sizes = _sizes(lines)
     most = sizes[-1]
     parts = []
     for name, label in lines[0]["engines"].items():
-        speed, alone = _throughput(lines, name, most), _throughput(lines, name, sizes[0])
+        speed, alone = _speed(lines, name, most), _speed(lines, name, sizes[0])
         if speed and alone:
             parts.append(f"{label} {speed:.0f} tokens/s ({speed / alone:.1f} times one text's)")
     return f"{subject(lines)}, {most} texts decoded together: {', '.join(parts)}."
@@ -24,78 +24,46 @@ def batch_headline(lines: Sequence[Line]) -> str:
 def batch_tables(lines: Sequence[Line]) -> list[Table]:
     """Throughput while all decode, then with prompts; then waiting."""
     sizes, engines = _sizes(lines), lines[0]["engines"]
-    columns = ("engine", *(f"{size} text{'s' if size > 1 else ''}" for size in sizes))
     plain = next(iter(engines))
-    decoding, whole = [], []
-    for name, label in engines.items():
-        cells = []
-        for size in sizes:
-            speed, base, alone = (
-                _decoding(lines, name, size), _decoding(lines, plain, size), _decoding(lines, name, sizes[0]),
-            )  # fmt: skip
-            if speed is None or base is None or alone is None:
-                cells.append(UNKNOWN)
-            else:
-                beside = "" if name == plain else f", {speed / base:.2f}× plain"
-                cells.append(f"{speed:.1f} ({speed / alone:.2f}× one text{beside})")
-        if any(cell != UNKNOWN for cell in cells):
-            decoding.append((label, *cells))
-        totals = []
-        for size in sizes:
-            speed, base = _throughput(lines, name, size), _throughput(lines, plain, size)
-            totals.append(UNKNOWN if not speed or not base else f"{speed:.1f} ({speed / base:.2f}×)")
-        whole.append((label, *totals))
+    columns = {size: counted(size, "text") for size in sizes}
+
+    def decoding(engine: str, size: int) -> str:
+        speed, base = _speed(lines, engine, size, "decode_"), _speed(lines, plain, size, "decode_")
+        alone = _speed(lines, engine, sizes[0], "decode_")
+        if speed is None or base is None or alone is None:
+            return UNKNOWN
+        over_plain = "" if engine == plain else f", {speed / base:.2f}× plain"
+        return f"{speed:.1f} ({speed / alone:.2f}× one text{over_plain})"
+
+    def whole(engine: str, size: int) -> str:
+        speed, base = _speed(lines, engine, size), _speed(lines, plain, size)
+        return UNKNOWN if not speed or not base else f"{speed:.1f} ({speed / base:.2f}×)"
+
+    title = "Tokens/s of all texts together while they decode"
     tables = [
-        Table(
-            name="decoding",
-            title="Tokens/s of all texts together while they decode",
-            columns=columns,
-            rows=tuple(decoding),
-        ),
-        Table(
-            name="batch", title="Tokens/s with prompts included, and beside plain", columns=columns, rows=tuple(whole)
-        ),
+        cross_table("decoding", title, "engine", engines, columns, decoding).known(),
+        cross_table("batch", "Tokens/s with prompts included, and beside plain", "engine", engines, columns, whole),
     ]
-    joining = [line for line in lines if line["kind"] == "joining"]
+    joining = [
+        {
+            "": f"{line['texts']} texts, a prompt of {line['prompt_tokens']} tokens joins",
+            "before, median": f"{1000 * line['before_median']:.0f}",
+            "while it is read, median": f"{1000 * line['reading_median']:.0f}",
+            "longest": f"{1000 * line['reading_longest']:.0f}",
+            "pieces": str(line["steps"]),
+        }
+        for line in matching(lines, "joining")
+    ]
     if joining:
-        rows = tuple(
-            (
-                f"{line['texts']} texts, a prompt of {line['prompt_tokens']} tokens joins",
-                f"{1000 * line['before_median']:.0f}",
-                f"{1000 * line['reading_median']:.0f}",
-                f"{1000 * line['reading_longest']:.0f}",
-                str(line["steps"]),
-            )
-            for line in joining
-        )
-        tables.append(
-            Table(
-                name="joining",
-                title="Time between tokens of texts that decode, ms",
-                columns=("", "before, median", "while it is read, median", "longest", "pieces"),
-                rows=rows,
-            )
-        )
+        tables.append(Table.of("joining", "Time between tokens of texts that decode, ms", joining))
     return tables
 
 
 def _sizes(lines: Sequence[Line]) -> list[int]:
-    return sorted({line["texts"] for line in lines if line["kind"] == "batch"})
+    return sorted({line["texts"] for line in matching(lines, "batch")})
 
 
-def _found(lines: Sequence[Line], engine: str, texts: int) -> list[Line]:
-    return [line for line in lines if line["kind"] == "batch" and (line["engine"], line["texts"]) == (engine, texts)]
-
-
-def _throughput(lines: Sequence[Line], engine: str, texts: int) -> float | None:
-    speeds = [line["tokens"] / line["seconds"] for line in _found(lines, engine, texts)]
-    return median(speeds) if speeds else None
-
-
-def _decoding(lines: Sequence[Line], engine: str, texts: int) -> float | None:
-    speeds = [
-        line["decode_tokens"] / line["decode_seconds"]
-        for line in _found(lines, engine, texts)
-        if line["decode_seconds"]
-    ]
-    return median(speeds) if speeds else None
+def _speed(lines: Sequence[Line], engine: str, texts: int, when: str = "") -> float | None:
+    """Tokens per second, median of the repeats. when: "decode_" for the time in which all texts decode."""
+    runs = [line for line in matching(lines, "batch", engine=engine, texts=texts) if line[f"{when}seconds"]]
+    return median(line[f"{when}tokens"] / line[f"{when}seconds"] for line in runs) if runs else None

@@ -32,18 +32,17 @@ def compare_records(before: Sequence[Line], after: Sequence[Line]) -> tuple[list
     for name in common:
         old, new = left.summary(name), right.summary(name)
         rows.append(
-            (
-                right.labels[name],
-                spread_text(old.tokens_per_second),
-                spread_text(new.tokens_per_second),
-                f"{new.tokens_per_second.value / old.tokens_per_second.value:.2f}×",
-                _pair(old.etpl, new.etpl, "{:.4f}"),
-                _pair(old.acceptance_rate, new.acceptance_rate, "{:.3f}"),
-                _outputs(left, right, name),
-            )
+            {
+                "engine": right.labels[name],
+                "tokens/s A": spread_text(old.tokens_per_second),
+                "tokens/s B": spread_text(new.tokens_per_second),
+                "B over A": f"{new.tokens_per_second.value / old.tokens_per_second.value:.2f}×",
+                "eTPL A, B": _pair(old.etpl, new.etpl, "{:.4f}"),
+                "acceptance A, B": _pair(old.acceptance_rate, new.acceptance_rate, "{:.3f}"),
+                "outputs of B": _outputs(left, right, name),
+            }
         )
-    columns = ("engine", "tokens/s A", "tokens/s B", "B over A", "eTPL A, B", "acceptance A, B", "outputs of B")
-    return notes, Table(name="compare", title="B against A", columns=columns, rows=tuple(rows))
+    return notes, Table.of("compare", "B against A", rows)
 
 
 def _pair(old: float | None, new: float | None, pattern: str) -> str:
@@ -51,7 +50,7 @@ def _pair(old: float | None, new: float | None, pattern: str) -> str:
 
 
 def _outputs(left: Samples, right: Samples, engine: str) -> str:
-    """True if an engine wrote the same tokens for the prompts of both."""
+    """Whether an engine wrote the same tokens for the prompts that both have."""
     old, new = (
         {line["prompt"]: line["output"] for line in samples.outputs if line["engine"] == engine}
         for samples in (left, right)

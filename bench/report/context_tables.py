@@ -1,11 +1,11 @@
-"""The tables of a measurement over contexts: speed, time beside reading keys and values, memory."""
+"""The tables of a measurement over contexts: speed, time compared with reading keys and values, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-from bench.record import Line
+from bench.record import Line, matching
 from bench.report.table import UNKNOWN, Table, number, subject
 
 ROLES = ("plain", "best fixed", "auto")
@@ -13,13 +13,12 @@ ROLES = ("plain", "best fixed", "auto")
 
 def seconds_per_token(lines: Sequence[Line], context: int, role: str) -> float:
     """Median over repeats, after the first token."""
-    runs = [line for line in lines if line["kind"] == "decode" and (line["context"], line["role"]) == (context, role)]
-    return median(run["seconds"] / run["tokens"] for run in runs)
+    return median(run["seconds"] / run["tokens"] for run in matching(lines, "decode", context=context, role=role))
 
 
 def time_beside_reading(lines: Sequence[Line], context: int) -> float:
     """t': seconds per token of plain decoding, less keys and values read at the measured bandwidth."""
-    limits = next(line for line in lines if line["kind"] == "limits")
+    limits = matching(lines, "limits")[0]
     configuration = lines[0]["configuration"]
     positions = context + configuration["max_new_tokens"] / 2
     read = configuration["num_layers"] * limits["kv_bytes"] * positions
@@ -30,12 +29,11 @@ def context_headline(lines: Sequence[Line]) -> str:
     """What a long context costs."""
     configuration, where = lines[0]["configuration"], lines[0]["provenance"]
     contexts = _contexts(lines)
-    differing = sum(not line["outputs_equal"] for line in lines if line["kind"] == "decode")
+    differing = sum(not line["outputs_equal"] for line in matching(lines, "decode"))
     unread = "" if configuration["prefill"] else " (keys and values random: the prompt was not read)"
     text = (
-        f"{subject(lines)}, greedy, "
-        f"{configuration['max_new_tokens']} new tokens after {', '.join(map(str, contexts))}{unread}: runs whose text "
-        f"is not plain decoding's: {differing}."
+        f"{subject(lines)}, greedy, {configuration['max_new_tokens']} new tokens after "
+        f"{', '.join(map(str, contexts))}{unread}: runs whose text is not plain decoding's: {differing}."
     )
     if configuration.get("kv_dtype", where["dtype"]) != where["dtype"]:
         text = f"Keys and values in {configuration['kv_dtype']}. {text}"
@@ -48,104 +46,68 @@ def context_headline(lines: Sequence[Line]) -> str:
 
 def context_tables(lines: Sequence[Line]) -> list[Table]:
     """Speed, then the next turn and memory if they were measured."""
-    measured = {line["kind"] for line in lines}
-    turns = [_turn_table(lines)] if "turn" in measured else []
-    memory = [_memory_table(lines)] if "memory" in measured else []
-    return [_speed_table(lines), *turns, *memory]
+    tables = [_speed_table(lines)]
+    turns, memory = _turn_rows(lines), [_memory_row(lines, line) for line in matching(lines, "memory")]
+    if turns:
+        title = "The next turn of a conversation: time to the first token when only what is new is read"
+        tables.append(Table.of("turns", title, turns))
+    if memory:
+        title = "Peak memory in tensors, MiB: weights, the KV cache, and all the rest together"
+        tables.append(Table.of("memory", title, memory))
+    return tables
 
 
 def _contexts(lines: Sequence[Line]) -> list[int]:
-    return list(dict.fromkeys(line["context"] for line in lines if line["kind"] == "prefill"))
+    return list(dict.fromkeys(line["context"] for line in matching(lines, "prefill")))
 
 
 def _speed_table(lines: Sequence[Line]) -> Table:
     rows = []
     for context in _contexts(lines):
-        plain = seconds_per_token(lines, context, "plain")
-        fixed = next(
-            line["policy"]
-            for line in lines
-            if line["kind"] == "decode" and (line["context"], line["role"]) == (context, "best fixed")
-        )
-        prefill = next(line for line in lines if line["kind"] == "prefill" and line["context"] == context)
-        theirs = next((line for line in lines if line["kind"] == "transformers" and line["context"] == context), None)
+        seconds = {role: seconds_per_token(lines, context, role) for role in ROLES}
+        plain = seconds.pop("plain")
+        prefill = matching(lines, "prefill", context=context)[0]
+        peers = matching(lines, "transformers", context=context)
         rows.append(
-            (
-                str(context),
-                f"{1 / plain:.1f}",
-                *(_speed_of(lines, context, role, plain) for role in ROLES[1:]),
-                f"`{fixed}`",
-                UNKNOWN if theirs is None else f"{theirs['tokens'] / theirs['seconds']:.1f}",
-                f"{1000 * plain:.2f}",
-                f"{1000 * time_beside_reading(lines, context):.2f}",
-                number(prefill["time_to_first_token"], "{:.2f}"),
-                UNKNOWN if theirs is None else f"{theirs['time_to_first_token']:.2f}",
-            )
+            {
+                "context": str(context),
+                "plain": f"{1 / plain:.1f}",
+                **{role: f"{1 / own:.1f} ({plain / own:.2f}×)" for role, own in seconds.items()},
+                "that setting": f"`{matching(lines, 'decode', context=context, role='best fixed')[0]['policy']}`",
+                "transformers": f"{peers[0]['tokens'] / peers[0]['seconds']:.1f}" if peers else UNKNOWN,
+                "plain, ms": f"{1000 * plain:.2f}",
+                "t', ms": f"{1000 * time_beside_reading(lines, context):.2f}",
+                "TTFT, s": number(prefill["time_to_first_token"], "{:.2f}"),
+                "transformers' TTFT, s": f"{peers[0]['time_to_first_token']:.2f}" if peers else UNKNOWN,
+            }
         )
-    return Table(
-        name="contexts",
-        title="tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and "
-        "values read at the measured bandwidth), time to the first token",
-        columns=(
-            "context", "plain", "best fixed", "auto", "that setting", "transformers", "plain, ms", "t', ms", "TTFT, s",
-            "transformers' TTFT, s",
-        ),
-        rows=tuple(rows),
-    )  # fmt: skip
+    title = (
+        "tokens/s after the first token (× plain decoding), plain decoding's time per token and t' (less keys and values "
+        "read at the measured bandwidth), time to the first token"
+    )
+    return Table.of("contexts", title, rows)
 
 
-def _speed_of(lines: Sequence[Line], context: int, role: str, plain: float) -> str:
-    seconds = seconds_per_token(lines, context, role)
-    return f"{1 / seconds:.1f} ({plain / seconds:.2f}×)"
-
-
-def _turn_table(lines: Sequence[Line]) -> Table:
+def _turn_rows(lines: Sequence[Line]) -> list[dict[str, str]]:
     rows = []
     for context in _contexts(lines):
-        turns = [line for line in lines if line["kind"] == "turn" and line["context"] == context]
-        if not turns:
-            continue
-        fresh = next(line for line in lines if line["kind"] == "prefill" and line["context"] == context)
-        seconds = median(turn["time_to_first_token"] for turn in turns)
-        rows.append(
-            (
-                str(context),
-                f"{turns[0]['prompt_tokens']} ({turns[0]['reused_tokens']} not read again)",
-                f"{1000 * fresh['time_to_first_token']:.0f}",
-                f"{1000 * seconds:.0f}",
-                f"{100 * seconds / fresh['time_to_first_token']:.1f} %",
-            )
-        )
-    return Table(
-        name="turns",
-        title="The next turn of a conversation: time to the first token when only what is new is read",
-        columns=("context", "next prompt, tokens", "first turn's TTFT, ms", "next turn's TTFT, ms", "share"),
-        rows=tuple(rows),
-    )
-
-
-def _memory_table(lines: Sequence[Line]) -> Table:
-    weights = lines[0]["configuration"]["weight_bytes"]
-    rows = []
-    for line in lines:
-        if line["kind"] == "memory":
+        turns = matching(lines, "turn", context=context)
+        if turns:
+            fresh = matching(lines, "prefill", context=context)[0]["time_to_first_token"]
+            seconds = median(turn["time_to_first_token"] for turn in turns)
             rows.append(
-                (
-                    str(line["context"]),
-                    *(
-                        number(value, "{:.1f}", 1 / 2**20)
-                        for value in (
-                            weights + line["peak_bytes"],
-                            weights,
-                            line["kv_bytes"],
-                            line["peak_bytes"] - line["kv_bytes"],
-                        )
-                    ),
-                )
+                {
+                    "context": str(context),
+                    "next prompt, tokens": f"{turns[0]['prompt_tokens']} ({turns[0]['reused_tokens']} not read again)",
+                    "first turn's TTFT, ms": f"{1000 * fresh:.0f}",
+                    "next turn's TTFT, ms": f"{1000 * seconds:.0f}",
+                    "share": f"{100 * seconds / fresh:.1f} %",
+                }
             )
-    return Table(
-        name="memory",
-        title="Peak memory in tensors, MiB: weights, the KV cache, and all the rest together",
-        columns=("context", "peak", "weights", "KV cache", "rest"),
-        rows=tuple(rows),
-    )
+    return rows
+
+
+def _memory_row(lines: Sequence[Line], line: Line) -> dict[str, str]:
+    weights, peak, cache = lines[0]["configuration"]["weight_bytes"], line["peak_bytes"], line["kv_bytes"]
+    sizes = {"peak": weights + peak, "weights": weights, "KV cache": cache, "rest": peak - cache}
+    return {"context": str(line["context"]), **{name: f"{size / 2**20:.1f}" for name, size in sizes.items()}}

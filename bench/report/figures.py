@@ -19,15 +19,14 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.grid import grid_lines, mean_agreement
 from bench.record import PLAIN, Line
-from bench.report.busy_tables import busy_levels, busy_share
 from bench.report.context_tables import ROLES, seconds_per_token
 from bench.report.record_kinds import kind_of
-from bench.report.summary import Samples
+from bench.report.summary import Samples, Spread
 from bench.report.sweep_tables import Sweep
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-_OURS, _PEERS, _REFERENCE = _COLOURS[0], _COLOURS[7], "#000000"
-_WIDTH = 5.2  # inches; the page scales it: so narrow that its text can be read on a phone
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+_OURS, _PEERS, REFERENCE = COLOURS[0], COLOURS[7], "#000000"
+WIDTH = 5.2  # inches; the page scales it: so narrow that its text can be read on a phone
 _ROW = 0.28  # inches per bar
 _FONT = 9  # points
 
@@ -50,8 +49,6 @@ def _command_figures(lines: Sequence[Line]) -> dict[str, dict[str, Figure]]:
         return {"calls": {"Share of the memory's bandwidth": roofline_bars(lines)}}
     if command == "context":
         return {"contexts": {"Speed over the length of the context": context_curves(lines)}}
-    if command == "busy":
-        return {"speed": {"Speed beside busy processes": busy_curves(lines)}}
     return {}
 
 
@@ -104,16 +101,14 @@ def speedup_bars(samples: Samples) -> Figure:
     spreads = {name: samples.speedup(name, PLAIN) for name in samples.engines}
     names = sorted(spreads, key=lambda name: spreads[name].value)
     values = [spreads[name].value for name in names]
-    whiskers = [[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in (spreads[name] for name in names)]
+    whiskers = _whiskers([spreads[name] for name in names])
     figure, axes = _bars(len(names))
     colours = [_OURS if name.startswith("selfspec") else _PEERS for name in names]
     axes.barh([samples.labels[name] for name in names], values, color=colours, height=0.7)
-    axes.errorbar(
-        values, range(len(names)), xerr=np.array(whiskers).T, fmt="none", ecolor="#444444", capsize=2, linewidth=1
-    )
+    axes.errorbar(values, range(len(names)), xerr=whiskers, fmt="none", ecolor="#444444", capsize=2, linewidth=1)
     for row, name in enumerate(names):
         _beside(axes, spreads[name].high, row, f"{values[row]:.2f}")
-    axes.axvline(1, color=_REFERENCE, linewidth=0.8)
+    axes.axvline(1, color=REFERENCE, linewidth=0.8)
     axes.set_xlim(0, 1.12 * max(spread.high for spread in spreads.values()))
     axes.set_xlabel("tokens/s relative to plain decoding; thin lines: range of the repeats", fontsize=9)
     return figure
@@ -125,7 +120,7 @@ def phase_bars(samples: Samples, engines: Sequence[str]) -> Figure:
     left = np.zeros(len(engines))
     labels = [samples.labels[name] for name in engines][::-1]
     shares = [samples.phase_shares(name) or {} for name in engines][::-1]
-    for colour, phase in zip(_COLOURS, samples.phases()):
+    for colour, phase in zip(COLOURS, samples.phases()):
         widths = np.array([100 * share[phase] for share in shares])
         axes.barh(labels, widths, left=left, color=colour, height=0.7, label=phase)
         left += widths
@@ -145,17 +140,13 @@ def phase_bars(samples: Samples, engines: Sequence[str]) -> Figure:
 
 def agreement_curve(agreement: Sequence[float | None]) -> Figure:
     """Share of positions where a layer's argmax is the last layer's, over layers."""
-    figure = Figure(figsize=(_WIDTH, 2.8))
-    axes = figure.add_subplot()
+    figure, axes = curves("exit layer", "agrees with the last layer")
     layers = range(1, len(agreement) + 1)
     axes.plot(layers, [np.nan if value is None else value for value in agreement], marker="o", color=_OURS)
     axes.set_xlim(0.5, len(agreement) + 0.5)
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("exit layer")
-    axes.set_ylabel("agrees with the last layer")
     axes.grid(axis="y", alpha=0.3)
-    _bare(axes)
     return figure
 
 
@@ -166,7 +157,7 @@ def shares_map(samples: Samples, engines: Sequence[str], counts: str, label: str
     shares = np.array(
         [[100 * count.get(str(key), 0) / sum(count.values()) for key in range(last + 1)] for count in every]
     )
-    figure = Figure(figsize=(_WIDTH, 0.24 * len(engines) + 0.9))
+    figure = Figure(figsize=(WIDTH, 0.24 * len(engines) + 0.9))
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Blues", aspect="auto", vmin=0, vmax=100)
     for row, column in np.argwhere(shares >= 1.5):
@@ -187,7 +178,7 @@ def heat_map(sweep: Sweep) -> Figure:
     """A sweep's speed-ups over two axes; bold what was measured, the rest predicted."""
     (down, rows), (across, columns) = sweep.axes.items()
     values = np.array([[sweep.speedup((row, column)) for column in columns] for row in rows])
-    figure = Figure(figsize=(_WIDTH, 0.42 * len(rows) + 1.1))
+    figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.1))
     axes = figure.add_subplot()
     for row, first in enumerate(rows):
         for column, second in enumerate(columns):
@@ -205,8 +196,7 @@ def heat_map(sweep: Sweep) -> Figure:
 def sweep_line(sweep: Sweep) -> Figure:
     """A sweep's speed-ups over one axis: predicted as a line, measured as points with the lowest and highest repeat."""
     ((name, values),) = sweep.axes.items()
-    figure = Figure(figsize=(_WIDTH, 2.8))
-    axes = figure.add_subplot()
+    figure, axes = curves(name, "× plain decoding")
     predicted = [sweep.cells[(value,)]["predicted_speedup"] for value in values]
     axes.plot(range(len(values)), predicted, color=_PEERS, marker=".", label="predicted")
     timed = [(place, sweep.measured[(value,)]) for place, value in enumerate(values) if (value,) in sweep.measured]
@@ -214,7 +204,7 @@ def sweep_line(sweep: Sweep) -> Figure:
     axes.errorbar(
         [place for place, _ in timed],
         [spread.value for spread in spreads],
-        yerr=np.array([[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in spreads]).T,
+        yerr=_whiskers(spreads),
         fmt="o",
         color=_OURS,
         ecolor="#444444",
@@ -222,12 +212,9 @@ def sweep_line(sweep: Sweep) -> Figure:
         linewidth=1,
         label="measured",
     )
-    axes.axhline(1, color=_REFERENCE, linewidth=0.8)
+    axes.axhline(1, color=REFERENCE, linewidth=0.8)
     axes.set_xticks(range(len(values)), values)
-    axes.set_xlabel(name)
-    axes.set_ylabel("× plain decoding")
     axes.legend(frameon=False, fontsize=8)
-    _bare(axes)
     return figure
 
 
@@ -241,7 +228,7 @@ def roofline_bars(lines: Sequence[Line]) -> Figure:
     axes.barh(list(shares)[::-1], list(shares.values())[::-1], color=_OURS, height=0.7)
     for row, share in enumerate(reversed(shares.values())):
         _beside(axes, share, row, f"{share:.0f}")
-    axes.axvline(100, color=_REFERENCE, linewidth=0.8)
+    axes.axvline(100, color=REFERENCE, linewidth=0.8)
     axes.set_xlim(0, 1.12 * max(100, *shares.values()))
     axes.set_xlabel("% of bandwidth, timed alone", fontsize=9)
     return figure
@@ -249,10 +236,9 @@ def roofline_bars(lines: Sequence[Line]) -> Figure:
 
 def context_curves(lines: Sequence[Line]) -> Figure:
     """tokens/s after the first token over the context, a line per way of decoding."""
-    figure = Figure(figsize=(_WIDTH, 2.8))
-    axes = figure.add_subplot()
+    figure, axes = curves("tokens of context", "tokens/s")
     contexts = list(dict.fromkeys(line["context"] for line in lines if line["kind"] == "prefill"))
-    for colour, role in zip(_COLOURS, ROLES):
+    for colour, role in zip(COLOURS, ROLES):
         speeds = [1 / seconds_per_token(lines, context, role) for context in contexts]
         axes.plot(contexts, speeds, marker="o", color=colour, label=role)
     theirs = [line for line in lines if line["kind"] == "transformers"]
@@ -262,37 +248,31 @@ def context_curves(lines: Sequence[Line]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [str(context) for context in contexts])
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens of context")
-    axes.set_ylabel("tokens/s")
     axes.legend(frameon=False, fontsize=8)
-    _bare(axes)
     return figure
 
 
-def busy_curves(lines: Sequence[Line]) -> Figure:
-    """The share of its quiet speed that each engine keeps, over busy processes per core, and a fair share."""
-    figure = Figure(figsize=(_WIDTH, 2.8))
+def curves(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """An empty picture for lines over an axis."""
+    figure = Figure(figsize=(WIDTH, 2.8))
     axes = figure.add_subplot()
-    levels = busy_levels(lines)
-    for colour, (name, label) in zip(_COLOURS, lines[0]["engines"].items()):
-        shares = [busy_share(lines, name, level) for level in levels]
-        axes.plot(levels, [np.nan if share is None else share for share in shares], "o-", color=colour, label=label)
-    axes.plot(levels, [1 / (level + 1) for level in levels], "--", color=_REFERENCE, linewidth=0.8, label="fair share")
-    axes.set_xticks(levels)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("busy processes per core")
-    axes.set_ylabel("share of the quiet speed")
-    axes.legend(frameon=False, fontsize=8)
-    _bare(axes)
-    return figure
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    bare(axes)
+    return figure, axes
 
 
 def _bars(count: int, extra: float = 0.0) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH, _ROW * count + 0.8 + extra))
+    figure = Figure(figsize=(WIDTH, _ROW * count + 0.8 + extra))
     axes = figure.add_subplot()
     axes.tick_params(axis="y", length=0, labelsize=9)
-    _bare(axes)
+    bare(axes)
     return figure, axes
+
+
+def _whiskers(spreads: Sequence[Spread]) -> np.ndarray:
+    """[2, values]: how far the lowest and the highest repeat are from each value."""
+    return np.array([[max(s.value - s.low, 0), max(s.high - s.value, 0)] for s in spreads]).T
 
 
 def _beside(axes: Axes, value: float, row: int, text: str) -> None:
@@ -300,7 +280,8 @@ def _beside(axes: Axes, value: float, row: int, text: str) -> None:
     axes.annotate(text, (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
-def _bare(axes: Axes) -> None:
+def bare(axes: Axes) -> None:
+    """Without a frame above and to the right."""
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -21,20 +21,16 @@ PRECISIONS = {
 """Precision of the weights -> how our engines begin, llama.cpp's format of the same size."""
 
 
-def glance(lines: Sequence[Line]) -> list[Table]:
-    """One table, or none where a record's tables are as short themselves."""
-    command = lines[0]["command"]
-    if command in ("attention", "busy", "batch", "serving", "copying-gain", "exit-adapters", "exit-losses") or (
-        command == "sweep" and len(Sweep.of(lines).axes) != 2
-    ):
-        return []
-    if command == "roofline":
-        title = "tokens/s after the first token, what memory allows at the bytes that are read, and the ratio"
-        return [roofline_tables(lines)[1].part("glance", title, ("tokens/s", "limit", "of limit"))]
-    if command == "context":
-        title = "tokens/s after the first token (× plain decoding), over the length of the context"
-        return [context_tables(lines)[0].part("glance", title, ("plain", "best fixed", "auto", "transformers"))]
-    return [_settings(lines) if command == "sweep" else _engines(lines)]
+def roofline_glance(lines: Sequence[Line]) -> list[Table]:
+    """Speed and limit of each policy."""
+    title = "tokens/s after the first token, what memory allows at the bytes that are read, and the ratio"
+    return [roofline_tables(lines)[1].part("glance", title, ("tokens/s", "limit", "of limit"))]
+
+
+def context_glance(lines: Sequence[Line]) -> list[Table]:
+    """Speed at each length of the context."""
+    title = "tokens/s after the first token (× plain decoding), over the length of the context"
+    return [context_tables(lines)[0].part("glance", title, ("plain", "best fixed", "auto", "transformers"))]
 
 
 def by_precision(lines: Sequence[Line]) -> list[Table]:
@@ -57,31 +53,25 @@ def by_precision(lines: Sequence[Line]) -> list[Table]:
     return [Table(name="precision", title=title, columns=("engine", *PRECISIONS), rows=rows)]
 
 
-def _engines(lines: Sequence[Line]) -> Table:
+def engine_glance(lines: Sequence[Line]) -> list[Table]:
     """What our kernels give (plain over transformers) told apart from what speculation gives (over plain)."""
     samples = Samples(lines)
-    columns = ["engine", "tokens/s"]
-    if TRANSFORMERS in samples.engines:
-        columns.append("× transformers")
-    if PLAIN in samples.engines:
-        columns.append("× plain")
+
+    def over(name: str, baseline: str | None) -> str:
+        return UNKNOWN if baseline is None else f"{samples.speedup(name, baseline).value:.2f}×"
+
     rows = []
     for name in _chosen(samples):
-        row = [samples.labels[name], f"{samples.speed(name).value:.1f}"]
+        row = {"engine": samples.labels[name], "tokens/s": f"{samples.speed(name).value:.1f}"}
         if TRANSFORMERS in samples.engines:
-            row.append(f"{samples.speedup(name, TRANSFORMERS).value:.2f}×")
+            row["× transformers"] = over(name, TRANSFORMERS)
         if PLAIN in samples.engines:
-            plain = _plain_of(samples, name)
-            row.append(UNKNOWN if plain is None else f"{samples.speedup(name, plain).value:.2f}×")
-        rows.append(tuple(row))
-    model, where = lines[0]["configuration"]["model"], lines[0]["provenance"]
-    over = "; × transformers: kernels and speculation" if TRANSFORMERS in samples.engines else ""
-    return Table(
-        name="glance",
-        title=f"{model[0].upper()}{model[1:]}, {where['dtype']}, prefill included. × plain: speculation alone{over}",
-        columns=tuple(columns),
-        rows=tuple(rows),
-    )
+            row["× plain"] = over(name, _plain_of(samples, name))
+        rows.append(row)
+    model, dtype = lines[0]["configuration"]["model"], lines[0]["provenance"]["dtype"]
+    peers = "; × transformers: kernels and speculation" if TRANSFORMERS in samples.engines else ""
+    title = f"{model[0].upper()}{model[1:]}, {dtype}, prefill included. × plain: speculation alone{peers}"
+    return [Table.of("glance", title, rows)]
 
 
 def _chosen(samples: Samples) -> list[str]:
@@ -105,21 +95,18 @@ def _plain_of(samples: Samples, engine: str) -> str | None:
     return max((name for name in plain if engine.startswith(name.removesuffix("ar"))), key=len, default=None)
 
 
-def _settings(lines: Sequence[Line]) -> Table:
-    """The settings that were timed, fastest first."""
+def sweep_glance(lines: Sequence[Line]) -> list[Table]:
+    """The settings that were timed, fastest first; nothing where the whole table is as short."""
     sweep = Sweep.of(lines)
+    if len(sweep.axes) != 2:
+        return []
     timed = sorted(sweep.measured, key=lambda place: -sweep.measured[place].value)
-    rows = [
-        (
-            f"`{sweep.cells[place]['policy']}`",
-            times(sweep.measured[place]),
-            f"{sweep.cells[place]['predicted_speedup']:.2f}×",
-        )
+    rows = (
+        {
+            "policy": f"`{sweep.cells[place]['policy']}`",
+            "measured, prefill included": times(sweep.measured[place]),
+            "predicted, decoding alone": f"{sweep.cells[place]['predicted_speedup']:.2f}×",
+        }
         for place in timed
-    ]
-    return Table(
-        name="glance",
-        title="The settings that were timed, fastest first: speed-up over plain decoding",
-        columns=("policy", "measured, prefill included", "predicted, decoding alone"),
-        rows=tuple(rows),
     )
+    return [Table.of("glance", "The settings that were timed, fastest first: speed-up over plain decoding", rows)]

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.record import KEPT, Line
-from bench.report.glance import glance
 from bench.report.record_kinds import HEADINGS, kind_of
 from bench.report.run_tables import decoding_text
 from bench.report.summary import Samples
@@ -33,7 +32,7 @@ def page_tables(lines: Sequence[Line]) -> list[Table]:
     """All tables of a record in the order of its page: the glance first, the machine last."""
     kind = kind_of(lines)
     order = list(headings(lines))
-    made = [*glance(lines), *kind.tables(lines), *kind.page_tables(lines), machine_table(lines)]
+    made = [*kind.glance(lines), *kind.tables(lines), *kind.page_tables(lines), machine_table(lines)]
     return sorted(made, key=lambda table: order.index(table.name))
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 from bench.record import Line
 from bench.report.at_exit_layer import exit_layer_tables
-from bench.report.attention_tables import attention_headline, attention_tables
 from bench.report.batch_tables import batch_headline, batch_tables
-from bench.report.busy_tables import busy_headline, busy_tables
 from bench.report.context_tables import context_headline, context_tables
-from bench.report.glance import by_precision
+from bench.report.glance import by_precision, context_glance, engine_glance, roofline_glance, sweep_glance
 from bench.report.roofline_tables import roofline_headline, roofline_tables
 from bench.report.run_tables import run_tables
 from bench.report.serving_tables import serving_headline, serving_tables
@@ -44,14 +42,12 @@ HEADINGS = {
     "contexts": "Speed over the length of the context",
     "turns": "The next turn of a conversation",
     "memory": "Memory",
-    "attention": "Attention",
     "decoding": "Throughput while all texts decode",
     "batch": "Throughput with prompts",
     "joining": "A long prompt that joins",
     "serving": "Throughput of a server",
     "waiting": "Time to first token",
     "overhead": "What the server adds",
-    "cost": "Processor time",
 }
 """The parts of a page by name, with their headings, in the order of the page."""
 
@@ -71,11 +67,12 @@ class RecordKind:
     tables: for the terminal and the page; page_tables: for the page only. headline: None for the one of engines over
     prompts. figures: more figures than `bench.report.figures` draws, by part and title. headings: of parts that
     `HEADINGS` does not name. spread: whether tables show the lowest and highest repeat. trains: repeats are seeds of a
-    training, and no engines take turns.
+    training, and no engines take turns. glance: the short table that its page begins with, none where tables are short.
     """
 
     tables: Tables
     page_tables: Tables = _none
+    glance: Tables = _none
     headline: Callable[[Sequence[Line]], str] | None = None
     figures: Callable[[Sequence[Line]], dict[str, dict[str, Any]]] = _no_figures
     headings: Mapping[str, str] = field(default_factory=dict)
@@ -84,13 +81,11 @@ class RecordKind:
 
 
 KINDS: dict[str, RecordKind] = {
-    "run": RecordKind(tables=run_tables, page_tables=exit_layer_tables, spread=True),
-    "peers": RecordKind(tables=run_tables, page_tables=by_precision, spread=True),
-    "sweep": RecordKind(tables=sweep_tables, headline=sweep_headline, spread=True),
-    "roofline": RecordKind(tables=roofline_tables, headline=roofline_headline),
-    "context": RecordKind(tables=context_tables, headline=context_headline),
-    "attention": RecordKind(tables=attention_tables, headline=attention_headline),
-    "busy": RecordKind(tables=busy_tables, headline=busy_headline),
+    "run": RecordKind(tables=run_tables, page_tables=exit_layer_tables, glance=engine_glance, spread=True),
+    "peers": RecordKind(tables=run_tables, page_tables=by_precision, glance=engine_glance, spread=True),
+    "sweep": RecordKind(tables=sweep_tables, headline=sweep_headline, glance=sweep_glance, spread=True),
+    "roofline": RecordKind(tables=roofline_tables, headline=roofline_headline, glance=roofline_glance),
+    "context": RecordKind(tables=context_tables, headline=context_headline, glance=context_glance),
     "batch": RecordKind(tables=batch_tables, headline=batch_headline),
     "serving": RecordKind(tables=serving_tables, headline=serving_headline),
 }

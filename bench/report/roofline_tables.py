@@ -3,99 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from bench.machine.roofline import PHASES
-from bench.record import Line
+from bench.record import Line, matching
 from bench.report.table import UNKNOWN, Table, subject
 
 
 def roofline_headline(lines: Sequence[Line]) -> str:
     """The limit, and how close plain decoding comes."""
     bandwidth = _bandwidth(lines)
-    step = next(line for line in lines if line["kind"] == "call")
+    step = matching(lines, "call")[0]
     plain = _of_policy(lines, "ar")
     return (
-        f"{subject(lines)}: memory gives "
-        f"{bandwidth / 1e9:.1f} GB/s (one large tensor, read) and a plain step must read {step['bytes'] / 1e6:.1f} MB, so at "
-        f"most {bandwidth / step['bytes']:.1f} tokens/s; it does {1 / step['seconds']:.1f} by itself "
-        f"({_share(step['bytes'], step['seconds'], bandwidth)}) and {_speed(plain):.1f} within `generate` "
-        f"({_share(_bytes(plain), _seconds(plain), bandwidth)})."
+        f"{subject(lines)}: memory gives {bandwidth / 1e9:.1f} GB/s (one large tensor, read) and a plain step must read "
+        f"{step['bytes'] / 1e6:.1f} MB, so at most {bandwidth / step['bytes']:.1f} tokens/s; it does "
+        f"{1 / step['seconds']:.1f} by itself ({_share(step['bytes'], step['seconds'], bandwidth)}) and "
+        f"{_speed(plain):.1f} within `generate` ({_share(_bytes(plain), _seconds(plain), bandwidth)})."
     )
 
 
 def roofline_tables(lines: Sequence[Line]) -> list[Table]:
     """Calls, then phases."""
-    return [_call_table(lines), _phase_table(lines)]
-
-
-def _call_table(lines: Sequence[Line]) -> Table:
     bandwidth = _bandwidth(lines)
-    context = lines[0]["configuration"]["timed_context"]
-    rows = tuple(
-        (
-            line["name"],
-            f"{line['bytes'] / 1e6:.2f}",
-            f"{1000 * line['bytes'] / bandwidth:.3f}",
-            f"{1000 * line['seconds']:.3f}",
-            _share(line["bytes"], line["seconds"], bandwidth),
-        )
-        for line in lines
-        if line["kind"] == "call"
+    positions = lines[0]["configuration"]["timed_context"]
+    calls = (
+        {
+            "call": line["name"],
+            "must read, MB": f"{line['bytes'] / 1e6:.2f}",
+            "at bandwidth, ms": f"{1000 * line['bytes'] / bandwidth:.3f}",
+            "measured, ms": f"{1000 * line['seconds']:.3f}",
+            "of bandwidth": _share(line["bytes"], line["seconds"], bandwidth),
+        }
+        for line in matching(lines, "call")
     )
-    return Table(
-        name="calls",
-        title=f"Calls, timed alone with {context} positions in the cache: what measured costs are made of",
-        columns=("call", "must read, MB", "at bandwidth, ms", "measured, ms", "of bandwidth"),
-        rows=rows,
-    )
+    policies = dict.fromkeys(line["policy"] for line in matching(lines, "phases"))
+    return [
+        Table.of(
+            "calls",
+            f"Calls, timed alone with {positions} positions in the cache: what measured costs are made of",
+            calls,
+        ),
+        Table.of(
+            "phases",
+            "After prefill: tokens/s, their limit at the bytes that the rounds read, and ms per token by "
+            "phase (share of bandwidth); last, ms per token that measured costs predict, learning aside",
+            (_phase_row(policy, _of_policy(lines, policy), bandwidth) for policy in policies),
+        ),
+    ]
 
 
-def _phase_table(lines: Sequence[Line]) -> Table:
-    bandwidth = _bandwidth(lines)
-    rows = []
-    for policy in dict.fromkeys(line["policy"] for line in lines if line["kind"] == "phases"):
-        runs = _of_policy(lines, policy)
-        tokens = sum(run["tokens"] for run in runs)
-        cells = []
-        for phase in PHASES:
-            seconds = sum(run["seconds"][phase] for run in runs)
-            read = sum(run["bytes"].get(phase, 0.0) for run in runs)
-            share = f" ({_share(read, seconds, bandwidth)})" if read else ""
-            cells.append(f"{1000 * seconds / tokens:.2f}{share}")
-        predicted = sum(run["predicted_seconds"] for run in runs)
-        rows.append(
-            (
-                f"`{policy}`",
-                f"{_speed(runs):.1f}",
-                f"{tokens * bandwidth / _bytes(runs):.1f}",
-                _share(_bytes(runs), _seconds(runs), bandwidth),
-                *cells,
-                f"{1000 * predicted / tokens:.2f}" if predicted else UNKNOWN,
-            )
-        )
-    return Table(
-        name="phases",
-        title="After prefill: tokens/s, their limit at the bytes that the rounds read, and ms per token by "
-        "phase (share of bandwidth); last, ms per token that measured costs predict, learning aside",
-        columns=("policy", "tokens/s", "limit", "of limit", *PHASES, "predicted"),
-        rows=tuple(rows),
-    )
+def _phase_row(policy: str, runs: Sequence[Line], bandwidth: float) -> dict[str, str]:
+    tokens = sum(run["tokens"] for run in runs)
+    predicted = sum(run["predicted_seconds"] for run in runs)
+
+    def cell(phase: str) -> str:
+        seconds = sum(run["seconds"][phase] for run in runs)
+        read = sum(run["bytes"].get(phase, 0.0) for run in runs)
+        share = f" ({_share(read, seconds, bandwidth)})" if read else ""
+        return f"{1000 * seconds / tokens:.2f}{share}"
+
+    return {
+        "policy": f"`{policy}`",
+        "tokens/s": f"{_speed(runs):.1f}",
+        "limit": f"{tokens * bandwidth / _bytes(runs):.1f}",
+        "of limit": _share(_bytes(runs), _seconds(runs), bandwidth),
+        **{phase: cell(phase) for phase in PHASES},
+        "predicted": f"{1000 * predicted / tokens:.2f}" if predicted else UNKNOWN,
+    }
 
 
 def _of_policy(lines: Sequence[Line], policy: str) -> list[Line]:
     """The median run of each prompt."""
-    runs = [line for line in lines if line["kind"] == "phases" and line["policy"] == policy]
-    found = []
-    for prompt in dict.fromkeys(run["prompt"] for run in runs):
-        repeats = sorted((run for run in runs if run["prompt"] == prompt), key=lambda run: run["decode_seconds"])
-        middle = median(range(len(repeats)))
-        found.append(repeats[int(middle)])
-    return found
+    by_prompt: dict[str, list[Line]] = {}
+    for run in matching(lines, "phases", policy=policy):
+        by_prompt.setdefault(run["prompt"], []).append(run)
+    return [sorted(runs, key=lambda run: run["decode_seconds"])[(len(runs) - 1) // 2] for runs in by_prompt.values()]
 
 
 def _bandwidth(lines: Sequence[Line]) -> float:
-    return float(next(line["bytes_per_second"] for line in lines if line["kind"] == "limits"))
+    return float(matching(lines, "limits")[0]["bytes_per_second"])
 
 
 def _bytes(runs: Sequence[Line]) -> float:

@@ -7,19 +7,12 @@ from collections.abc import Sequence
 from bench.grid import ALL
 from bench.record import PLAIN, Line
 from bench.report.summary import Samples
-from bench.report.table import UNKNOWN, Table, number
+from bench.report.table import Table, number
 from selfspec.engine.stats import ratio
 
 COLUMNS = (
-    "engine",
-    "× plain",
-    "tokens/round",
-    "copied",
-    "drafted",
-    "model's own",
-    "copies accepted",
-    "drafts accepted",
-)
+    "engine", "× plain", "tokens/round", "copied", "drafted", "model's own", "copies accepted", "drafts accepted",
+)  # fmt: skip
 
 
 def source_tables(samples: Samples) -> list[Table]:
@@ -39,9 +32,8 @@ def source_tables(samples: Samples) -> list[Table]:
         for engine in samples.engines:
             own = [line["stats"] for line in runs if line["engine"] == engine and line["task"] in chosen]
             if own:
-                known = PLAIN in samples.engines
-                over_plain = f"{samples.speedup(engine, PLAIN, chosen).value:.2f}×" if known else UNKNOWN
-                rows.append((samples.labels[engine], over_plain, *_shares(own)))
+                over_plain = samples.speedup(engine, PLAIN, chosen).value if PLAIN in samples.engines else None
+                rows.append((samples.labels[engine], number(over_plain, "{:.2f}×"), *_shares(own)))
     title = "New tokens by source, task by task: copied and accepted, drafted by an exit and accepted, the model's own"
     return [Table(name="sources", title=title, columns=COLUMNS, rows=tuple(rows))]
 

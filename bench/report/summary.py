@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.record import Line
+from bench.record import Line, matching
 from selfspec.engine.stats import mean, ratio
 
 PHASES = ("prefill", "draft", "preverify", "verify", "accept", "learn", "other")
@@ -38,8 +38,6 @@ class EngineSummary:
     equal_share: of the new tokens, those before an output's first difference; None without outputs.
     """
 
-    engine: str
-    label: str
     tokens_per_second: Spread
     total_tokens_per_second: float
     decode_tokens_per_second: float | None
@@ -57,51 +55,47 @@ class EngineSummary:
 
 
 class Samples:
-    """The samples and outputs of one record, by engine."""
+    """The samples and outputs of one record, by engine. labels: of all engines; engines: of those that have samples."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         run = lines[0]
         self.labels: dict[str, str] = dict(run.get("engines", {}))  # none where models are compared
-        self.samples = [line for line in lines if line["kind"] == "sample"]
-        self.outputs = [line for line in lines if line["kind"] == "output"]
+        self.samples, self.outputs = matching(lines, "sample"), matching(lines, "output")
         measured = {line["engine"] for line in self.samples}
-        self.engines = [name for name in self.labels if name in measured]
+        self.engines = {name: label for name, label in self.labels.items() if name in measured}
         self.prompts = list(dict.fromkeys(line["prompt"] for line in self.samples))
         self.tasks = {line["prompt"]: line["task"] for line in self.samples}
 
     def speed(self, engine: str, tasks: Sequence[str] | None = None) -> Spread:
         """Macro tokens/s with prefill, over the prompts of some tasks or of all."""
-        values = self._by_prompt(engine, lambda line: line["num_new_tokens"] / line["seconds"], tasks)
-        return _spread(values)
+        speeds = self._speeds(engine, tasks)
+        alone = _per_repeat(speeds)
+        return Spread(value=_macro(speeds), low=min(alone), high=max(alone))
 
     def speedup(self, engine: str, baseline: str, tasks: Sequence[str] | None = None) -> Spread:
         """Ratio of the two engines' macro tokens/s; the spread is that of the ratio within each repeat."""
-
-        def speeds(name: str) -> list[list[float]]:
-            return self._by_prompt(name, lambda line: line["num_new_tokens"] / line["seconds"], tasks)
-
-        ours, theirs = speeds(engine), speeds(baseline)
+        ours, theirs = self._speeds(engine, tasks), self._speeds(baseline, tasks)
         ratios = [a / b for a, b in zip(_per_repeat(ours), _per_repeat(theirs))]
         return Spread(value=_macro(ours) / _macro(theirs), low=min(ratios), high=max(ratios))
 
     def summary(self, engine: str) -> EngineSummary:
         """The engine's row."""
-        lines = [line for line in self.samples if line["engine"] == engine]
-        outputs = [line for line in self.outputs if line["engine"] == engine]
-        by_prompt = {prompt: [line for line in lines if line["prompt"] == prompt] for prompt in self.prompts}
-        seconds = {prompt: median(line["seconds"] for line in group) for prompt, group in by_prompt.items()}
-        tokens = sum(group[0]["num_new_tokens"] for group in by_prompt.values())
+        lines = matching(self.samples, "sample", engine=engine)
+        outputs = matching(self.outputs, "output", engine=engine)
+        by_prompt = [matching(lines, "sample", prompt=prompt) for prompt in self.prompts]
+        seconds = sum(median(line["seconds"] for line in group) for group in by_prompt)
+        tokens = sum(group[0]["num_new_tokens"] for group in by_prompt)
 
         def over_prompts(value: Callable[[Line], float | None]) -> float | None:
             medians = []
-            for group in by_prompt.values():
+            for group in by_prompt:
                 known = [v for v in map(value, group) if v is not None]
                 medians.append(median(known) if known else None)
             return mean(medians)
 
         def count(name: str) -> float | None:
             counted = [line["counted"] or {} for line in outputs]
-            stats = [mean((line["stats"] or {}).get(name) for line in group) for group in by_prompt.values()]
+            stats = [mean((line["stats"] or {}).get(name) for line in group) for group in by_prompt]
             return mean([*(source.get(name) for source in counted), *stats])
 
         def equal_share(output: Line) -> float:
@@ -114,10 +108,8 @@ class Samples:
         drafts = count("num_drafted")
         differences = [line for line in outputs if line["first_difference"] is not None]
         return EngineSummary(
-            engine=engine,
-            label=self.labels[engine],
             tokens_per_second=self.speed(engine),
-            total_tokens_per_second=tokens / sum(seconds.values()),
+            total_tokens_per_second=tokens / seconds,
             decode_tokens_per_second=over_prompts(decode_speed),
             time_to_first_token=over_prompts(lambda line: line["time_to_first_token"]),
             acceptance_rate=count("acceptance_rate"),
@@ -134,7 +126,7 @@ class Samples:
 
     def phase_shares(self, engine: str) -> dict[str, float] | None:
         """Share of each phase in the time of all runs, None if the engine does not tell its phases."""
-        stats = [line["stats"] for line in self.samples if line["engine"] == engine]
+        stats = [line["stats"] for line in matching(self.samples, "sample", engine=engine)]
         if not all(stats):
             return None
         total = sum(each["seconds"] for each in stats)
@@ -145,13 +137,13 @@ class Samples:
         used = [shares["preverify"] for shares in map(self.phase_shares, self.engines) if shares is not None]
         return PHASES if any(used) else tuple(phase for phase in PHASES if phase != "preverify")
 
-    def _by_prompt(self, engine: str, value: Callable[[Line], float], tasks: Sequence[str] | None) -> list[list[float]]:
-        """value of every sample, [prompts][repeats]."""
+    def _speeds(self, engine: str, tasks: Sequence[str] | None) -> list[list[float]]:
+        """Tokens per second of every sample, [prompts][repeats]."""
         found: dict[str, list[tuple[int, float]]] = {}
-        for line in self.samples:
-            if line["engine"] == engine and (tasks is None or line["task"] in tasks):
-                found.setdefault(line["prompt"], []).append((line["repeat"], value(line)))
-        return [[figure for _, figure in sorted(repeats)] for repeats in found.values()]
+        for line in matching(self.samples, "sample", engine=engine):
+            if tasks is None or line["task"] in tasks:
+                found.setdefault(line["prompt"], []).append((line["repeat"], line["num_new_tokens"] / line["seconds"]))
+        return [[speed for _, speed in sorted(repeats)] for repeats in found.values()]
 
 
 def _macro(values: Sequence[Sequence[float]]) -> float:
@@ -162,8 +154,3 @@ def _macro(values: Sequence[Sequence[float]]) -> float:
 def _per_repeat(values: Sequence[Sequence[float]]) -> list[float]:
     """Mean over prompts in each repeat alone."""
     return [sum(repeats) / len(repeats) for repeats in zip(*values)]
-
-
-def _spread(values: Sequence[Sequence[float]]) -> Spread:
-    alone = _per_repeat(values)
-    return Spread(value=_macro(values), low=min(alone), high=max(alone))

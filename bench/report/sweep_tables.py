@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.record import Line
+from bench.record import Line, matching
 from bench.report.summary import Samples, Spread
 from bench.report.table import UNKNOWN, Table, heat_table, number, times
 
@@ -25,9 +25,8 @@ class Sweep:
     def of(cls, lines: Sequence[Line]) -> Sweep:
         """From a sweep's lines."""
         samples = Samples(lines)
-        cells = [line for line in lines if line["kind"] == "cell"]
         grid = {name: values for name, values in lines[0]["configuration"]["axes"].items() if len(values) > 1}
-        by_place = {tuple(line["values"][name] for name in grid): line for line in cells}
+        by_place = {tuple(line["values"][name] for name in grid): line for line in matching(lines, "cell")}
         measured = {
             place: samples.speedup(f"selfspec:{line['policy']}", "selfspec:ar")
             for place, line in by_place.items()
@@ -44,9 +43,8 @@ class Sweep:
 def sweep_headline(lines: Sequence[Line]) -> str:
     """The best measured setting, and whether the timed runs had the rounds that were predicted."""
     model = lines[0]["configuration"]["model"]
-    best = next(line for line in lines if line["kind"] == "best")
+    best, replayed = matching(lines, "best")[0], matching(lines, "replay")[0]
     spread = times(Spread(value=best["speedup"], low=best["low"], high=best["high"]))
-    replayed = next(line for line in lines if line["kind"] == "replay")
     source = "the replay" if replayed["replayed"] else "the first one"
     pairs = f"{replayed['compared'] - len(replayed['differing'])} of {replayed['compared']}"
     return (
@@ -60,7 +58,7 @@ def sweep_tables(lines: Sequence[Line]) -> list[Table]:
     sweep = Sweep.of(lines)
     two = len(sweep.axes) == 2
     grids = [_etpl_table(lines, sweep), _speedup_table(sweep)] if two else [_cell_table(lines, sweep)]
-    return [*grids, *_agreement_table(lines)]
+    return [*grids, *_agreement_tables(lines)]
 
 
 def _axes_text(sweep: Sweep) -> str:
@@ -69,7 +67,7 @@ def _axes_text(sweep: Sweep) -> str:
 
 
 def _how(lines: Sequence[Line]) -> str:
-    return "by replay" if all(line["replayed"] for line in lines if line["kind"] == "cell") else "of one run"
+    return "by replay" if all(line["replayed"] for line in matching(lines, "cell")) else "of one run"
 
 
 def _etpl_table(lines: Sequence[Line], sweep: Sweep) -> Table:
@@ -102,37 +100,32 @@ def _cell_table(lines: Sequence[Line], sweep: Sweep) -> Table:
     if len(sweep.axes) == 1:
         order = next(iter(sweep.axes.values()))
         places.sort(key=lambda place: order.index(place[0]))
-    rows = []
-    for place in places:
-        line = sweep.cells[place]
-        spread = sweep.measured.get(place)
-        rows.append(
-            (
-                f"`{line['policy']}`",
-                number(line["acceptance_rate"], "{:.3f}"),
-                number(line["tokens_per_round"], "{:.2f}"),
-                number(line["etpl"], "{:.4f}"),
-                f"{line['predicted_speedup']:.2f}",
-                UNKNOWN if spread is None else times(spread),
-            )
-        )
-    return Table(
-        name="cells",
-        title=f"The grid over {', '.join(sweep.axes) or 'one setting'}: rounds {_how(lines)}, speed-up over autoregressive "
-        "predicted (decoding only) and measured (prefill included)",
-        columns=("policy", "acceptance rate", "tokens/round", "eTPL", "predicted", "measured"),
-        rows=tuple(rows),
+    rows = (
+        {
+            "policy": f"`{line['policy']}`",
+            "acceptance rate": number(line["acceptance_rate"], "{:.3f}"),
+            "tokens/round": number(line["tokens_per_round"], "{:.2f}"),
+            "eTPL": number(line["etpl"], "{:.4f}"),
+            "predicted": f"{line['predicted_speedup']:.2f}",
+            "measured": times(sweep.measured[place]) if place in sweep.measured else UNKNOWN,
+        }
+        for place, line in ((place, sweep.cells[place]) for place in places)
     )
+    title = (
+        f"The grid over {', '.join(sweep.axes) or 'one setting'}: rounds {_how(lines)}, speed-up over autoregressive "
+        "predicted (decoding only) and measured (prefill included)"
+    )
+    return Table.of("cells", title, rows)
 
 
-def _agreement_table(lines: Sequence[Line]) -> list[Table]:
-    agreement = next((line["by_layer"] for line in lines if line["kind"] == "agreement"), None)
-    if agreement is None:
-        return []
-    table = Table(
-        name="agreement",
-        title="Agreement of each exit layer with the last, along the model's own greedy text",
-        columns=("after", *(str(layer) for layer in range(1, len(agreement) + 1))),
-        rows=(("agrees", *(number(value, "{:.2f}").removeprefix("0") for value in agreement)),),
-    )
-    return [table]
+def _agreement_tables(lines: Sequence[Line]) -> list[Table]:
+    title = "Agreement of each exit layer with the last, along the model's own greedy text"
+    return [
+        Table.of("agreement", title, [{"after": "agrees", **_without_zeros(line["by_layer"])}])
+        for line in matching(lines, "agreement")
+    ]
+
+
+def _without_zeros(agreement: Sequence[float | None]) -> dict[str, str]:
+    """Shares as ".87", by layer."""
+    return {str(layer): number(share, "{:.2f}").removeprefix("0") for layer, share in enumerate(agreement, start=1)}

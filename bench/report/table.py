@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table as RichTable
 from bench.record import Line
 from bench.report.summary import EngineSummary, Spread
 
+Cell = TypeVar("Cell")
+Row = TypeVar("Row")
+Column = TypeVar("Column")
 UNKNOWN = "–"
 _GAP = 2
 """Characters that a terminal shows between two columns."""
@@ -34,11 +37,31 @@ class Table:
     heat: tuple[tuple[float | None, ...], ...] | None = None
     prose: bool = False
 
+    @classmethod
+    def of(cls, name: str, title: str, rows: Iterable[Mapping[str, str]]) -> Table:
+        """rows: at least one, each its cells by their columns, which are the same in all."""
+        found = list(rows)
+        return cls(name=name, title=title, columns=tuple(found[0]), rows=tuple(tuple(row.values()) for row in found))
+
+    def known(self) -> Table:
+        """Without the rows and columns that have nothing but dashes."""
+        rows = tuple(row for row in self.rows if set(row[1:]) != {UNKNOWN})
+        columns = [place for place, cells in enumerate(zip(*rows)) if place and set(cells) != {UNKNOWN}]
+        return replace(self, rows=rows)._picked(columns)
+
     def part(self, name: str, title: str, columns: Sequence[str]) -> Table:
         """A table of the first column and the named ones."""
-        places = [0, *(self.columns.index(column) for column in columns)]
-        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
-        return Table(name=name, title=title, columns=tuple(self.columns[place] for place in places), rows=rows)
+        return replace(self._picked([self.columns.index(column) for column in columns]), name=name, title=title)
+
+    def _picked(self, places: Iterable[int]) -> Table:
+        """The first column and those at these places."""
+        places = [0, *places]
+
+        def pick(row: tuple[Cell, ...]) -> tuple[Cell, ...]:
+            return tuple(row[place] for place in places)
+
+        heat = None if self.heat is None else tuple(map(pick, self.heat))
+        return replace(self, columns=pick(self.columns), rows=tuple(map(pick, self.rows)), heat=heat)
 
     def markdown(self) -> str:
         """The table in Markdown, the first column left, the others right."""
@@ -55,20 +78,8 @@ class Table:
             if blocks[-1] and used + widths[index] > width:
                 blocks.append([])
             blocks[-1].append(index)
-
-        def pick(row: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
-            return (row[0], *(row[place] for place in places))
-
-        return [
-            Table(
-                name=self.name,
-                title=self.title if number == 0 else f"{self.title} (continued)",
-                columns=pick(self.columns, places),
-                rows=tuple(pick(row, places) for row in self.rows),
-                heat=None if self.heat is None else tuple(pick(row, places) for row in self.heat),
-            )
-            for number, places in enumerate(blocks)
-        ]
+        parts = [self._picked(places) for places in blocks]
+        return [parts[0], *(replace(part, title=f"{self.title} (continued)") for part in parts[1:])]
 
     def rich(self) -> RichTable:
         """The table for a terminal."""
@@ -148,6 +159,19 @@ def outputs_text(row: EngineSummary) -> str:
     return f"{', '.join(found) or 'other weights'} ({number(row.equal_share, '{:.0f} % equal', 100)})"
 
 
+def cross_table(
+    name: str,
+    title: str,
+    corner: str,
+    rows: Mapping[Row, str],
+    columns: Mapping[Column, str],
+    cell: Callable[[Row, Column], str],
+) -> Table:
+    """A cell for each pair of a row and a column, which are given with their headings. corner: what the rows are."""
+    cells = tuple((heading, *(cell(row, column) for column in columns)) for row, heading in rows.items())
+    return Table(name=name, title=title, columns=(corner, *columns.values()), rows=cells)
+
+
 def heat_table(
     name: str,
     title: str,
@@ -159,10 +183,11 @@ def heat_table(
     (down, rows), (_, columns) = axes.items()
     low, high = min(values.values()), max(values.values())
     span = (high - low) or 1.0
-    return Table(
-        name=name,
-        title=title,
-        columns=(down, *columns),
-        rows=tuple((row, *(texts[row, column] for column in columns)) for row in rows),
-        heat=tuple((None, *((values[row, column] - low) / span for column in columns)) for row in rows),
-    )
+    heat = tuple((None, *((values[row, column] - low) / span for column in columns)) for row in rows)
+    table = cross_table(name, title, down, names(rows), names(columns), lambda *place: texts[place])
+    return replace(table, heat=heat)
+
+
+def names(keys: Iterable[str]) -> dict[str, str]:
+    """Rows or columns whose headings are their keys."""
+    return {key: key for key in keys}

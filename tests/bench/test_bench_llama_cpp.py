@@ -149,7 +149,7 @@ def test_a_run_does_not_depend_on_the_one_before() -> None:
 
     engine = LlamaCppEngine(llama(), "BF16", 64)
     first = engine.generate(PROMPT, 12)
-    engine.generate_afresh(PROMPT[:5], 3)
+    engine.generate(PROMPT[:5], 3)
     engine.generate(PROMPT[:7], 9)
     again = engine.generate(PROMPT, 12)
     assert first.tokens == again.tokens

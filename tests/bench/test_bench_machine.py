@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import bench
 from bench.machine.bandwidth import WeightBytes, measure_bandwidth
 from bench.machine.memory import peak_bytes
+from bench.provenance import program
 from layerskip_models import from_transformers
 from tiny_llama import tiny_llama
 
@@ -49,3 +53,9 @@ def test_bytes_that_rounds_move() -> None:
 
 def test_bandwidth_is_a_speed() -> None:
     assert 1e8 < measure_bandwidth(torch.device("cpu")) < 1e13
+
+
+def test_a_record_names_the_program_that_made_it() -> None:
+    folder = Path(bench.__file__).parent
+    assert program(str(folder / "experiments" / "__main__.py")) == "python -m bench.experiments"
+    assert program(str(folder / "__main__.py")) == program("/usr/bin/selfspec-bench") == "selfspec-bench"

@@ -118,8 +118,8 @@ def test_compare_says_what_changed(tmp_path: Path) -> None:
 
 
 def test_markdown_with_its_plots_beside_it(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "busy.md"
-    result = CliRunner().invoke(app, ["report", str(DATA / "busy.jsonl.gz"), "-o", str(target)])
+    target = tmp_path / "new" / "roofline.md"
+    result = CliRunner().invoke(app, ["report", str(DATA / "roofline.jsonl.gz"), "-o", str(target)])
     assert result.exit_code == 0, result.output
     (plot,) = re.findall(r"\]\((plots/[^)]+)\)", target.read_text(encoding="utf-8"))
-    assert "fair share" in (target.parent / plot).read_text(encoding="utf-8")
+    assert "% of bandwidth" in (target.parent / plot).read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.record import RecordWriter, read_record, record_name
-from bench.report.glance import by_precision, glance
+from bench.report.glance import by_precision, engine_glance
 from bench.report.markdown import fill_markers, markdown, sections
 from bench.report.source_tables import source_tables
 from bench.report.summary import Samples, Spread
@@ -242,7 +242,7 @@ def test_other_files_are_no_records(tmp_path, text):
 
 
 def test_a_glance_tells_kernels_from_speculation():
-    rows = glance(record())[0].rows
+    rows = engine_glance(record())[0].rows
     # Plain over transformers: (100/5 + 100/10) / 2 = 15 over 7.5. Drafting over plain: 37.5 / 15.
     assert rows == (
         ("generate", "7.5", "1.00×", "–"),
@@ -260,7 +260,7 @@ def test_a_glance_at_many_engines_keeps_those_that_matter():
     lines[0]["engines"] = {**LABELS, **labels}
     seconds = {"slow exit": 9, "exit": 8, "other": 3, "auto": 2, "del": 6, "oracle": 1, "plain8": 2, "auto8": 1}
     lines += [sample(name, prompt, 0, seconds[label]) for name, label in labels.items() for prompt in ("a1", "b1")]
-    rows = {row[0]: row for row in glance(lines)[0].rows}
+    rows = {row[0]: row for row in engine_glance(lines)[0].rows}
     assert list(rows) == ["generate", "other", "exit", "plain", "auto", "plain8", "auto8", "drafting", "oracle"]
     assert rows["auto8"][3] == "2.00×"  # over plain decoding on its own weights
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.machine.busy import busy_processes
+from bench.experiments.busy.busy import busy_processes
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.kernels import threads
 from layerskip_models.kernels.check import native_works

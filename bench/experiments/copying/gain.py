@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import GREEDY
+from bench.engines.own import run_afresh
 from bench.engines.peers import TransformersEngine
 from bench.record import Line
 from layerskip_models import LayerSkipModel
@@ -87,8 +87,7 @@ def own_gain(
     generator: SelfSpecGenerator, policy: str, prompt: EncodedPrompt, max_new_tokens: int, cost: MeasuredCost
 ) -> Gain:
     """Decode with a policy, which has forgotten what it knew of other prompts, greedily and without EOS."""
-    generator.resolve_policy(policy).reset()
-    result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy=policy, trace=True, **GREEDY)
+    result = run_afresh(generator, policy, prompt.ids, max_new_tokens, trace=True)
     assert result.trace is not None
     stats = result.stats
     return Gain(

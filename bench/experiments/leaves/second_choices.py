@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import GREEDY
+from bench.engines.own import run_afresh
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
@@ -44,8 +44,7 @@ def leaf_rounds(
     generator: SelfSpecGenerator, prompt: EncodedPrompt, max_new_tokens: int, policy: str, cost: CostModel
 ) -> list[LeafRound]:
     """The rounds of one greedy text with a policy that asks for confidences."""
-    generator.resolve_policy(policy).reset()
-    result = generator.generate(prompt.ids, max_new_tokens=max_new_tokens, policy=policy, trace=True, **GREEDY)
+    result = run_afresh(generator, policy, prompt.ids, max_new_tokens, trace=True)
     assert result.trace is not None
     text = result.sequences[0]
     second = _second_choices(generator.model, text, {r.exit_layer for r in result.trace if r.exit_layer is not None})

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -24,9 +23,8 @@ from bench.experiments.readings.readings import (
 )
 from bench.grid import ALL, grid_lines
 from bench.record import Line
+from bench.report.figures import COLOURS, WIDTH, bare, curves
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-_WIDTH = 5.2  # inches, as in bench.report.figures
 _POSITIONS = 10
 _LAYERS = 5
 _TEXTS, _SEGMENTS = 2, 3
@@ -57,17 +55,17 @@ def transfer_bars(grid: Sequence[Line]) -> Figure:
     """For each task a bar per setting, coloured by the task that it was tuned on (DEL, Fig. 1a)."""
     found = transfer(grid)
     tasks = [task for task in found.settings if task != ALL]
-    figure = Figure(figsize=(_WIDTH, 3.0))
+    figure = Figure(figsize=(WIDTH, 3.0))
     axes = figure.add_subplot()
     width = 0.8 / len(found.settings)
     for number, (tuned, setting) in enumerate(found.settings.items()):
         heights = [100 * found.kept[tuned, task] for task in tasks]
         places = np.arange(len(tasks)) + (number - (len(found.settings) - 1) / 2) * width
-        axes.bar(places, heights, width, color=_COLOURS[number % len(_COLOURS)], label=f"{tuned}: {setting}")
+        axes.bar(places, heights, width, color=COLOURS[number % len(COLOURS)], label=f"{tuned}: {setting}")
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("% of the task's best speed")
     axes.legend(title="tuned on", frameon=False, fontsize=8, title_fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    _bare(axes)
+    bare(axes)
     return figure
 
 
@@ -76,7 +74,7 @@ def segment_maps(parts: Sequence[Segment]) -> Figure:
     prompts = list(dict.fromkeys(part.prompt for part in parts))[:_TEXTS]
     rows = [[part for part in parts if part.prompt == prompt][:_SEGMENTS] for prompt in prompts]
     columns = max(map(len, rows))
-    figure = Figure(figsize=(_WIDTH, 1.9 * len(rows)))
+    figure = Figure(figsize=(WIDTH, 1.9 * len(rows)))
     for row, drawn in enumerate(rows):
         for column, part in enumerate(drawn):
             axes = figure.add_subplot(len(rows), columns, row * columns + column + 1)
@@ -100,26 +98,24 @@ def segment_maps(parts: Sequence[Segment]) -> Figure:
 
 def oracle_histogram(oracle: OracleLengths) -> Figure:
     """Left: one text's rounds and the drafts each would have had accepted. Right: how often each length (Pacer, Fig. 2)."""
-    figure = Figure(figsize=(_WIDTH, 2.8))
+    figure = Figure(figsize=(WIDTH, 2.8))
     first, second = figure.subplots(1, 2)
     text = oracle.lengths[0]
-    first.bar(range(1, len(text) + 1), text, color=_COLOURS[0], width=0.9)
-    first.axhline(
-        oracle.fixed_length, color=_COLOURS[5], linewidth=1, label=f"best fixed length, {oracle.fixed_length}"
-    )
+    first.bar(range(1, len(text) + 1), text, color=COLOURS[0], width=0.9)
+    first.axhline(oracle.fixed_length, color=COLOURS[5], linewidth=1, label=f"best fixed length, {oracle.fixed_length}")
     first.set_xlabel("round of the first text", fontsize=8)
     first.set_ylabel(f"drafts accepted, exit layer {oracle.exit_layer}", fontsize=8)
     first.legend(frameon=False, fontsize=7)
     counts = Counter(chain.from_iterable(oracle.lengths))
     total = sum(counts.values())
-    second.bar(list(counts), [100 * count / total for count in counts.values()], color=_COLOURS[0], width=0.9)
+    second.bar(list(counts), [100 * count / total for count in counts.values()], color=COLOURS[0], width=0.9)
     second.set_xlabel("drafts accepted in a round", fontsize=8)
     second.set_ylabel("% of rounds, all texts", fontsize=8)
     for axes in (first, second):
         axes.tick_params(labelsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        _bare(axes)
+        bare(axes)
     figure.tight_layout()
     return figure
 
@@ -127,27 +123,19 @@ def oracle_histogram(oracle: OracleLengths) -> Figure:
 def position_curves(traces: Traces, layers: Sequence[int]) -> Figure:
     """Acceptance over the position, a colour per exit layer; dashed: where all tokens before are right (Pacer, Fig. 6)."""
     longest = min(_POSITIONS, max(len(trace.tokens) - 1 for trace in traces.by_prompt.values()))
-    figure = Figure(figsize=(_WIDTH, 2.8))
-    axes = figure.add_subplot()
+    figure, axes = curves("position in the draft (dashed: if all before it are right)", "accepted")
     shown = layers[:: max(1, -(-len(layers) // _LAYERS))]
-    for colour, layer in zip(_COLOURS, shown):
+    for colour, layer in zip(COLOURS, shown):
         found = acceptance_by_position(traces, layer, longest)
         places = range(1, longest + 1)
         axes.plot(places, _numbers(found.accepted), marker="o", ms=3, color=colour, label=f"exit layer {layer}")
         axes.plot(places, _numbers(found.conditional), linestyle="--", linewidth=1, color=colour)
     axes.set_ylim(0, 1)
-    axes.set_xlabel("position in the draft (dashed: if all before it are right)", fontsize=9)
-    axes.set_ylabel("accepted")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    _bare(axes)
     return figure
 
 
 def _numbers(values: Sequence[float | None]) -> list[float]:
     return [np.nan if value is None else value for value in values]
-
-
-def _bare(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)

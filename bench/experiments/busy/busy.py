@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, PreTrainedModel, StoppingCriteriaList
 
 from bench.engines.own import GREEDY
-from bench.engines.peers import generation_settings
+from bench.engines.peers import transformers_sequences
 from bench.record import Line
 from selfspec import SelfSpecGenerator
 from selfspec.engine.calibrate import synchronize
@@ -99,14 +99,8 @@ class TimedTransformers:
 
     def decode(self, prompt: Tensor, max_new_tokens: int, seconds: float) -> int:
         ids = prompt.to(self._model.device).unsqueeze(0)
-        with torch.inference_mode(), generation_settings(self._model):
-            sequences = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(seconds)]),
-            )
+        stopping = StoppingCriteriaList([MaxTimeCriteria(seconds)])
+        sequences = transformers_sequences(self._model, ids, max_new_tokens, stopping_criteria=stopping)
         return sequences.shape[1] - prompt.numel()
 
 

@@ -1,4 +1,4 @@
-"""`selfspec-bench busy`: speed on a machine that others use, too."""
+"""`python -m bench.experiments busy`: speed on a machine that others use, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from bench.commands.bench_options import (
     PromptTokensOption,
 )
 from bench.commands.preparation import configuration, encoded, load_network, open_tokenizer, progress, recording, show
-from bench.machine.busy import Timed, TimedSelfSpec, TimedTransformers, busy_processes, measure_cell
+from bench.experiments.busy.busy import Timed, TimedSelfSpec, TimedTransformers, busy_processes, measure_cell
+from bench.measure import in_turn
 from bench.provenance import available_cores, provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range
@@ -82,8 +83,7 @@ def busy(
             for repeat in range(repeats):
                 for level in levels:
                     with busy_processes(level * cores, limit):
-                        for offset in range(len(engines)):
-                            engine = engines[(repeat + offset) % len(engines)]
+                        for engine in in_turn(engines, repeat):
                             cell = measure_cell(engine, ids, max_new_tokens, seconds, network.device)
                             record.write({**cell, "busy": level, "repeat": repeat})
                             advance(f"{engine.label}, {level} busy per core")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import bench.machine.attention_time
-from bench.commands.bench_app import app
-from bench.machine.attention_time import HeadShape
+import bench.experiments.attention.attention_time
+from bench.experiments.__main__ import app
+from bench.experiments.attention.attention_tables import over_reading
+from bench.experiments.attention.attention_time import HeadShape
 from bench.record import Line, read_record
-from bench.report.attention_tables import over_reading
 from bench.report.markdown import sections
 from test_native import needs_native
 
@@ -39,9 +39,10 @@ def test_what_heads_take() -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("with_studies")
 def test_the_command_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.machine.attention_time, "_BYTES", 1)
-    monkeypatch.setattr(bench.machine.attention_time, "measure_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(bench.experiments.attention.attention_time, "_BYTES", 1)
+    monkeypatch.setattr(bench.experiments.attention.attention_time, "measure_bandwidth", lambda device: 1e9)
     record = tmp_path / "attention.jsonl"
     arguments = ["attention", "--shape", "small", "--context", "600", "--rows", "1,5", "--repeats", "2"]
     result = CliRunner().invoke(app, [*arguments, "--output", str(record)])

@@ -1,12 +1,12 @@
-"""`selfspec-bench ranks`: its table by hand, and a run of it."""
+"""`python -m bench.experiments ranks`: its table by hand, and a run of it."""
 
 from __future__ import annotations
 
 import pytest
 from typer.testing import CliRunner
 
-from bench.commands.bench_app import app
-from bench.commands.ranks_command import _Run, _table
+from bench.experiments.__main__ import app
+from bench.experiments.ranks.ranks_command import _Run, _table
 
 
 def test_ratios_are_of_runs_that_followed_each_other() -> None:

@@ -1,4 +1,4 @@
-"""`selfspec-bench attention`: attention over a long context, beside what memory and arithmetic allow."""
+"""`python -m bench.experiments attention`: attention over a long context, beside what memory and arithmetic allow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from bench.commands.bench_options import OutputOption, RepeatsOption
 from bench.commands.preparation import progress, recording, show
-from bench.machine.attention_time import HeadShape, measure_attention
+from bench.experiments.attention.attention_time import HeadShape, measure_attention
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from bench.sweep import parse_range

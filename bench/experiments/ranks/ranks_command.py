@@ -1,4 +1,4 @@
-"""`selfspec-bench ranks`: one model over several processes of this machine's CPU, beside one process with as many threads."""
+"""`python -m bench.experiments ranks`: one model over several processes of a CPU, and one process with as many threads."""
 
 from __future__ import annotations
 

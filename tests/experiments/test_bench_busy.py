@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from bench.commands.bench_app import app
-from bench.machine.busy import busy_processes, measure_cell
+from bench.experiments.__main__ import app
+from bench.experiments.busy.busy import busy_processes, measure_cell
 from bench.record import read_record
 from bench.report.markdown import sections
 from tiny_llama import tiny_llama, tiny_tokenizer
@@ -30,6 +30,7 @@ def alive(process: int) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("with_studies")
 def test_the_command_and_its_tables(tmp_path: Path) -> None:
     checkpoint, path = tmp_path / "tiny", tmp_path / "busy.jsonl"
     tiny_llama(seed=3).save_pretrained(checkpoint)
@@ -67,7 +68,7 @@ def test_busy_processes_compute_and_are_gone_at_the_end() -> None:
 def test_busy_processes_do_not_outlive_one_that_is_killed_or_their_time() -> None:
     program = """
 import os
-from bench.machine.busy import busy_processes
+from bench.experiments.busy.busy import busy_processes
 with busy_processes(1, 30) as running:
     print(running[0], flush=True)
     os.kill(os.getpid(), 9)

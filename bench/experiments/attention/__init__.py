@@ -1,0 +1,1 @@
+"""Attention over a long context, beside what memory and arithmetic allow."""

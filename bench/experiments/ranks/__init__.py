@@ -1,0 +1,1 @@
+"""One model over several processes of a CPU, compared with one process."""
