@@ -177,13 +177,6 @@ class GenerationRequest(Strict):
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_an_object(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            raise ValueError("the body must be a JSON object")
-        return fields
-
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:
         if not self.stream and self.stream_options is not None:

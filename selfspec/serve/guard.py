@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.serve.api_errors import ApiError
-from selfspec.serve.scheduler import ClosedError
+from selfspec.serve.api_errors import ApiError, shutting_down
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 
@@ -25,7 +24,7 @@ MOST_UNFINISHED = 16
 
 
 class Guard:
-    """ASGI middleware; it also counts requests."""
+    """ASGI middleware; it also counts requests, and answers HEAD like GET without the body, which FastAPI's routes do not."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, routes: frozenset[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
@@ -38,13 +37,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._routes else "other"
-        begun = False
+        begun, wants_body = False, scope["method"] != "HEAD"
 
         async def counted(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 self._metrics.requests.labels(path, str(message["status"])).inc()
+            elif not wants_body:
+                message = {**message, "body": b""}
             await send(message)
 
         headers = Headers(scope=scope)
@@ -54,12 +55,11 @@ class Guard:
             return
         body = _Body(receive, self)
         try:
-            await self._app(scope, body.receive, counted)
+            await self._app(scope if wants_body else {**scope, "method": "GET"}, body.receive, counted)
         except asyncio.CancelledError:  # the grace time is over
             if begun:
                 raise
-            failed = ApiError(str(ClosedError()), status=503, code="shutting_down")
-            await failed.response()(scope, receive, counted)
+            await shutting_down().response()(scope, receive, counted)
         except Exception:
             if begun:
                 raise

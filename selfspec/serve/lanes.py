@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from selfspec.serve.api_errors import ApiError
+from selfspec.serve.api_errors import queue_full
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 14
@@ -35,12 +35,7 @@ class Lane:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in the thread and return its result. Raises ApiError (status 429) if too many wait already."""
         if self._waiting >= self._most_waiting:
-            raise ApiError(
-                f"{self._waiting} {self._name} are waiting already: try again in a second",
-                status=429,
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            raise queue_full(f"{self._waiting} {self._name} are waiting already")
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, work)

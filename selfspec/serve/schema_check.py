@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
-from selfspec.serve.schema_bounds import MOST_CHARACTERS, check_schema
+from selfspec.serve.schema_bounds import check_schema
 
 MOST_BYTES = 256 << 10
 """Limit on a schema as JSON."""
@@ -23,7 +23,6 @@ TRIAL_SECONDS = 1.0
 _WALL_SECONDS = 15.0  # for the same, on a busy machine
 _TRIAL_BYTES = 1 << 30
 _REMEMBERED = 256
-_SMALL_NODES = 2_000
 _QUICK_SECONDS = 0.05
 
 
@@ -61,9 +60,7 @@ class SchemaCheck:
         return written
 
     def is_quick(self, schema: dict[str, Any] | bool) -> bool:
-        """Whether the schema is known to compile quickly. False for a large one, which would take long to look up."""
-        if not _is_small(schema):
-            return False
+        """Whether the schema is known to compile quickly."""
         try:
             written = json.dumps(schema)
         except RecursionError:
@@ -98,18 +95,6 @@ class SchemaCheck:
         if process is not None:
             process.kill()
             process.communicate()
-
-
-def _is_small(schema: object) -> bool:
-    left, todo = _SMALL_NODES, [schema]
-    while todo:
-        value = todo.pop()
-        left -= 1
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if left < 0 or len(items) > left or (isinstance(value, str) and len(value) > MOST_CHARACTERS):
-            return False
-        todo += items
-    return True
 
 
 def _start() -> subprocess.Popen[bytes]:

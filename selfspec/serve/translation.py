@@ -21,7 +21,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
-from selfspec.messages import ChatTemplate, has_template
+from selfspec.messages import ChatTemplate, conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
     ChatRequest,
@@ -31,7 +31,8 @@ from selfspec.serve.api_requests import (
     Message,
 )
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
-from selfspec.serve.prompts import chat_prompt, check_length
+from selfspec.serve.lanes import LARGE_BODY
+from selfspec.serve.prompts import check_length
 from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
@@ -64,10 +65,15 @@ class Translator:
         self._eos: list[int] = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
 
-    def has_slow_schema(self, body: GenerationRequest) -> bool:
-        """Whether it has a schema that takes long to compile, or that was not compiled yet."""
+    def has_slow_schema(self, body: GenerationRequest, size: int) -> bool:
+        """Whether it has a schema that takes long to compile, or that was not compiled yet.
+
+        size: of the body in bytes; the schema of a large one takes long to look up.
+        """
         asked = body.response_format
-        return isinstance(asked, JsonSchemaFormat) and not self._schemas.is_quick(asked.json_schema.schema_)
+        if not isinstance(asked, JsonSchemaFormat):
+            return False
+        return size > LARGE_BODY or not self._schemas.is_quick(asked.json_schema.schema_)
 
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
@@ -103,10 +109,23 @@ class Translator:
             return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
-        """The prompt that asks for the next answer. ask: as for `chat_prompt`."""
+        """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
+
+        ask: treat all messages as complete, and say whether the beginning of the next answer follows them.
+        Raises ApiError without a template, and for messages that the template refuses.
+        """
         with _bad_request("messages"):
             check_length(self.tokenizer, [message.text for message in messages], self.most_tokens)
-            return chat_prompt(self.tokenizer, self._template, messages, ask)
+            if not has_template(self.tokenizer, self._template):
+                raise ApiError(
+                    "this model has no chat template: use /v1/completions, or start the server with --chat-template",
+                    param="messages",
+                    code="no_chat_template",
+                )
+            conversation = [{**message.model_dump(exclude_none=True), "content": message.text} for message in messages]
+            if ask is None:
+                return encode_messages(conversation, self.tokenizer, self._template)
+            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask)
 
     @property
     def chat_template(self) -> str | None:
