@@ -7,7 +7,7 @@ lengths such as `min_new_tokens` are counted in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,21 +180,14 @@ class StopTogether:
         """New tokens of every row in the output, once all have ended."""
         return max((count for count in self._ended if count is not None), default=self._max_new_tokens)
 
-    def criterion(self, criteria: StoppingCriteriaList, row: BatchRow) -> StoppingCriteria:
+    def criterion(self, criteria: StoppingCriteriaList, row: BatchRow) -> Callable[..., bool]:
         """The criterion of one row, in place of its own criteria."""
-        return _WithTheLast(self, criteria, row)
 
-    def ended(self, row: int, count: int, holds: bool) -> bool:
-        """Whether a row may end at `count` new tokens. holds: its own criteria hold."""
-        if self._ended[row] is None and (holds or count == self._max_new_tokens):
-            self._ended[row] = count
-        return None not in self._ended and count >= self.num_new
+        def may_end(input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+            holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in criteria)
+            count = input_ids.shape[1] - row.prompt.numel()
+            if self._ended[row.index] is None and (holds or count == self._max_new_tokens):
+                self._ended[row.index] = count
+            return None not in self._ended and count >= self.num_new
 
-
-class _WithTheLast(StoppingCriteria):
-    def __init__(self, together: StopTogether, criteria: StoppingCriteriaList, row: BatchRow) -> None:
-        self._together, self._criteria, self._row = together, criteria, row
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-        holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in self._criteria)
-        return self._together.ended(self._row.index, input_ids.shape[1] - self._row.prompt.numel(), holds)
+        return may_end

@@ -78,16 +78,13 @@ def custom_generate(
     )
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class CustomGenerate:
     """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be used for several models."""
 
-    def __init__(
-        self,
-        speculation: SpeculationOptions,
-        tokenizer: PreTrainedTokenizerBase | None,
-        streamer: BaseStreamer | None,
-    ) -> None:
-        self._speculation, self._tokenizer, self._streamer = speculation, tokenizer, streamer
+    speculation: SpeculationOptions
+    tokenizer: PreTrainedTokenizerBase | None
+    streamer: BaseStreamer | None
 
     # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
     # prepares itself, such as attention_mask, must not be named here.
@@ -134,50 +131,36 @@ class CustomGenerate:
         if given.get("assistant_model") is not None:
             raise ValueError(_refusal("assistant_model"))
         streamer = given.get("streamer")
-        if streamer is None and self._streamer is not None:
-            streamer = self._streamer
+        if streamer is None and self.streamer is not None:
+            streamer = self.streamer
             streamer.put(input_ids.cpu())
         own: Any = {name: others.pop(name, None) for name in described(SpeculationOptions)}
-        speculation = self._speculation if all(value is None for value in own.values()) else own
+        speculation = self.speculation if all(value is None for value in own.values()) else own
         criteria = StoppingCriteriaList(stopping_criteria)
         try:
             if stop_strings is not None:
-                criteria.append(_stop_string_criterion(stop_strings, self._tokenizer))
-            return _decode(
-                model, input_ids, logits_processor, criteria, generation_config, streamer, speculation, others
-            )
+                criteria.append(_stop_string_criterion(stop_strings, self.tokenizer))
+            _refuse(generation_config, logits_processor, others)
+            rows = split_rows(input_ids, others.get("attention_mask"), others.get("position_ids"))
+            if streamer is not None and len(rows) > 1:
+                raise ValueError(
+                    f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each"
+                )
+            do_sample, length = bool(generation_config.do_sample), input_ids.shape[1]
+            requests, together = _requests(model, rows, length, logits_processor, criteria, do_sample)
+            results = _run(generator_of(model).check_prepared(requests, **speculation), streamer)
         finally:
             if streamer is not None:
                 streamer.end()
+        most = None if together is None else together.num_new
+        sequences = _padded(input_ids, [result.new_tokens[:most] for result in results], generation_config)
+        if generation_config.return_dict_in_generate:
+            return SelfSpecOutput(sequences=sequences, stats=[result.stats for result in results])
+        return sequences
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in self._speculation.items() if value is not None)
+        named = ", ".join(f"{name}={value!r}" for name, value in self.speculation.items() if value is not None)
         return f"selfspec.custom_generate({named})"
-
-
-def _decode(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: BaseStreamer | None,
-    speculation: SpeculationOptions,
-    model_kwargs: dict[str, Any],
-) -> Tensor | SelfSpecOutput:
-    _refuse(config, processors, model_kwargs)
-    rows = split_rows(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-    if streamer is not None and len(rows) > 1:
-        raise ValueError(f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each")
-    generator = generator_of(model)
-    requests, together = _requests(model, rows, input_ids.shape[1], processors, criteria, bool(config.do_sample))
-    texts, stats = _run(generator.check_prepared(requests, **speculation), streamer)
-    if together is not None:
-        texts = [text[: together.num_new] for text in texts]
-    sequences = _padded(input_ids, texts, config)
-    if config.return_dict_in_generate:
-        return SelfSpecOutput(sequences=sequences, stats=stats)
-    return sequences
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
@@ -240,10 +223,8 @@ def _requests(
     return requests, together
 
 
-def _run(
-    checked: Sequence[BoundRequest], streamer: BaseStreamer | None
-) -> tuple[list[list[int]], list[GenerationStats]]:
-    """Decode all rows together. Returns the new tokens of each, and its statistics."""
+def _run(checked: Sequence[BoundRequest], streamer: BaseStreamer | None) -> list[GenerationResult]:
+    """Decode all rows together."""
     results: dict[int, GenerationResult] = {}
     for step in run_calls(checked):
         if streamer is not None:
@@ -251,8 +232,7 @@ def _run(
                 streamer.put(torch.tensor([token], device="cpu"))
         if step.result is not None:
             results[step.ticket] = step.result
-    ended = [results[index] for index in range(len(checked))]
-    return [result.new_tokens for result in ended], [result.stats for result in ended]
+    return [results[index] for index in range(len(checked))]
 
 
 def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
