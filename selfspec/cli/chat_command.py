@@ -65,7 +65,7 @@ def chat_command(
     ] = False,
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
-    notes = notes_console(False)
+    notes = notes_console()
     with one_line_errors():
         template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
         # Keep the last text on every device, so that only the new message has to be read.

@@ -9,6 +9,7 @@ from policies import Policy
 from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import copies_drafts, how_to_copy
+from selfspec.cli.prompt_input import decode
 
 
 def read_copy_files(files: Sequence[Path] | None) -> list[str]:
@@ -32,11 +33,9 @@ def store_of_files(
 
 def _read(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")  # as prompts are read
+        text = decode(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}: --copy-from takes the path of a UTF-8 text file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from error
     if not text:
         raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
     return text

@@ -63,7 +63,7 @@ def export_draft_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model."""
-    notes = notes_console(quiet=False)
+    notes = notes_console()
     with one_line_errors():
         if any(output_dir.iterdir()):
             raise FileExistsError(f"{output_dir} is not empty: give a new folder")
@@ -127,6 +127,6 @@ def export_hub_command(
     """Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve)."""
     with one_line_errors():
         written = export_hub(model, folder, policy=policy, link=link)
-    notes_console(quiet=False).print(
+    notes_console().print(
         f"wrote {written}; load it with AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)"
     )

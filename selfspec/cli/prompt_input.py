@@ -34,11 +34,11 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise ValueError("give a prompt or --file, not both")
     if file is not None:
         try:
-            return _decode(file.read_bytes(), str(file))
+            return _prompt(file.read_bytes(), str(file))
         except FileNotFoundError:
             raise FileNotFoundError(f"no file {file}: give the path of a UTF-8 text file") from None
     if argument == "-" or (argument is None and _is_piped()):
-        return _decode(sys.stdin.buffer.read(), "standard input")
+        return _prompt(sys.stdin.buffer.read(), "standard input")
     if argument is None:
         return EXAMPLE_PROMPT
     if any("\ud800" <= character <= "\udfff" for character in argument):  # Python's form of other bytes
@@ -55,12 +55,16 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _decode(content: bytes, source: str) -> str:
+def decode(content: bytes, source: str) -> str:
+    """UTF-8 text with Unix line ends. Raises ValueError that names the source."""
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from error
-    text = text.replace("\r\n", "\n").removesuffix("\n")
+
+
+def _prompt(content: bytes, source: str) -> str:
+    text = decode(content, source).removesuffix("\n")
     if not text:
         raise ValueError(f"{source} is empty: put a prompt in it, or give one as an argument")
     return text
