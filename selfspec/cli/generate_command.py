@@ -268,7 +268,7 @@ class _Session:
             streamer: TextStreamer = DraftStreamer(self._tokenizer, on_token, on_start)
             self.notes.print(legend(writer.shows_styles))
         else:
-            streamer = TextStreamer(self._tokenizer, _discard if shown.as_json else writer.write, on_start)
+            streamer = TextStreamer(self._tokenizer, (lambda text: None) if shown.as_json else writer.write, on_start)
         try:
             result = self._generate(streamer=streamer, trace=shown.trace is not None)
         except (ValueError, TypeError) as error:
@@ -306,7 +306,3 @@ class _Session:
                 before_run=lambda run: status.update(f"{doing}, run {run + 1} of {2 * repeats} ..."),
                 interrupted=lambda: self.interrupt.requested,
             )
-
-
-def _discard(text: str) -> None:
-    pass

@@ -14,36 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.logits_process import (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    TopHLogitsWarper,
-    WatermarkLogitsProcessor,
-)
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from selfspec.engine.sampling import PREFIX_FREE
 
 _ROW_BY_ROW = (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    TopHLogitsWarper,
-    WatermarkLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.TopHLogitsWarper,
+    logits_process.WatermarkLogitsProcessor,
     MaxTimeCriteria,
     StopStringCriteria,
 )
@@ -136,11 +123,11 @@ def _of_row(processor: Any, row: BatchRow) -> Any:
         type(processor) in PREFIX_FREE
     ):  # these do not see the text, and the engine runs them over many positions at once
         return processor
-    if type(processor) is RepetitionPenaltyLogitsProcessor:
+    if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length  # for each row, if there is padding
         if isinstance(ignored, Tensor):
             ignored = ignored[row.index : row.index + 1]
-        own = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+        own = logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
         return RowProcessor(own, BatchRow(index=0, batch_size=1, padding=row.padding, prompt=row.prompt))
     return RowProcessor(processor, row)
 

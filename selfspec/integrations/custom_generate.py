@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -41,7 +41,7 @@ from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
 from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
 from selfspec.integrations.live_models import generator_of
-from selfspec.options import SpeculationOptions, described
+from selfspec.options import SpeculationOptions
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
@@ -93,6 +93,9 @@ class CustomGenerate:
         model: PreTrainedModel,
         input_ids: Tensor,
         *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         stop_strings: str | list[str] | None = None,
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
@@ -104,44 +107,26 @@ class CustomGenerate:
         Returns int64 [rows, length] on the device of `input_ids`, in which rows that ended early are padded, or a
         `SelfSpecOutput`. Raises ValueError that names what the engine does not support.
         """
-        return self.run(
-            arguments_of_generate(sys._getframe(1)),
-            model,
-            input_ids,
-            stop_strings=stop_strings,
-            policy=policy,
-            exit_layer=exit_layer,
-            num_speculations=num_speculations,
-            **prepared,
-        )
-
-    def run(
-        self,
-        given: Mapping[str, Any],
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        stop_strings: str | list[str] | None = None,
-        **others: Any,
-    ) -> Tensor | SelfSpecOutput:
-        """Decode a prepared call. given: arguments of `generate` that transformers did not pass on."""
+        given = _arguments_of_generate(sys._getframe(1))
         if given.get("assistant_model") is not None:
             raise ValueError(_refusal("assistant_model"))
         streamer = given.get("streamer")
         if streamer is None and self.streamer is not None:
             streamer = self.streamer
             streamer.put(input_ids.cpu())
-        own: Any = {name: others.pop(name, None) for name in described(SpeculationOptions)}
+        own: SpeculationOptions = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
         speculation = self.speculation if all(value is None for value in own.values()) else own
         criteria = StoppingCriteriaList(stopping_criteria)
         try:
             if stop_strings is not None:
-                criteria.append(_stop_string_criterion(stop_strings, self.tokenizer))
-            _refuse(generation_config, logits_processor, others)
-            rows = split_rows(input_ids, others.get("attention_mask"), others.get("position_ids"))
+                if self.tokenizer is None:
+                    raise ValueError(
+                        "stop_strings need the tokenizer, which transformers does not hand on: "
+                        "selfspec.custom_generate(tokenizer=...)"
+                    )
+                criteria.append(StopStringCriteria(tokenizer=self.tokenizer, stop_strings=stop_strings))
+            _refuse(generation_config, logits_processor, prepared)
+            rows = split_rows(input_ids, prepared.get("attention_mask"), prepared.get("position_ids"))
             if streamer is not None and len(rows) > 1:
                 raise ValueError(
                     f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each"
@@ -245,25 +230,16 @@ def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: Generatio
     return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
 
 
-def _stop_string_criterion(
-    stop_strings: str | list[str], tokenizer: PreTrainedTokenizerBase | None
-) -> StopStringCriteria:
-    if tokenizer is None:
-        raise ValueError(
-            "stop_strings need the tokenizer, which transformers does not hand on: selfspec.custom_generate(tokenizer=...)"
-        )
-    return StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
-
-
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-def arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """The arguments of `model.generate` that transformers does not pass on, if it is the caller.
+def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
+    """The arguments of `model.generate` that transformers does not pass on, if it is the caller or the caller's caller.
 
-    It passes neither its streamer nor its assistant model to a callable. They are looked up in the caller's frame, because
-    otherwise the streamer would stay silent and the assistant model be ignored.
+    It passes neither its streamer nor its assistant model to a callable. They are looked up in its frame, because otherwise
+    the streamer would stay silent and the assistant model be ignored.
     """
-    if caller is None or caller.f_code is not _GENERATE:
-        return {}
-    return {name: caller.f_locals.get(name) for name in ("streamer", "assistant_model")}
+    for frame in (caller, caller and caller.f_back):
+        if frame is not None and frame.f_code is _GENERATE:
+            return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+    return {}

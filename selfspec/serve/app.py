@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from time import time
@@ -23,7 +23,7 @@ from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_wo
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
 from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, rank_lost, shutting_down
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
@@ -88,11 +88,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
         choices = await _translated(lanes, translator, body, size)
         texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
         scheduler.submit(choices)
-        if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            response = await _stream(request, texts, _events(texts, answer, body.n, include_usage))
-        else:
-            response = await _unless_disconnected(request, texts, _whole(texts, answer, body.n))
+        response = await (_stream if body.stream else _whole)(request, body, texts, answer)
         response.headers.update(body.told)
         return response
 
@@ -154,24 +150,31 @@ async def _translated(
     return await lanes.prompts.run_by_size(size, work, is_quick=is_quick)
 
 
-async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Response:
-    parts = await texts.whole()
-    return Response(answer.whole(parts, usage(texts.results, choices_per_prompt)), media_type="application/json")
+async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
+    """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
+    working = asyncio.ensure_future(texts.whole())
+    try:
+        if not await _client_stays(request, working):
+            return Response(status_code=CLIENT_LEFT)
+        content = answer.whole(working.result(), usage(texts.results, body.n))
+        return Response(content, media_type="application/json")
+    finally:
+        working.cancel()
+        texts.cancel()
 
 
-async def _events(
-    texts: Texts, answer: Answer, choices_per_prompt: int, include_usage: bool
-) -> AsyncGenerator[str, None]:
+async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> AsyncGenerator[str, None]:
     async for piece in texts.pieces():
         yield f"data: {answer.chunk(piece)}\n\n"
-    if include_usage:
-        yield f"data: {answer.chunk(None, usage(texts.results, choices_per_prompt))}\n\n"
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield f"data: {answer.chunk(None, usage(texts.results, body.n))}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _stream(request: Request, texts: Texts, events: AsyncGenerator[str, None]) -> Response:
+async def _stream(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
     """A stream, or an error with its status if nothing was sent before. During a long wait the client gets comments, since a
     proxy may close a silent connection."""
+    events = _events(body, texts, answer)
     first = asyncio.ensure_future(events.__anext__())
     begun = False
     try:
@@ -229,16 +232,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, with_the_first_piece)
         finally:
             self._texts.cancel()
-
-
-async def _unless_disconnected(request: Request, texts: Texts, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
-    working = asyncio.ensure_future(work)
-    try:
-        return working.result() if await _client_stays(request, working) else Response(status_code=CLIENT_LEFT)
-    finally:
-        working.cancel()
-        texts.cancel()
 
 
 async def _client_stays(request: Request, work: asyncio.Future[Any], seconds: float | None = None) -> bool:

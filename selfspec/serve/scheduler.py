@@ -142,17 +142,15 @@ class Scheduler:
         while True:
             with self._changed:
                 has_work = self._changed.wait_for(lambda: self._waiting or self._left or self._closing, patience)
-            if not has_work:
-                self._rest()
-                patience = None
-                continue
-            patience = IDLE_SECONDS
-            with self._changed:
                 if self._closing:
                     self._refuse([*self._waiting], self._closed())
                     self._waiting.clear()
                     return
                 self._drop_waiting()
+            patience = IDLE_SECONDS if has_work else None
+            if not has_work:
+                self._rest()
+                continue
             try:
                 self._run_until_idle()
             except RankError as error:
