@@ -6,7 +6,7 @@ import json
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -97,56 +97,53 @@ class OutputOptions:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
+    ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
+    repeats: int = option(3, "Number of pairs of runs for --compare.", _OUTPUT, min=1)
+    quiet: bool = option(False, "Text or JSON only: no progress, no summary.", _OUTPUT, "--quiet", "-q")
+
+
 @with_groups
 def generate_command(
     options: WrittenOptions,
     load: LoadOptions,
     shown: OutputOptions,
     many: FileOptions,
+    run: RunOptions,
     prompt: PromptArgument = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
-    ] = None,
     model: ModelOption = None,
     copy_from: CopyFromOption = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not stop at an end-of-sequence token.", rich_help_panel=_TEXT)
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Number of pairs of runs for --compare.", rich_help_panel=_OUTPUT)
-    ] = 3,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Text or JSON only: no progress, no summary.", rich_help_panel=_OUTPUT)
-    ] = False,
 ) -> None:
     """Continue a prompt: print the text as it is generated, then a summary of what speculation did."""
-    notes = notes_console(quiet)
+    notes = notes_console(run.quiet)
     with one_line_errors():
         if shown.as_json and shown.show_drafts:
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if shown.svg is not None and not shown.show_drafts:
             raise ValueError("--svg draws coloured drafts: add --show-drafts")
-        if ignore_eos and options["eos_token_id"]:
+        if run.ignore_eos and options["eos_token_id"]:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
         if (many.prompts is None) != (many.output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
         if many.data_parallel and many.prompts is None:
             raise ValueError("--data-parallel shares out the prompts of a file: add --prompts and --output")
-        if many.prompts is not None and any((prompt, file, *astuple(shown))):
+        if many.prompts is not None and any((prompt, run.file, *astuple(shown))):
             raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
-        if ignore_eos:
+        if run.ignore_eos:
             options["eos_token_id"] = []
         copy_texts = read_copy_files(copy_from)
         if many.prompts is not None:
             _generate_many(many, options, copy_texts, model, load, notes)
         else:
-            text = read_prompt(prompt, file) if speaks() else ""
+            text = read_prompt(prompt, run.file) if speaks() else ""
             # Every run reads the prompt, because runs of one prompt are timed against each other.
             generator = load_generator(model, load, notes, prefix_cache=0, tensor_parallel="auto")
             text = from_first(generator.model, lambda: text)
             greedy = check_sampling(generator.model.generation_config, options)
             session = _Session(generator, text, options, copy_texts, notes)
-            _generate_one(session, shown, repeats, greedy)
+            _generate_one(session, shown, run.repeats, greedy)
 
 
 def _generate_many(

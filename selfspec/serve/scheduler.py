@@ -55,7 +55,8 @@ class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
 
     make_engine: for the texts of one busy time. watch: knows more about the loss of another process. When there was no text
-    for `IDLE_SECONDS`, the generator frees memory.
+    for `IDLE_SECONDS`, the generator frees memory. failure: set when another process of the model was lost; the server must
+    then end.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Scheduler:
         self._waiting: deque[Choice] = deque()
         self._left: set[Choice] = set()  # cancelled, perhaps in the engine
         self._closing = False
-        self._failure: RankError | None = None
+        self.failure: RankError | None = None
         self._joined: dict[int, Choice] = {}  # those in the engine, by ticket; used by the thread only
         self._choice_seconds = 1.0  # moving average from joining to the end
         self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
@@ -81,11 +82,6 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
-
-    @property
-    def failure(self) -> RankError | None:
-        """Set when another process of the model was lost. The server must then end."""
-        return self._failure
 
     def submit(self, choices: Iterable[Choice]) -> None:
         """Queue texts, all of them or none. Raises ApiError (status 400, 429 or 503)."""
@@ -119,23 +115,23 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._failure is None:
+        if self.failure is None:
             self._thread.join()
 
     def fail(self, failure: RankError) -> None:
         """End all texts with an error, now and in future. The engine's thread may be stuck in a round."""
         with self._changed:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
             failure = failure if self._watch is None else self._watch.explain(failure)
-            self._failure, self._closing = failure, True
+            self.failure, self._closing = failure, True
             self._changed.notify()
             choices = [*self._joined.values(), *self._waiting]
             self._waiting.clear()
         self._refuse(choices, self._closed())
 
     def _closed(self) -> ApiError:
-        return shutting_down() if self._failure is None else rank_lost(self._failure)
+        return shutting_down() if self.failure is None else rank_lost(self.failure)
 
     def _run(self) -> None:
         patience: float | None = IDLE_SECONDS

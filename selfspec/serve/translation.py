@@ -21,7 +21,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
-from selfspec.messages import ChatTemplate, conversation_ids, encode_messages, has_template
+from selfspec.messages import conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_requests import (
     ChatRequest,
@@ -57,7 +57,7 @@ class Translator:
         context = generator.model.max_positions
         self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
-        self._template = ChatTemplate(settings.chat_template, settings.chat_stops)
+        self._template = settings.chat_template
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
         eos = config.eos_token_id
