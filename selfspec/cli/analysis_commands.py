@@ -33,7 +33,7 @@ from selfspec.cli.option_groups import (
     option,
     with_groups,
 )
-from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
+from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
 
@@ -192,12 +192,7 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
         failed = 0
         with progress(total, notes) as advance:
             for check in verify_engine(
-                llama,
-                prompts,
-                max_new_tokens=asked.max_new_tokens,
-                draws=asked.draws,
-                policies=names,
-                advance=advance,
+                llama, prompts, max_new_tokens=asked.max_new_tokens, draws=asked.draws, policies=names, advance=advance
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -16,7 +16,6 @@ from rich.console import Console
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import check_sampling, load_generator, notes_console, one_line_errors
 from selfspec.cli.conversation import Conversation
-from selfspec.cli.copy_files import read_copy_files, store_of_files
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
@@ -27,6 +26,7 @@ from selfspec.cli.option_groups import (
     option,
     with_groups,
 )
+from selfspec.cli.text_input import read_copy_files, store_of_files
 from selfspec.distributed.launch import from_first, speaks
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions

@@ -20,7 +20,7 @@ from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 
 class Conversation:
-    """Asks one question after another. Each prompt is the whole conversation, of which only the new part has to be read.
+    """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
     answer piece by piece, with fates if drafts are shown. copy_from: texts to copy drafts from, in addition to the

@@ -25,7 +25,7 @@ from selfspec.cli.arguments import (
     progress,
 )
 from selfspec.cli.option_groups import DeviceOption, ExitsOption, LoadOptions
-from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.integrations.draft_checkpoint import draft_model
 from selfspec.integrations.hub_folder import export_hub
@@ -38,7 +38,7 @@ _CARD = """\
 # The first {exit_layer} layers of {name}
 
 A draft model for speculative decoding with {name}, written by selfspec: layers, norm and head are that model's own{adapter}.
-It is of no use without that model.
+It is useless without that model.
 
 ```python
 model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER"))

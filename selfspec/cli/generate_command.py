@@ -18,15 +18,8 @@ from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
 from selfspec.analysis.replay import plain_and_watched
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.cli.arguments import (
-    check_sampling,
-    checked_output_file,
-    load_generator,
-    notes_console,
-    one_line_errors,
-)
+from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator, notes_console, one_line_errors
 from selfspec.cli.batch_file import generate_file, read_prompts, store_for_lines
-from selfspec.cli.copy_files import read_copy_files, store_of_files
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -38,8 +31,8 @@ from selfspec.cli.display import (
 )
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
-from selfspec.cli.prompt_input import PromptArgument, read_prompt
 from selfspec.cli.shared_prompts import generate_shared
+from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
 from selfspec.distributed.launch import from_first, own_device, speaks
 from selfspec.engine.calibrate import measured_cost
 from selfspec.options import WrittenOptions
@@ -215,12 +208,7 @@ class _Session:
     """One prompt and its options, run as often as the command needs. Ctrl-C ends any run as a stop condition would."""
 
     def __init__(
-        self,
-        generator: SelfSpecGenerator,
-        prompt: str,
-        options: WrittenOptions,
-        copy_texts: list[str],
-        notes: Console,
+        self, generator: SelfSpecGenerator, prompt: str, options: WrittenOptions, copy_texts: list[str], notes: Console
     ) -> None:
         assert generator.tokenizer is not None  # a checkpoint is loaded with its tokenizer
         self.interrupt = InterruptCriteria()
@@ -233,10 +221,7 @@ class _Session:
             )
         options["copy_from"] = store_of_files(generator, copy_texts, self._policy)
         self._generate = partial(
-            generator.generate,
-            prompt,
-            **options,
-            stopping_criteria=StoppingCriteriaList([self.interrupt]),
+            generator.generate, prompt, **options, stopping_criteria=StoppingCriteriaList([self.interrupt])
         )
 
     def warm_up(self) -> None:

@@ -86,9 +86,11 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{parameter.name: values.pop(parameter.name) for parameter in _parameters(kind)})
-        command(**values)
+        made = {  # apart, because an option may be named like a group
+            name: kind(**{parameter.name: values.pop(parameter.name) for parameter in _parameters(kind)})
+            for name, kind in groups.items()
+        }
+        command(**values, **made)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -23,12 +23,7 @@ class ListenOptions:
 
 
 @with_groups
-def serve_command(
-    load: LoadOptions,
-    serve: ServeOptions,
-    listen: ListenOptions,
-    model: ModelArgument = None,
-) -> None:
+def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions, model: ModelArgument = None) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
     notes = notes_console()
     with one_line_errors():

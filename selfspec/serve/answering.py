@@ -17,7 +17,6 @@ from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog
 from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.structured_output import GrammarError
-from selfspec.serve.trimmed_text import TrimmedText
 
 _PAUSE_SECONDS = 0.05
 """Shortest time between two events of a stream. On a CPU, sending and decoding share the cores, so every event slows the
@@ -73,7 +72,6 @@ class Texts:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The texts of all choices, piece by piece as they come. Raises ApiError (status 400, 500 or 503) if one fails."""
-        texts = [TrimmedText(self._tokenizer, choice.stops, choice.min_tokens) for choice in self._choices]
         logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
         scored = {
             index: choice.scored.tokens for index, choice in enumerate(self._choices) if choice.scored is not None
@@ -87,7 +85,7 @@ class Texts:
             self._take(piece)
             if index in scored:  # the first token is there, so the prompt has been read
                 yield Piece(index=index, text=self._choices[index].echo, logprobs=scored.pop(index))
-            self._write(piece, texts[index])
+            self._write(piece)
             if logs is not None:
                 logs[index].add(piece)
                 piece.drafts = logs[index].take(len(piece.text))
@@ -139,11 +137,12 @@ class Texts:
                 result = replace(result, stats=replace(result.stats, num_new_tokens=0), stop_reason="length")
             self._results[piece.index] = result
 
-    def _write(self, piece: Piece, text: TrimmedText) -> None:
-        silent = self._choices[piece.index].silent
-        piece.text = text.push([] if silent else [token for step in piece.steps for token in step.tokens])
-        if silent:
+    def _write(self, piece: Piece) -> None:
+        choice = self._choices[piece.index]
+        if choice.silent:
             piece.logprobs = None
+        else:
+            piece.text = choice.text.push([token for step in piece.steps for token in step.tokens])
         if piece.index in self._results:
-            piece.text += text.finish()
+            piece.text += choice.text.finish()
             piece.finish = finish_reason(self._results[piece.index].stop_reason)

@@ -43,7 +43,7 @@ PING_SECONDS = 10.0
 def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: RankWatch | None = None) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: with a tokenizer. watch: over the workers of a model that is divided over processes. Raises ValueError for a
+    generator: has a tokenizer. watch: over the workers of a model that is split across processes. Raises ValueError for a
     policy that does not fit the model.
     """
     metrics = ServerMetrics()
@@ -191,7 +191,7 @@ async def _stream(request: Request, body: GenerationRequest, texts: Texts, answe
 
 
 async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """All events, and comments while none comes. following: the first event."""
+    """All events, with comments during long waits. following: the first event."""
     try:
         while True:
             done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
@@ -202,7 +202,7 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
             following = asyncio.ensure_future(events.__anext__())
     except StopAsyncIteration:
         return
-    except ApiError as error:  # the status is out already
+    except ApiError as error:  # the status has been sent
         yield f"data: {json.dumps(error.body())}\n\n"
     finally:
         following.cancel()

@@ -19,6 +19,7 @@ from selfspec.serve.api_errors import ApiError, queue_full, rank_lost, shutting_
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.trimmed_text import TrimmedText
 
 log = logging.getLogger("selfspec.serve")
 IDLE_SECONDS = 10.0
@@ -29,18 +30,17 @@ _SEND_SECONDS = 0.003
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One text on its way through the server: what is to be generated, and how its answer is made.
+    """One text on its way through the server: what to generate, and how to build its answer.
 
-    stops: strings before which its text is cut. min_tokens: stops are not looked for in this many first tokens. echo: text
-    that stands before it. recorder: keeps log-probabilities. scored: those of the prompt's tokens, if they are asked for.
-    silent: only the prompt is asked for; the one token that is generated is not shown.
+    text: makes text of its tokens. echo: text put in front of it. recorder: keeps log-probabilities. scored: those of the
+    prompt's tokens, if the client wants them. silent: the client wants the prompt only; the one token that is generated is
+    not shown.
     deliver: called from the scheduler's thread with every step of the text; it must not block. It may return an event that
     is set once somebody has sent what came.
     """
 
     checked: BoundRequest
-    stops: tuple[str, ...] = ()
-    min_tokens: int = 0
+    text: TrimmedText
     echo: str = ""
     recorder: LogprobRecorder | None = None
     scored: PromptLogprobs | None = None

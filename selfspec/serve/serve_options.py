@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layerskip_models import DEMO_PATH
-from selfspec.cli.copy_files import read_copy_files
 from selfspec.cli.option_groups import ChatTemplateOption, CopyFromOption, option
+from selfspec.cli.text_input import read_copy_files
 from selfspec.messages import template_of
 from selfspec.options import POLICY_HELP
 from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, allowed_hosts, default_name

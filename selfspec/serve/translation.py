@@ -23,13 +23,7 @@ from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
 from selfspec.messages import conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    JsonSchemaFormat,
-    Message,
-)
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, JsonSchemaFormat, Message
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
 from selfspec.serve.lanes import LARGE_BODY
 from selfspec.serve.prompts import check_length
@@ -39,7 +33,7 @@ from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
 from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
-from selfspec.serve.trimmed_text import StopTexts
+from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 
 _COMPLETION_TOKENS = 16
 """Used when a completion request gives no max_tokens, as in OpenAI's API."""
@@ -145,9 +139,7 @@ class Translator:
                 raise ContextLengthError(len(ids), 1, self.most_tokens)
             if any(not 0 <= token < self._vocab_size for token in ids):
                 raise ValueError(f"tokens must be in [0, {self._vocab_size - 1}], the model's vocabulary")
-        text = self.tokenizer.decode([*ids])
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode([*ids]))
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
@@ -183,7 +175,7 @@ class Translator:
                 self._check_limit(len(ids), *body.limit, wanted)
                 echo = ""
                 if body.echo:
-                    echo = prompt if isinstance(prompt, str) else self._text(ids)
+                    echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
                 stops = tuple(body.stop)
                 for _ in range(body.n):
                     choices.append(self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices)))
@@ -242,10 +234,9 @@ class Translator:
         return Choice(
             # The server decodes the text piece by piece, so the engine need not do it again.
             checked=replace(checked, request=request, tokenizer=None),
-            stops=stops,
+            text=TrimmedText(self.tokenizer, stops, body.min_tokens),
             echo=echo,
             recorder=recorder,
-            min_tokens=body.min_tokens,
             scored=scored,
             silent=max_new_tokens == 0,
         )
@@ -290,11 +281,6 @@ class Translator:
             with _bad_request("response_format"):
                 processors.append(GrammarProcessor(self.vocabulary, body.schema_, prompt_length))
         return processors
-
-    def _text(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
 
 
 @contextmanager
