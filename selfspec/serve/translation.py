@@ -99,7 +99,7 @@ class Translator:
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
         owner = self._owner(body)
         with _bad_request("messages", body.limit):
-            self._check_limit(len(ids), *body.limit, wanted)
+            self._check_limit(len(ids), body.limit[0], wanted)
             return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
@@ -170,9 +170,9 @@ class Translator:
                 if isinstance(prompt, str):
                     check_length(self.tokenizer, [prompt], self.most_tokens)
                 else:  # before every id is checked
-                    self._check_limit(len(prompt), *body.limit, wanted)
+                    self._check_limit(len(prompt), "max_tokens", wanted)
                 ids = encode_prompt(prompt, self.tokenizer, self._vocab_size).tolist()
-                self._check_limit(len(ids), *body.limit, wanted)
+                self._check_limit(len(ids), "max_tokens", wanted)
                 echo = ""
                 if body.echo:
                     echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -181,11 +181,11 @@ class Translator:
                     choices.append(self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices)))
         return choices
 
-    def _check_limit(self, num_prompt: int, name: str, asked: int | None, wanted: int) -> None:
-        """Raise an error for more tokens than the model has room for or the operator allows."""
+    def _check_limit(self, num_prompt: int, name: str, wanted: int) -> None:
+        """Raise an error for more tokens than the model has room for or the operator allows. name: of the client's limit."""
         most = self._settings.most_new_tokens
         if most is not None and wanted > most:
-            raise ApiError(f"{name} is {asked}, at most {most} are possible here", param=name)
+            raise ApiError(f"{name} is {wanted}, at most {most} are possible here", param=name)
         check_context(num_prompt, wanted, self.most_tokens)
 
     def _owner(self, body: GenerationRequest) -> Owner:
