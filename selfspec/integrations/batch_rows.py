@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
@@ -112,16 +112,10 @@ class RowProcessor(LogitsProcessor):
         return self._processor(ids.repeat(self._copies, 1), scores.repeat(self._copies, 1))[row : row + 1]
 
 
-def row_processors(processors: Sequence[Any], row: BatchRow) -> LogitsProcessorList:
-    if row.alone:
-        return LogitsProcessorList(processors)
-    return LogitsProcessorList([_of_row(processor, row) for processor in processors])
-
-
-def _of_row(processor: Any, row: BatchRow) -> Any:
-    if (
-        type(processor) in PREFIX_FREE
-    ):  # these do not see the text, and the engine runs them over many positions at once
+def row_processor(processor: Any, row: BatchRow) -> Any:
+    """What does for one row what the processor does for the batch."""
+    # Prefix-free processors do not see the text, and the engine runs them over many positions at once.
+    if row.alone or type(processor) in PREFIX_FREE:
         return processor
     if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length  # for each row, if there is padding
@@ -147,10 +141,6 @@ class RowCriterion(StoppingCriteria):
         return answer
 
 
-def row_criteria(criteria: Sequence[Any], row: BatchRow) -> StoppingCriteriaList:
-    return StoppingCriteriaList(criteria if row.alone else [RowCriterion(criterion, row) for criterion in criteria])
-
-
 class StopTogether:
     """Makes all rows end with the last one.
 
@@ -167,7 +157,7 @@ class StopTogether:
         """New tokens of every row in the output, once all have ended."""
         return max((count for count in self._ended if count is not None), default=self._max_new_tokens)
 
-    def criterion(self, criteria: StoppingCriteriaList, row: BatchRow) -> Callable[..., bool]:
+    def criterion(self, criteria: Sequence[Any], row: BatchRow) -> Callable[..., bool]:
         """The criterion of one row, in place of its own criteria."""
 
         def may_end(input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:

@@ -39,7 +39,7 @@ from selfspec.engine.request import Request, encode_prompt, refuse_fields, refus
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
-from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
+from selfspec.integrations.batch_rows import BatchRow, RowCriterion, StopTogether, row_processor, split_rows
 from selfspec.integrations.live_models import generator_of
 from selfspec.options import SpeculationOptions
 
@@ -193,15 +193,17 @@ def _requests(
     seeds = torch.randint(2**63 - 1, (len(rows),), device="cpu").tolist() if do_sample else None
     requests = []
     for row in rows:
-        own = row_criteria(others, row)
+        own: list[Any] = others if row.alone else [RowCriterion(criterion, row) for criterion in others]
         if together is not None:
-            own = StoppingCriteriaList([together.criterion(own, row)])
+            own = [together.criterion(own, row)]
         source = None if seeds is None else torch.Generator(device=model.device).manual_seed(seeds[row.index])
         requests.append(
             Request(
                 prompt=encode_prompt(row.prompt, None, model.config.vocab_size),
-                processors=row_processors(processors, row),
-                stops=StopConditions(eos=frozenset(eos), criteria=own, max_new_tokens=max_new_tokens),
+                processors=LogitsProcessorList([row_processor(processor, row) for processor in processors]),
+                stops=StopConditions(
+                    eos=frozenset(eos), criteria=StoppingCriteriaList(own), max_new_tokens=max_new_tokens
+                ),
                 generator=source,
             )
         )

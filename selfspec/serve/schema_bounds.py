@@ -130,14 +130,12 @@ def _check_ways(definitions: dict[str, _Definition]) -> None:
     Definitions that refer to each other in a circle may follow each other in any order, so all of them count.
     """
     graph = nx.DiGraph({pointer: list(definition.to) for pointer, definition in definitions.items()})
-    circles = nx.condensation(graph)  # a definition that is in no circle is one by itself
-    longest: dict[int, tuple[int, int]] = {}  # references and levels of the longest path from each circle
-    for circle in reversed(list(nx.topological_sort(circles))):
-        members = circles.nodes[circle]["members"]
-        beyond = [longest[to] for to in circles.successors(circle)]
-        references = len(members) + max((hops for hops, _ in beyond), default=0)
-        levels = sum(definitions[pointer].depth for pointer in members) + max((deep for _, deep in beyond), default=0)
-        longest[circle] = references, levels
+    longest: dict[str, tuple[int, int]] = {}  # references and levels of the longest path from each definition
+    for circle in nx.strongly_connected_components(graph):  # Tarjan's algorithm: each comes after those it leads to
+        beyond = [longest[to] for pointer in circle for to in definitions[pointer].to if to not in circle]
+        references = len(circle) + max((hops for hops, _ in beyond), default=0)
+        levels = sum(definitions[pointer].depth for pointer in circle) + max((deep for _, deep in beyond), default=0)
+        longest |= dict.fromkeys(circle, (references, levels))
         if references > MOST_REFERENCES + 1:
             raise ValueError(f"the schema has more than {MOST_REFERENCES} references that follow each other")
         if levels > MOST_DEPTH:
