@@ -30,39 +30,33 @@ class BatchError(RuntimeError):
         self.results, self.errors = list(results), dict(errors)
 
 
-def options_per_text(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The arguments of each text, from arguments that hold one value for all texts or a list with one for each.
-
-    Arguments that are lists themselves, such as stop_strings, need a list of lists to hold one for each text.
-    Raises ValueError for a list of the wrong length.
-    """
-    separate = []
-    for name, value in options.items():
-        if type(value) is list and (
-            name not in _LISTS or any(item is None or isinstance(item, list) for item in value)
-        ):
-            if len(value) != count:
-                raise ValueError(
-                    f"{name} has {len(value)} values for {count} prompts: give one for each, or one for all"
-                )
-            separate.append(name)
-    return [
-        {name: value[index] if name in separate else value for name, value in options.items()} for index in range(count)
-    ]
-
-
 def check_all(
     check: Callable[..., BoundRequest], prompts: Sequence[Any], options: Mapping[str, Any]
 ) -> list[BoundRequest]:
-    """Check every call of a batch. Raises the same errors as `generate`, naming the text."""
+    """Check every call of a batch.
+
+    options: each holds one value for all texts, or a list with one for each. Those that are lists themselves, such as
+    stop_strings, need a list of lists to hold one for each text.
+    Raises ValueError for a list of the wrong length, and the same errors as `generate`, naming the text.
+    """
+    separate = {name: value for name, value in options.items() if _is_for_each(name, value)}
+    for name, values in separate.items():
+        if len(values) != len(prompts):
+            raise ValueError(
+                f"{name} has {len(values)} values for {len(prompts)} prompts: give one for each, or one for all"
+            )
     checked = []
-    for index, (prompt, own) in enumerate(zip(prompts, options_per_text(options, len(prompts)))):
+    for index, prompt in enumerate(prompts):
         try:
-            checked.append(check(prompt, **own))
+            checked.append(check(prompt, **{**options, **{name: values[index] for name, values in separate.items()}}))
         except (ValueError, TypeError) as error:
             error.args = (f"text {index}: {error}",)
             raise
     return checked
+
+
+def _is_for_each(name: str, value: object) -> bool:
+    return type(value) is list and (name not in _LISTS or any(item is None or isinstance(item, list) for item in value))
 
 
 def completed(checked: Sequence[BoundRequest], batch_size: int) -> Generator[tuple[int, GenerationResult | Exception]]:

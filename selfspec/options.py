@@ -66,12 +66,10 @@ class SamplingOptions(TypedDict, total=False):
     temperature: Annotated[float | None, Option("Sampling temperature; 0 is greedy.", AT_LEAST_0)]
     top_k: Annotated[int | None, Option("Draw from the k likeliest tokens only.", AT_LEAST_0)]
     top_p: Annotated[
-        float | None,
-        Option("Draw from the likeliest tokens that together have this probability.", Range(0, 1, "(]")),
+        float | None, Option("Draw from the likeliest tokens that together have this probability.", Range(0, 1, "(]"))
     ]
     min_p: Annotated[
-        float | None,
-        Option("Draw only tokens at least this fraction as likely as the likeliest one.", Range(0, 1)),
+        float | None, Option("Draw only tokens at least this fraction as likely as the likeliest one.", Range(0, 1))
     ]
     seed: Annotated[int | None, Option("Random seed.")]
 

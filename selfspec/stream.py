@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,9 +48,7 @@ class GenerationStream(Iterator[str | list[int]]):
     def __enter__(self) -> GenerationStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

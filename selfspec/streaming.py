@@ -2,7 +2,7 @@
 
 Text is passed on as soon as its characters are complete. The chunks together are exactly
 `tokenizer.decode(new_tokens, skip_special_tokens=True)`. transformers' TextStreamer does not give that: it waits for spaces
-and decodes every line anew, which loses the space at the beginning of a line with SentencePiece tokenizers (Llama 2).
+and decodes every line by itself, which loses the space at the beginning of a line with SentencePiece tokenizers (Llama 2).
 DecodeStream of tokenizers 0.23 gives other texts or raises for byte-fallback tokens, drops incomplete characters at the end,
 and cannot look ahead at drafts.
 """
@@ -76,7 +76,7 @@ class IncrementalDecoder:
         return text
 
     def _first_part(self, text: str) -> str:
-        """The text of the first of many pending tokens, of which the last may be an incomplete character.
+        """The text of the first of many pending tokens. The last ones may be an incomplete character.
 
         They can be released where the text of the remaining tokens does not depend on them. Later bytes cannot change that,
         since at least as many tokens remain as a character has bytes.
@@ -132,7 +132,7 @@ def token_fates(record: RoundRecord) -> list[tuple[int, Fate]]:
 
 
 class FatePieces:
-    """Pieces of text with their fates, of which a given number of characters can be taken at a time."""
+    """Pieces of text with their fates, which can be taken a given number of characters at a time."""
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[str, Fate]] = deque()

@@ -33,7 +33,7 @@ from selfspec.cli.option_groups import (
     option,
     with_groups,
 )
-from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
+from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, PromptArgument, read_prompt
 from selfspec.engine.stats import sources_text
 from selfspec.pacer.inference import has_preverifier
 
@@ -113,7 +113,7 @@ def trace_command(
     model: ModelOption = None,
 ) -> None:
     """Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance."""
-    notes = notes_console(quiet=False)
+    notes = notes_console()
     with one_line_errors():
         output = asked.output
         if output is not None and output.suffix not in (*PICTURES, ".jsonl"):
@@ -143,7 +143,7 @@ def inspect_command(
 
     With --shape: the memory and traffic of each process, without loading anything.
     """
-    notes = notes_console(quiet=False)
+    notes = notes_console()
     with one_line_errors():
         if instead.shape is not None:
             if model is not None:
@@ -178,7 +178,7 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
 
     Ends with status 1 if anything fails.
     """
-    notes = notes_console(quiet=False)
+    notes = notes_console()
     with one_line_errors():
         texts = [read_prompt(None, path) for path in asked.file] if asked.file else [EXAMPLE_PROMPT, CODE_PROMPT]
         llama, prompts = load_reference(model, texts, load.dtype, load.device, notes)
@@ -192,12 +192,7 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
         failed = 0
         with progress(total, notes) as advance:
             for check in verify_engine(
-                llama,
-                prompts,
-                max_new_tokens=asked.max_new_tokens,
-                draws=asked.draws,
-                policies=names,
-                advance=advance,
+                llama, prompts, max_new_tokens=asked.max_new_tokens, draws=asked.draws, policies=names, advance=advance
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 import transformers
@@ -20,7 +20,6 @@ from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
 from layerskip_models.parallel.ranks import RankError, launched_ranks
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
-from selfspec.cli.notes import NotesConsole
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides, speaks
 from selfspec.engine.request import check_ids
@@ -28,7 +27,17 @@ from selfspec.options import SamplingOptions
 from selfspec.visible_text import visible
 
 
-def notes_console(quiet: bool) -> Console:
+class NotesConsole(Console):
+    """Standard error. Control characters become visible, because the text may come from a model or a stranger."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **options)
+
+
+def notes_console(quiet: bool = False) -> Console:
     """Standard error, for everything but the generated text."""
     return NotesConsole(quiet=quiet or not speaks())
 

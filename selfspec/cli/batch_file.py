@@ -20,7 +20,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.batch import completed
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.copy_sources import copies_drafts
-from selfspec.cli.copy_files import store_of_files
+from selfspec.cli.text_input import store_of_files
 from selfspec.distributed.launch import from_first, speaks
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.messages import Messages, are_messages

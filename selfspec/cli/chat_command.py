@@ -6,17 +6,16 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import check_sampling, load_generator, notes_console, one_line_errors
 from selfspec.cli.conversation import Conversation
-from selfspec.cli.copy_files import read_copy_files, store_of_files
 from selfspec.cli.display import TextWriter, legend, summary_lines
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
@@ -24,8 +23,10 @@ from selfspec.cli.option_groups import (
     LoadOptions,
     ModelArgument,
     PolicyOption,
+    option,
     with_groups,
 )
+from selfspec.cli.text_input import read_copy_files, store_of_files
 from selfspec.distributed.launch import from_first, speaks
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions
@@ -45,31 +46,30 @@ _QUOTES = '"""'
 _CONVERSATION = "Conversation"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    chat_template: ChatTemplateOption = None
+    system: str | None = option(None, "System message.", _CONVERSATION)
+    load: Path | None = option(None, "Continue a conversation written by /save.", _CONVERSATION)
+    max_new_tokens: int = option(1024, "Maximum number of tokens of an answer.", _CONVERSATION, min=1)
+    show_drafts: bool = option(False, "Colour each token by how it was produced.", None, "--show-drafts")
+
+
 @with_groups
 def chat_command(
     sampling: SamplingOptions,
-    checkpoint: LoadOptions,
+    load: LoadOptions,
+    chat: ChatOptions,
     model: ModelArgument = None,
-    chat_template: ChatTemplateOption = None,
-    system: Annotated[str | None, typer.Option(help="System message.", rich_help_panel=_CONVERSATION)] = None,
-    load: Annotated[
-        Path | None, typer.Option(help="Continue a conversation written by /save.", rich_help_panel=_CONVERSATION)
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens of an answer.", rich_help_panel=_CONVERSATION)
-    ] = 1024,
     policy: PolicyOption = None,
     copy_from: CopyFromOption = None,
-    show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Colour each token by how it was produced.")
-    ] = False,
 ) -> None:
     """Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation."""
-    notes = notes_console(False)
+    notes = notes_console()
     with one_line_errors():
-        template, copy_texts = template_of(model, chat_template), read_copy_files(copy_from)
+        template, copy_texts = template_of(model, chat.chat_template), read_copy_files(copy_from)
         # Keep the last text on every device, so that only the new message has to be read.
-        generator = load_generator(model, checkpoint, notes, prefix_cache=1, tensor_parallel="auto")
+        generator = load_generator(model, load, notes, prefix_cache=1, tensor_parallel="auto")
         if not has_template(generator.tokenizer, template):
             raise ValueError(
                 f"{model} has no chat template: give a Jinja file with --chat-template FILE, or --chat-template plain "
@@ -86,22 +86,22 @@ def chat_command(
             generator,
             template,
             options,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=chat.max_new_tokens,
             write=writer.write_token,
             copy_from=store_of_files(generator, copy_texts, chosen),
         )
         conversation.check()
-        if load is not None:
-            conversation.load(load)
-        if system is not None:
-            conversation.system = system
+        if chat.load is not None:
+            conversation.load(chat.load)
+        if chat.system is not None:
+            conversation.system = chat.system
         conversation.use_policy(generator.policy.name if policy is None else policy)
-        chat = Chat(conversation, writer, notes)
+        session = Chat(conversation, writer, notes)
         notes.print(_greeting(model, generator))
-        if show_drafts:
-            chat.command("/drafts")
+        if chat.show_drafts:
+            session.command("/drafts")
         read_line = _line_reader()
-        chat.run(lambda prompt: from_first(generator.model, lambda: read_line(prompt)))
+        session.run(lambda prompt: from_first(generator.model, lambda: read_line(prompt)))
 
 
 class Chat:

@@ -20,7 +20,7 @@ from selfspec.streaming import DraftStreamer, Fate, TextStreamer
 
 
 class Conversation:
-    """Asks one question after another. Each prompt is the whole conversation, of which only the new part has to be read.
+    """Asks one question after another. Each prompt is the whole conversation, but only its new part has to be read.
 
     options: of `SelfSpecGenerator.generate`. max_new_tokens: of an answer; fewer if the context ends before. write: gets the
     answer piece by piece, with fates if drafts are shown. copy_from: texts to copy drafts from, in addition to the
@@ -65,15 +65,6 @@ class Conversation:
         """Use a policy from the next answer on. Raises ValueError for an unknown one."""
         self._generator.resolve_policy(name)
         self.policy = name
-
-    @property
-    def copy_from(self) -> CopyStore | None:
-        """Texts to copy the next answer's drafts from; None if its policy does not copy."""
-        if self._copy_from is None or not copies_drafts(
-            self._generator.resolve_policy(self.policy).observes, self._generator.runner
-        ):
-            return None
-        return self._copy_from
 
     def check(self) -> None:
         """Raise ValueError if there is no chat template."""
@@ -123,9 +114,8 @@ class Conversation:
             self._write(text, fate)
 
         trimmer = StopTrimmer(self._template.stops, write)
-        streamer = TextStreamer(tokenizer, trimmer.push)
-        if self.show_drafts:
-            streamer = DraftStreamer(tokenizer, trimmer.push)
+        streamer = (DraftStreamer if self.show_drafts else TextStreamer)(tokenizer, trimmer.push)
+        copies = copies_drafts(self._generator.resolve_policy(self.policy).observes, self._generator.runner)
         self.last, interrupt = None, InterruptCriteria()
         try:
             with interrupt:
@@ -134,7 +124,7 @@ class Conversation:
                     max_new_tokens=min(self._max_new_tokens, room),
                     stop_strings=[*self._template.stops] or None,
                     policy=self.policy,
-                    copy_from=self.copy_from,
+                    copy_from=self._copy_from if copies else None,
                     streamer=streamer,
                     stopping_criteria=StoppingCriteriaList([interrupt]),
                     **self._options,

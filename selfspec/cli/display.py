@@ -66,7 +66,9 @@ class TextWriter:
             text = visible(text) if self.is_terminal else text
             encoding = getattr(self._file, "encoding", None) or "utf-8"  # which may lack a character
             text = text.encode(encoding, "backslashreplace").decode(encoding)
-            self._file.write(self._styled(text, style or Style.null()))
+            style = style or Style.null()
+            shown = style.without_color if self._plain else style
+            self._file.write(shown.render(text, color_system=self._colors))
             self._file.flush()
 
     def write_token(self, text: str, fate: Fate) -> None:
@@ -76,10 +78,6 @@ class TextWriter:
                 return
             text = visible_line(text)  # a rejected newline must not break the line
         self.write(text, FATE_STYLES[fate])
-
-    def _styled(self, text: str, style: Style) -> str:
-        style = style.without_color if self._plain else style
-        return style.render(text, color_system=self._colors)
 
 
 def save_drafts(path: Path, title: str, prompt: str, tokens: Iterable[tuple[str, Fate]]) -> None:

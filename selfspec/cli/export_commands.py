@@ -25,7 +25,7 @@ from selfspec.cli.arguments import (
     progress,
 )
 from selfspec.cli.option_groups import DeviceOption, ExitsOption, LoadOptions
-from selfspec.cli.prompt_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
+from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.defaults import DEFAULT_POLICY
 from selfspec.integrations.draft_checkpoint import draft_model
 from selfspec.integrations.hub_folder import export_hub
@@ -38,7 +38,7 @@ _CARD = """\
 # The first {exit_layer} layers of {name}
 
 A draft model for speculative decoding with {name}, written by selfspec: layers, norm and head are that model's own{adapter}.
-It is of no use without that model.
+It is useless without that model.
 
 ```python
 model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("PATH_OR_NAME_OF_THIS_FOLDER"))
@@ -63,7 +63,7 @@ def export_draft_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model."""
-    notes = notes_console(quiet=False)
+    notes = notes_console()
     with one_line_errors():
         if any(output_dir.iterdir()):
             raise FileExistsError(f"{output_dir} is not empty: give a new folder")
@@ -128,6 +128,6 @@ def export_hub_command(
     """Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve)."""
     with one_line_errors():
         written = export_hub(model, folder, policy=policy, link=link)
-    notes_console(quiet=False).print(
+    notes_console().print(
         f"wrote {written}; load it with AutoModelForCausalLM.from_pretrained({str(written)!r}, trust_remote_code=True)"
     )

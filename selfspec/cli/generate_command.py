@@ -6,7 +6,7 @@ import json
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -18,15 +18,8 @@ from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
 from selfspec.analysis.replay import plain_and_watched
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.cli.arguments import (
-    check_sampling,
-    checked_output_file,
-    load_generator,
-    notes_console,
-    one_line_errors,
-)
+from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator, notes_console, one_line_errors
 from selfspec.cli.batch_file import generate_file, read_prompts, store_for_lines
-from selfspec.cli.copy_files import read_copy_files, store_of_files
 from selfspec.cli.display import (
     PROMPT_STYLE,
     TextWriter,
@@ -38,8 +31,8 @@ from selfspec.cli.display import (
 )
 from selfspec.cli.interrupt import InterruptCriteria
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
-from selfspec.cli.prompt_input import PromptArgument, read_prompt
 from selfspec.cli.shared_prompts import generate_shared
+from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files
 from selfspec.distributed.launch import from_first, own_device, speaks
 from selfspec.engine.calibrate import measured_cost
 from selfspec.options import WrittenOptions
@@ -97,56 +90,53 @@ class OutputOptions:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    file: Path | None = option(None, "Read the prompt from this UTF-8 file.", _TEXT)
+    ignore_eos: bool = option(False, "Do not stop at an end-of-sequence token.", _TEXT, "--ignore-eos")
+    repeats: int = option(3, "Number of pairs of runs for --compare.", _OUTPUT, min=1)
+    quiet: bool = option(False, "Text or JSON only: no progress, no summary.", _OUTPUT, "--quiet", "-q")
+
+
 @with_groups
 def generate_command(
     options: WrittenOptions,
     load: LoadOptions,
     shown: OutputOptions,
     many: FileOptions,
+    run: RunOptions,
     prompt: PromptArgument = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from this UTF-8 file.", rich_help_panel=_TEXT)
-    ] = None,
     model: ModelOption = None,
     copy_from: CopyFromOption = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not stop at an end-of-sequence token.", rich_help_panel=_TEXT)
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Number of pairs of runs for --compare.", rich_help_panel=_OUTPUT)
-    ] = 3,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Text or JSON only: no progress, no summary.", rich_help_panel=_OUTPUT)
-    ] = False,
 ) -> None:
     """Continue a prompt: print the text as it is generated, then a summary of what speculation did."""
-    notes = notes_console(quiet)
+    notes = notes_console(run.quiet)
     with one_line_errors():
         if shown.as_json and shown.show_drafts:
             raise ValueError("--json prints no text to colour: leave out --show-drafts")
         if shown.svg is not None and not shown.show_drafts:
             raise ValueError("--svg draws coloured drafts: add --show-drafts")
-        if ignore_eos and options["eos_token_id"]:
+        if run.ignore_eos and options["eos_token_id"]:
             raise ValueError("give --ignore-eos or --eos-token-id, not both")
         if (many.prompts is None) != (many.output is None):
             raise ValueError("--prompts and --output go together: a file of prompts, and one for the results")
         if many.data_parallel and many.prompts is None:
             raise ValueError("--data-parallel shares out the prompts of a file: add --prompts and --output")
-        if many.prompts is not None and any((prompt, file, *astuple(shown))):
+        if many.prompts is not None and any((prompt, run.file, *astuple(shown))):
             raise ValueError("--prompts takes no single prompt, and --compare, --json and the like are for one text")
-        if ignore_eos:
+        if run.ignore_eos:
             options["eos_token_id"] = []
         copy_texts = read_copy_files(copy_from)
         if many.prompts is not None:
             _generate_many(many, options, copy_texts, model, load, notes)
         else:
-            text = read_prompt(prompt, file) if speaks() else ""
+            text = read_prompt(prompt, run.file) if speaks() else ""
             # Every run reads the prompt, because runs of one prompt are timed against each other.
             generator = load_generator(model, load, notes, prefix_cache=0, tensor_parallel="auto")
             text = from_first(generator.model, lambda: text)
             greedy = check_sampling(generator.model.generation_config, options)
             session = _Session(generator, text, options, copy_texts, notes)
-            _generate_one(session, shown, repeats, greedy)
+            _generate_one(session, shown, run.repeats, greedy)
 
 
 def _generate_many(
@@ -218,12 +208,7 @@ class _Session:
     """One prompt and its options, run as often as the command needs. Ctrl-C ends any run as a stop condition would."""
 
     def __init__(
-        self,
-        generator: SelfSpecGenerator,
-        prompt: str,
-        options: WrittenOptions,
-        copy_texts: list[str],
-        notes: Console,
+        self, generator: SelfSpecGenerator, prompt: str, options: WrittenOptions, copy_texts: list[str], notes: Console
     ) -> None:
         assert generator.tokenizer is not None  # a checkpoint is loaded with its tokenizer
         self.interrupt = InterruptCriteria()
@@ -236,10 +221,7 @@ class _Session:
             )
         options["copy_from"] = store_of_files(generator, copy_texts, self._policy)
         self._generate = partial(
-            generator.generate,
-            prompt,
-            **options,
-            stopping_criteria=StoppingCriteriaList([self.interrupt]),
+            generator.generate, prompt, **options, stopping_criteria=StoppingCriteriaList([self.interrupt])
         )
 
     def warm_up(self) -> None:
@@ -268,7 +250,7 @@ class _Session:
             streamer: TextStreamer = DraftStreamer(self._tokenizer, on_token, on_start)
             self.notes.print(legend(writer.shows_styles))
         else:
-            streamer = TextStreamer(self._tokenizer, _discard if shown.as_json else writer.write, on_start)
+            streamer = TextStreamer(self._tokenizer, (lambda text: None) if shown.as_json else writer.write, on_start)
         try:
             result = self._generate(streamer=streamer, trace=shown.trace is not None)
         except (ValueError, TypeError) as error:
@@ -306,7 +288,3 @@ class _Session:
                 before_run=lambda run: status.update(f"{doing}, run {run + 1} of {2 * repeats} ..."),
                 interrupted=lambda: self.interrupt.requested,
             )
-
-
-def _discard(text: str) -> None:
-    pass

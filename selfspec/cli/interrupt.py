@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 
-import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
@@ -18,21 +17,16 @@ class InterruptCriteria(StoppingCriteria):
 
     def __init__(self) -> None:
         self.requested = False
-        # Made once, because they are read at every token.
-        self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
-        self._previous: object = None
 
     def __enter__(self) -> InterruptCriteria:
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        return self._answers[self.requested]
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> bool:
+        return self.requested
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

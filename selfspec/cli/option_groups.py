@@ -34,13 +34,10 @@ _TEMPLATE_HELP = (
     "Default: the tokenizer's own; plain for the demo model."
 )
 ChatTemplateOption = Annotated[str | None, typer.Option(help=_TEMPLATE_HELP)]
-
-
-_DEVICE_HELP = "auto, cpu, cuda, cuda:1, ..."
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel="Model")]
 _EXITS_HELP = (
     "Exit adapters to draft with: auto (those stored with the checkpoint, if any), none, or a folder from train-exit."
 )
-DeviceOption = Annotated[str, typer.Option(help=_DEVICE_HELP, rich_help_panel="Model")]
 ExitsOption = Annotated[str, typer.Option(help=_EXITS_HELP, rich_help_panel="Model")]
 
 
@@ -51,12 +48,12 @@ class DeviceOptions:
         "auto, float32, bfloat16, float16, float64, int8 or int4. On a CPU, 4 to 16 bits apply to the weights only.",
         "Model",
     )
-    device: str = option("auto", _DEVICE_HELP, "Model")
+    device: DeviceOption = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions(DeviceOptions):
-    exits: str = option("auto", _EXITS_HELP, "Model")
+    exits: ExitsOption = "auto"
     kv_dtype: str = option(
         "auto",
         "Data type of the KV cache: auto (that of the arithmetic) or bfloat16 (half the memory of float32, slightly "
@@ -89,9 +86,11 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{parameter.name: values.pop(parameter.name) for parameter in _parameters(kind)})
-        command(**values)
+        made = {  # apart, because an option may be named like a group
+            name: kind(**{parameter.name: values.pop(parameter.name) for parameter in _parameters(kind)})
+            for name, kind in groups.items()
+        }
+        command(**values, **made)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

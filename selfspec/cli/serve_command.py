@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from dataclasses import dataclass
 
 from layerskip_models.parallel.ranks import RankError
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cli.arguments import load_generator, notes_console, one_line_errors
-from selfspec.cli.option_groups import LoadOptions, ModelArgument, with_groups
+from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
 from selfspec.distributed.launch import end_at_once, speaks
 from selfspec.distributed.rank0_engine import watch_workers
 from selfspec.serve.serve_options import ServeOptions
 
-_NETWORK, _LOAD = "Network", "Load"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", "Network")
+    port: int = option(8000, "Port; 0 takes a free one.", "Network", min=0, max=65535)
+    grace_seconds: int = option(
+        30, "Seconds that running requests may continue after SIGTERM or Ctrl-C.", "Load", min=0
+    )
 
 
 @with_groups
-def serve_command(
-    load: LoadOptions,
-    serve: ServeOptions,
-    model: ModelArgument = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=_NETWORK)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=_NETWORK)
-    ] = 8000,
-    grace_seconds: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Seconds that running requests may continue after SIGTERM or Ctrl-C.", rich_help_panel=_LOAD
-        ),
-    ] = 30,
-) -> None:
+def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions, model: ModelArgument = None) -> None:
     """Serve a model to OpenAI clients: chat, completions, streams, metrics."""
-    notes = notes_console(False)
+    notes = notes_console()
     with one_line_errors():
         try:
             from selfspec.serve.app import make_app, run_server_worker
             from selfspec.serve.running import open_socket, run
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
-        settings = serve.settings(model, host)
-        listening = open_socket(host, port) if speaks() else None
+        settings = serve.settings(model, listen.host)
+        listening = open_socket(listen.host, listen.port) if speaks() else None
         generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache, tensor_parallel="auto")
         if listening is None:
             run_server_worker(generator, settings)
@@ -54,9 +43,10 @@ def serve_command(
         own = generator.resolve_policy(serve.policy)
         if settings.copy_from and not copies_drafts(own.observes, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
-        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        address = f"http://{host}:{listening.getsockname()[1]}"
         started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
         try:
-            run(app, listening, grace_seconds=grace_seconds, on_start=lambda: notes.print(started))
+            run(app, listening, grace_seconds=listen.grace_seconds, on_start=lambda: notes.print(started))
         except RankError as error:
             end_at_once(error)

@@ -8,7 +8,6 @@ processes.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,11 +41,11 @@ def generate_shared(
     own = _part(output, ranks.rank)
     mine = left[ranks.rank :: ranks.size]
     failed = generate_file(generator, prompts, own, batch_size=batch_size, notes=notes, store=store, only=mine)
-    parts = ranks.collect((failed, {**found, **_lines(own)}))
+    written = {json.loads(line)["id"]: line for line in read_lines(own)}
+    parts = ranks.collect((failed, {**found, **written}))
     if ranks.rank == 0:
         together = {key: line for _, lines in parts for key, line in lines.items()}
-        written = "".join(f"{together[line.id]}\n" for line in prompts if line.id in together)
-        write_text(output, written)
+        write_text(output, "".join(f"{together[line.id]}\n" for line in prompts if line.id in together))
     ranks.collect(None)  # no part is deleted before all are in the output
     for part in _parts(output):
         part.unlink(missing_ok=True)
@@ -59,11 +58,3 @@ def _part(output: Path, rank: int) -> Path:
 
 def _parts(output: Path) -> list[Path]:
     return sorted(output.parent.glob(f"{output.name}.part-*"))
-
-
-def _lines(path: Path) -> dict[str | int, str]:
-    found = {}
-    for line in read_lines(path) if path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            found[json.loads(line)["id"]] = line
-    return found

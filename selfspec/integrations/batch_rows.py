@@ -7,43 +7,30 @@ lengths such as `min_new_tokens` are counted in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.logits_process import (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    TopHLogitsWarper,
-    WatermarkLogitsProcessor,
-)
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from selfspec.engine.sampling import PREFIX_FREE
 
 _ROW_BY_ROW = (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    TopHLogitsWarper,
-    WatermarkLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.TopHLogitsWarper,
+    logits_process.WatermarkLogitsProcessor,
     MaxTimeCriteria,
     StopStringCriteria,
 )
@@ -125,22 +112,16 @@ class RowProcessor(LogitsProcessor):
         return self._processor(ids.repeat(self._copies, 1), scores.repeat(self._copies, 1))[row : row + 1]
 
 
-def row_processors(processors: Sequence[Any], row: BatchRow) -> LogitsProcessorList:
-    if row.alone:
-        return LogitsProcessorList(processors)
-    return LogitsProcessorList([_of_row(processor, row) for processor in processors])
-
-
-def _of_row(processor: Any, row: BatchRow) -> Any:
-    if (
-        type(processor) in PREFIX_FREE
-    ):  # these do not see the text, and the engine runs them over many positions at once
+def row_processor(processor: Any, row: BatchRow) -> Any:
+    """What does for one row what the processor does for the batch."""
+    # Prefix-free processors do not see the text, and the engine runs them over many positions at once.
+    if row.alone or type(processor) in PREFIX_FREE:
         return processor
-    if type(processor) is RepetitionPenaltyLogitsProcessor:
+    if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length  # for each row, if there is padding
         if isinstance(ignored, Tensor):
             ignored = ignored[row.index : row.index + 1]
-        own = RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
+        own = logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored)
         return RowProcessor(own, BatchRow(index=0, batch_size=1, padding=row.padding, prompt=row.prompt))
     return RowProcessor(processor, row)
 
@@ -160,10 +141,6 @@ class RowCriterion(StoppingCriteria):
         return answer
 
 
-def row_criteria(criteria: Sequence[Any], row: BatchRow) -> StoppingCriteriaList:
-    return StoppingCriteriaList(criteria if row.alone else [RowCriterion(criterion, row) for criterion in criteria])
-
-
 class StopTogether:
     """Makes all rows end with the last one.
 
@@ -180,21 +157,14 @@ class StopTogether:
         """New tokens of every row in the output, once all have ended."""
         return max((count for count in self._ended if count is not None), default=self._max_new_tokens)
 
-    def criterion(self, criteria: StoppingCriteriaList, row: BatchRow) -> StoppingCriteria:
+    def criterion(self, criteria: Sequence[Any], row: BatchRow) -> Callable[..., bool]:
         """The criterion of one row, in place of its own criteria."""
-        return _WithTheLast(self, criteria, row)
 
-    def ended(self, row: int, count: int, holds: bool) -> bool:
-        """Whether a row may end at `count` new tokens. holds: its own criteria hold."""
-        if self._ended[row] is None and (holds or count == self._max_new_tokens):
-            self._ended[row] = count
-        return None not in self._ended and count >= self.num_new
+        def may_end(input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+            holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in criteria)
+            count = input_ids.shape[1] - row.prompt.numel()
+            if self._ended[row.index] is None and (holds or count == self._max_new_tokens):
+                self._ended[row.index] = count
+            return None not in self._ended and count >= self.num_new
 
-
-class _WithTheLast(StoppingCriteria):
-    def __init__(self, together: StopTogether, criteria: StoppingCriteriaList, row: BatchRow) -> None:
-        self._together, self._criteria, self._row = together, criteria, row
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
-        holds = any(bool(torch.as_tensor(criterion(input_ids, scores)).any()) for criterion in self._criteria)
-        return self._together.ended(self._row.index, input_ids.shape[1] - self._row.prompt.numel(), holds)
+        return may_end

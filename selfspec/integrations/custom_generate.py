@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -39,9 +39,9 @@ from selfspec.engine.request import Request, encode_prompt, refuse_fields, refus
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
 from selfspec.engine.stopping import StopConditions
-from selfspec.integrations.batch_rows import BatchRow, StopTogether, row_criteria, row_processors, split_rows
+from selfspec.integrations.batch_rows import BatchRow, RowCriterion, StopTogether, row_processor, split_rows
 from selfspec.integrations.live_models import generator_of
-from selfspec.options import SpeculationOptions, described
+from selfspec.options import SpeculationOptions
 
 _OF_A_BATCH = ("num_return_sequences",)
 _PREPARED = ("attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep")
@@ -78,16 +78,13 @@ def custom_generate(
     )
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class CustomGenerate:
     """A decoding loop for transformers' `generate`. Made by `custom_generate`; may be used for several models."""
 
-    def __init__(
-        self,
-        speculation: SpeculationOptions,
-        tokenizer: PreTrainedTokenizerBase | None,
-        streamer: BaseStreamer | None,
-    ) -> None:
-        self._speculation, self._tokenizer, self._streamer = speculation, tokenizer, streamer
+    speculation: SpeculationOptions
+    tokenizer: PreTrainedTokenizerBase | None
+    streamer: BaseStreamer | None
 
     # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
     # prepares itself, such as attention_mask, must not be named here.
@@ -96,6 +93,9 @@ class CustomGenerate:
         model: PreTrainedModel,
         input_ids: Tensor,
         *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         stop_strings: str | list[str] | None = None,
         policy: str | Policy | None = None,
         exit_layer: int | None = None,
@@ -107,77 +107,45 @@ class CustomGenerate:
         Returns int64 [rows, length] on the device of `input_ids`, in which rows that ended early are padded, or a
         `SelfSpecOutput`. Raises ValueError that names what the engine does not support.
         """
-        return self.run(
-            arguments_of_generate(sys._getframe(1)),
-            model,
-            input_ids,
-            stop_strings=stop_strings,
-            policy=policy,
-            exit_layer=exit_layer,
-            num_speculations=num_speculations,
-            **prepared,
-        )
-
-    def run(
-        self,
-        given: Mapping[str, Any],
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        stop_strings: str | list[str] | None = None,
-        **others: Any,
-    ) -> Tensor | SelfSpecOutput:
-        """Decode a prepared call. given: arguments of `generate` that transformers did not pass on."""
+        given = _arguments_of_generate(sys._getframe(1))
         if given.get("assistant_model") is not None:
             raise ValueError(_refusal("assistant_model"))
         streamer = given.get("streamer")
-        if streamer is None and self._streamer is not None:
-            streamer = self._streamer
+        if streamer is None and self.streamer is not None:
+            streamer = self.streamer
             streamer.put(input_ids.cpu())
-        own: Any = {name: others.pop(name, None) for name in described(SpeculationOptions)}
-        speculation = self._speculation if all(value is None for value in own.values()) else own
+        own: SpeculationOptions = {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}
+        speculation = self.speculation if all(value is None for value in own.values()) else own
         criteria = StoppingCriteriaList(stopping_criteria)
         try:
             if stop_strings is not None:
-                criteria.append(_stop_string_criterion(stop_strings, self._tokenizer))
-            return _decode(
-                model, input_ids, logits_processor, criteria, generation_config, streamer, speculation, others
-            )
+                if self.tokenizer is None:
+                    raise ValueError(
+                        "stop_strings need the tokenizer, which transformers does not hand on: "
+                        "selfspec.custom_generate(tokenizer=...)"
+                    )
+                criteria.append(StopStringCriteria(tokenizer=self.tokenizer, stop_strings=stop_strings))
+            _refuse(generation_config, logits_processor, prepared)
+            rows = split_rows(input_ids, prepared.get("attention_mask"), prepared.get("position_ids"))
+            if streamer is not None and len(rows) > 1:
+                raise ValueError(
+                    f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each"
+                )
+            do_sample, length = bool(generation_config.do_sample), input_ids.shape[1]
+            requests, together = _requests(model, rows, length, logits_processor, criteria, do_sample)
+            results = _run(generator_of(model).check_prepared(requests, **speculation), streamer)
         finally:
             if streamer is not None:
                 streamer.end()
+        most = None if together is None else together.num_new
+        sequences = _padded(input_ids, [result.new_tokens[:most] for result in results], generation_config)
+        if generation_config.return_dict_in_generate:
+            return SelfSpecOutput(sequences=sequences, stats=[result.stats for result in results])
+        return sequences
 
     def __repr__(self) -> str:
-        named = ", ".join(f"{name}={value!r}" for name, value in self._speculation.items() if value is not None)
+        named = ", ".join(f"{name}={value!r}" for name, value in self.speculation.items() if value is not None)
         return f"selfspec.custom_generate({named})"
-
-
-def _decode(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: BaseStreamer | None,
-    speculation: SpeculationOptions,
-    model_kwargs: dict[str, Any],
-) -> Tensor | SelfSpecOutput:
-    _refuse(config, processors, model_kwargs)
-    rows = split_rows(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-    if streamer is not None and len(rows) > 1:
-        raise ValueError(f"a streamer takes one row at a time, the batch has {len(rows)}: call generate for each")
-    generator = generator_of(model)
-    requests, together = _requests(model, rows, input_ids.shape[1], processors, criteria, bool(config.do_sample))
-    texts, stats = _run(generator.check_prepared(requests, **speculation), streamer)
-    if together is not None:
-        texts = [text[: together.num_new] for text in texts]
-    sequences = _padded(input_ids, texts, config)
-    if config.return_dict_in_generate:
-        return SelfSpecOutput(sequences=sequences, stats=stats)
-    return sequences
 
 
 def _refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwargs: dict[str, Any]) -> None:
@@ -225,25 +193,25 @@ def _requests(
     seeds = torch.randint(2**63 - 1, (len(rows),), device="cpu").tolist() if do_sample else None
     requests = []
     for row in rows:
-        own = row_criteria(others, row)
+        own: list[Any] = others if row.alone else [RowCriterion(criterion, row) for criterion in others]
         if together is not None:
-            own = StoppingCriteriaList([together.criterion(own, row)])
+            own = [together.criterion(own, row)]
         source = None if seeds is None else torch.Generator(device=model.device).manual_seed(seeds[row.index])
         requests.append(
             Request(
                 prompt=encode_prompt(row.prompt, None, model.config.vocab_size),
-                processors=row_processors(processors, row),
-                stops=StopConditions(eos=frozenset(eos), criteria=own, max_new_tokens=max_new_tokens),
+                processors=LogitsProcessorList([row_processor(processor, row) for processor in processors]),
+                stops=StopConditions(
+                    eos=frozenset(eos), criteria=StoppingCriteriaList(own), max_new_tokens=max_new_tokens
+                ),
                 generator=source,
             )
         )
     return requests, together
 
 
-def _run(
-    checked: Sequence[BoundRequest], streamer: BaseStreamer | None
-) -> tuple[list[list[int]], list[GenerationStats]]:
-    """Decode all rows together. Returns the new tokens of each, and its statistics."""
+def _run(checked: Sequence[BoundRequest], streamer: BaseStreamer | None) -> list[GenerationResult]:
+    """Decode all rows together."""
     results: dict[int, GenerationResult] = {}
     for step in run_calls(checked):
         if streamer is not None:
@@ -251,8 +219,7 @@ def _run(
                 streamer.put(torch.tensor([token], device="cpu"))
         if step.result is not None:
             results[step.ticket] = step.result
-    ended = [results[index] for index in range(len(checked))]
-    return [result.new_tokens for result in ended], [result.stats for result in ended]
+    return [results[index] for index in range(len(checked))]
 
 
 def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
@@ -265,25 +232,16 @@ def _padded(input_ids: Tensor, texts: Sequence[Sequence[int]], config: Generatio
     return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
 
 
-def _stop_string_criterion(
-    stop_strings: str | list[str], tokenizer: PreTrainedTokenizerBase | None
-) -> StopStringCriteria:
-    if tokenizer is None:
-        raise ValueError(
-            "stop_strings need the tokenizer, which transformers does not hand on: selfspec.custom_generate(tokenizer=...)"
-        )
-    return StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
-
-
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-def arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
-    """The arguments of `model.generate` that transformers does not pass on, if it is the caller.
+def _arguments_of_generate(caller: FrameType | None) -> dict[str, Any]:
+    """The arguments of `model.generate` that transformers does not pass on, if it is the caller or the caller's caller.
 
-    It passes neither its streamer nor its assistant model to a callable. They are looked up in the caller's frame, because
-    otherwise the streamer would stay silent and the assistant model be ignored.
+    It passes neither its streamer nor its assistant model to a callable. They are looked up in its frame, because otherwise
+    the streamer would stay silent and the assistant model be ignored.
     """
-    if caller is None or caller.f_code is not _GENERATE:
-        return {}
-    return {name: caller.f_locals.get(name) for name in ("streamer", "assistant_model")}
+    for frame in (caller, caller and caller.f_back):
+        if frame is not None and frame.f_code is _GENERATE:
+            return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
+    return {}

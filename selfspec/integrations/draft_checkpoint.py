@@ -26,8 +26,8 @@ _LEFT_OUT = "export the bare exit with --exits none"
 def draft_model(model: PreTrainedModel, exit_layer: int, adapter: ExitAdapter | None = None) -> PreTrainedModel:
     """A model of the same class with the first `exit_layer` layers, and one more for an adapter.
 
-    Its weights are the tensors of `model`, not copies; on the meta device is what a checkpoint does not store, so it is to be
-    saved and loaded again. Raises ValueError for an exit layer that the model does not have, and for an adapter that no
+    Its weights are the tensors of `model`, not copies; what a checkpoint does not store stays on the meta device, so save
+    the model and load it again. Raises ValueError for an exit layer that the model does not have, and for an adapter that no
     checkpoint of this family can hold.
     """
     config = model.config
@@ -53,7 +53,7 @@ def draft_model(model: PreTrainedModel, exit_layer: int, adapter: ExitAdapter | 
 
 
 def _layer_of(name: str) -> int | None:
-    """The index of the decoder layer that a weight is of; None for one outside of the layers."""
+    """The index of the decoder layer that a weight belongs to; None for a weight outside the layers."""
     _, found, rest = name.partition("model.layers.")
     return int(rest.partition(".")[0]) if found else None
 

@@ -94,7 +94,8 @@ def export_hub(
     with clear_errors(name):
         if not source.is_dir():
             source = _downloaded(name)
-        weights = _weight_files(source)
+        files, listed = files_of(str(source), {})
+    weights = [*([INDEX] if listed else []), *(file.name for file in files)]
     target.mkdir(parents=True, exist_ok=True)
     found = {path for pattern in (*FILES, *IN_FOLDERS) for path in source.glob(pattern) if path.is_file()}
     for path in sorted({*found, *(source / weight for weight in weights)}):
@@ -118,12 +119,6 @@ def _downloaded(name: str) -> Path:
     folder = Path(snapshot_download(name, allow_patterns=[*IN_FOLDERS]))
     weights = [FILE] if not (folder / INDEX).is_file() else [FILE, *listed_files(folder / INDEX).values()]
     return Path(snapshot_download(name, allow_patterns=weights, ignore_patterns=["*/*"]))
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Names of the weight files, including the index. Raises as `weight_files.files_of`."""
-    files, listed = files_of(str(folder), {})
-    return [*([INDEX] if listed else []), *(file.name for file in files)]
 
 
 def _check_policy(policy: str, num_layers: int) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from policies import Policy
-from selfspec.integrations.custom_generate import SelfSpecOutput, arguments_of_generate, custom_generate
+from selfspec.integrations.custom_generate import SelfSpecOutput, custom_generate
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 
@@ -35,8 +34,7 @@ def hub_generate(
         if stops is not None:
             # `stop_strings` is not in its signature, so that the None among the options reaches the configuration.
             def decode_to_a_stop(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Tensor | SelfSpecOutput:
-                given = arguments_of_generate(sys._getframe(1))
-                return decode.run(given, model, input_ids, stop_strings=stops, **prepared)
+                return decode(model, input_ids, stop_strings=stops, **prepared)
 
             bound["custom_generate"] = decode_to_a_stop
     return GenerationMixin.generate(model, **bound, **others)

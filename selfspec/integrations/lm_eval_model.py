@@ -82,7 +82,7 @@ class SelfSpecLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without context."""
+        """The token that comes before a text without context."""
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     @property

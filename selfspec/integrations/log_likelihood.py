@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,13 @@ def continuation_scores(
 def _score(model: LayerSkipModel, cache: KVCache, text: Tensor, num_context: int) -> tuple[float, bool]:
     """The score of the tokens after the context. The cache may already hold all rows of the context but the last."""
     kept: list[Tensor] = []
-    prefill(model, text[:-1], cache, capture=_last_layer(kept, model.num_layers, num_context - 1))
+    start = num_context - 1
+
+    def keep(first: int, layers_done: int, hidden: Tensor) -> None:
+        if layers_done == model.num_layers and first + hidden.shape[0] > start:
+            kept.append(hidden[max(start - first, 0) :].clone())
+
+    prefill(model, text[:-1], cache, capture=keep)
     total, greedy = 0.0, True
     hidden, targets = torch.cat(kept), text[num_context:]
     for rows, expected in zip(hidden.split(_ROWS), targets.split(_ROWS)):
@@ -52,12 +58,3 @@ def _score(model: LayerSkipModel, cache: KVCache, text: Tensor, num_context: int
         total += float(logits.log_softmax(-1).gather(-1, expected[:, None]).double().sum())
         greedy = greedy and bool((logits.argmax(-1) == expected).all())
     return total, greedy
-
-
-def _last_layer(kept: list[Tensor], num_layers: int, start: int) -> Callable[[int, int, Tensor], None]:
-
-    def capture(first: int, layers_done: int, hidden: Tensor) -> None:
-        if layers_done == num_layers and first + hidden.shape[0] > start:
-            kept.append(hidden[max(start - first, 0) :].clone())
-
-    return capture

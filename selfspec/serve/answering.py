@@ -15,10 +15,8 @@ from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.serve.api_errors import ApiError
 from selfspec.serve.api_responses import Piece, finish_reason
 from selfspec.serve.draft_log import DraftLog
-from selfspec.serve.scheduler import Choice, ClosedError, QueueFullError, Scheduler, TooManyError
+from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.structured_output import GrammarError
-from selfspec.serve.token_logprobs import TokenLogprob
-from selfspec.serve.trimmed_text import TrimmedText
 
 _PAUSE_SECONDS = 0.05
 """Shortest time between two events of a stream. On a CPU, sending and decoding share the cores, so every event slows the
@@ -44,7 +42,6 @@ class Texts:
         self._loop = asyncio.get_running_loop()
         self._came: asyncio.Queue[Piece] = asyncio.Queue()
         self._results: dict[int, GenerationResult] = {}
-        self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, c in enumerate(choices) if c.recorder is not None}
         self._show_drafts, self._streamed = show_drafts, streamed
         self._sent = [threading.Event() for _ in choices]  # set while nothing waits to be sent
         for event in self._sent:
@@ -57,43 +54,24 @@ class Texts:
         """Those of complete texts, in the order of the choices."""
         return [self._results[index] for index in sorted(self._results)]
 
-    def submit(self) -> None:
-        """Queue them. Raises ApiError (status 429 or 503)."""
-        try:
-            self._scheduler.submit(self._choices)
-        except TooManyError as error:
-            raise ApiError(str(error), param="n") from None
-        except QueueFullError as error:
-            seconds = {"Retry-After": str(error.retry_seconds)}
-            raise ApiError(str(error), status=429, code="queue_full", headers=seconds) from None
-        except ClosedError as error:
-            raise ApiError(str(error), status=503, code=error.code) from None
-
     def cancel(self) -> None:
         """Drop those that are not complete."""
         if len(self._results) < len(self._choices):
             self._scheduler.cancel(self._choices)
 
     async def whole(self) -> list[Piece]:
-        """Wait until all texts are complete, and return them. Raises ApiError (status 500 or 503) if one fails."""
-        while len(self._results) < len(self._choices):
-            self._take(await self._came.get())
-        parts = []
-        for index, choice in enumerate(self._choices):
-            result = self._results[index]
-            text = self._trimmed(choice)
-            written = choice.echo + text.push([] if choice.silent else result.new_tokens)
-            written += text.finish()
-            logprobs = self._logprobs.get(index)
-            if choice.scored is not None:
-                logprobs = [*choice.scored.tokens, *(logprobs or [])]
-            finish = finish_reason(result.stop_reason)
-            parts.append(Piece(index=index, text=written, logprobs=logprobs, finish=finish))
+        """Wait until all texts are complete, and return them. Errors as for `pieces`."""
+        parts = [Piece(index=index) for index in range(len(self._choices))]
+        async for piece in self.pieces():
+            part = parts[piece.index]
+            part.text += piece.text
+            part.finish = piece.finish
+            if piece.logprobs is not None:
+                part.logprobs = [*(part.logprobs or []), *piece.logprobs]
         return parts
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The texts of all choices, piece by piece as they come. Errors as for `whole`."""
-        texts = [self._trimmed(choice) for choice in self._choices]
+        """The texts of all choices, piece by piece as they come. Raises ApiError (status 400, 500 or 503) if one fails."""
         logs = [DraftLog(self._tokenizer) for _ in self._choices] if self._show_drafts else None
         scored = {
             index: choice.scored.tokens for index, choice in enumerate(self._choices) if choice.scored is not None
@@ -107,16 +85,13 @@ class Texts:
             self._take(piece)
             if index in scored:  # the first token is there, so the prompt has been read
                 yield Piece(index=index, text=self._choices[index].echo, logprobs=scored.pop(index))
-            self._write(piece, texts[index])
+            self._write(piece)
             if logs is not None:
                 logs[index].add(piece)
                 piece.drafts = logs[index].take(len(piece.text))
             if piece.text or piece.logprobs or piece.finish or piece.drafts:
                 yield piece
             self._sent[index].set()
-
-    def _trimmed(self, choice: Choice) -> TrimmedText:
-        return TrimmedText(self._tokenizer, choice.stops, choice.min_tokens)
 
     def _delivery(self, index: int, choice: Choice) -> Callable[[StepOutput], threading.Event | None]:
         """What the scheduler calls, in its own thread, with every step of this choice."""
@@ -146,29 +121,28 @@ class Texts:
         return deliver
 
     def _take(self, piece: Piece) -> None:
-        """Note a result, and the log-probabilities of an answer that is not streamed. Raises the text's error as ApiError."""
-        index, last = piece.index, piece.steps[-1]
-        error, silent = last.error, self._choices[index].silent
-        if isinstance(error, ClosedError):
-            raise ApiError(str(error), status=503, code=error.code)
+        """Note a result. Raises the text's error as ApiError."""
+        last = piece.steps[-1]
+        error = last.error
+        if isinstance(error, ApiError):
+            raise error
         if isinstance(error, GrammarError):
             raise ApiError(str(error), param="response_format")
         if error is not None:
             known = isinstance(error, (NonFiniteLogitsError, MemoryError))
             raise ApiError(str(error) if known else "the text could not be completed", status=500)
-        if index in self._logprobs and not self._streamed and not silent:
-            self._logprobs[index] += piece.logprobs or []
         if last.result is not None:
             result = last.result
-            if silent:
+            if self._choices[piece.index].silent:
                 result = replace(result, stats=replace(result.stats, num_new_tokens=0), stop_reason="length")
-            self._results[index] = result
+            self._results[piece.index] = result
 
-    def _write(self, piece: Piece, text: TrimmedText) -> None:
-        silent = self._choices[piece.index].silent
-        piece.text = text.push([] if silent else [token for step in piece.steps for token in step.tokens])
-        if silent:
+    def _write(self, piece: Piece) -> None:
+        choice = self._choices[piece.index]
+        if choice.silent:
             piece.logprobs = None
+        else:
+            piece.text = choice.text.push([token for step in piece.steps for token in step.tokens])
         if piece.index in self._results:
-            piece.text += text.finish()
+            piece.text += choice.text.finish()
             piece.finish = finish_reason(self._results[piece.index].stop_reason)

@@ -30,20 +30,36 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        return error_body(self.message, self.status, self.param, self.code)
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        named = None if self.param is None else _whole(self.param)
+        return {"error": {"message": _whole(self.message), "type": kind, "param": named, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def queue_full(what: str, seconds: int = 1) -> ApiError:
+    """seconds: an estimate of when there is room."""
+    when = "a second" if seconds == 1 else f"{seconds} seconds"
+    headers = {"Retry-After": str(seconds)}
+    return ApiError(f"{what}: try again in {when}", status=429, code="queue_full", headers=headers)
+
+
+def shutting_down() -> ApiError:
+    return ApiError("the server is shutting down", status=503, code="shutting_down")
+
+
+def rank_lost(why: object) -> ApiError:
+    """Another process of the model is lost."""
+    return ApiError(str(why), status=503, code="rank_lost")
+
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    message = message.encode("utf-8", "replace").decode()  # a field of the request may hold half a character
-    param = None if param is None else param.encode("utf-8", "replace").decode()
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def _whole(text: str) -> str:
+    """A field of the request may hold half a character, which cannot be sent."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def install(app: FastAPI) -> None:
@@ -55,11 +71,10 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"there is no {request.method} {request.url.path[:100]}; this server has {_routes(app)}"
-        return JSONResponse(error_body(message, error.status_code), error.status_code, headers)
+        return ApiError(message, status=error.status_code, headers=error.headers).response()
 
     app.add_exception_handler(ApiError, own)
     app.add_exception_handler(HTTPException, http)

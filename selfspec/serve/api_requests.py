@@ -15,10 +15,15 @@ from selfspec.serve.server_settings import MOST_CHOICES
 
 _MOST_STOPS = 16
 _MOST_STOP_IDS = 64
-_NO_TOOLS = "tool calls are not supported: leave out {}"
+NO_TOOLS = "tool calls are not supported: leave out {}"
 _TEXT_ONLY = "only text is supported: leave out {}"
 OWN_TEMPLATE = "the operator chooses the chat template: leave out {}"
 _CONTINUED = "the last message is continued if it is the assistant's, else answered: leave out {}"
+
+
+def refusals(message: str, *fields: str) -> dict[str, str]:
+    """The message of each field. message: has {} in place of the field."""
+    return {field: message.format(field) for field in fields}
 
 
 def _one_or_several_stops(value: Any) -> Any:
@@ -128,25 +133,18 @@ class GenerationRequest(Strict):
         "use_beam_search": (False,),
     }
     _reasons: ClassVar[dict[str, str]] = {
-        "add_generation_prompt": _CONTINUED.format("add_generation_prompt"),
-        "audio": _TEXT_ONLY.format("audio"),
+        **refusals(_CONTINUED, "add_generation_prompt", "continue_final_message"),
+        **refusals(NO_TOOLS, "function_call", "functions", "tool_choice", "tools"),
+        **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
+        **refusals(_TEXT_ONLY, "audio", "modalities"),
+        **refusals("{} is not supported: response_format takes a JSON schema", "guided_grammar", "guided_regex"),
         "best_of": "best_of is not supported: ask for n texts and choose among them",
-        "chat_template": OWN_TEMPLATE.format("chat_template"),
-        "chat_template_kwargs": OWN_TEMPLATE.format("chat_template_kwargs"),
-        "continue_final_message": _CONTINUED.format("continue_final_message"),
-        "function_call": _NO_TOOLS.format("function_call"),
-        "functions": _NO_TOOLS.format("functions"),
-        "guided_grammar": "guided_grammar is not supported: response_format takes a JSON schema",
         "guided_json": "guided_json is not supported: use response_format",
-        "guided_regex": "guided_regex is not supported: response_format takes a JSON schema",
         "max_new_tokens": "max_new_tokens is called max_tokens here",
         "messages": "messages are not supported here: send them to /v1/chat/completions",
-        "modalities": _TEXT_ONLY.format("modalities"),
         "prompt": "a chat has no prompt: give messages, or send the prompt to /v1/completions",
         "prompt_logprobs": "prompt_logprobs is not supported: /v1/completions takes echo with logprobs",
         "suffix": "suffix is not supported: the model writes what comes after the prompt, and knows nothing of what follows",
-        "tool_choice": _NO_TOOLS.format("tool_choice"),
-        "tools": _NO_TOOLS.format("tools"),
         "use_beam_search": "beam search is not supported: leave out use_beam_search",
         "web_search_options": "this server searches nothing: leave out web_search_options",
     }
@@ -176,13 +174,6 @@ class GenerationRequest(Strict):
     show_drafts: bool = False
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_an_object(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            raise ValueError("the body must be a JSON object")
-        return fields
 
     @model_validator(mode="after")
     def _agrees(self) -> GenerationRequest:
@@ -236,11 +227,9 @@ class Message(Strict):
         "thinking_blocks",
     })  # fmt: skip
     _reasons: ClassVar[dict[str, str]] = {
-        "audio": _TEXT_ONLY.format("audio"),
-        "function_call": _NO_TOOLS.format("function_call"),
+        **refusals(NO_TOOLS, "function_call", "tool_call_id", "tool_calls"),
+        **refusals(_TEXT_ONLY, "audio"),
         "refusal": "a refusal is not read by the model: give it as content, or leave the message out",
-        "tool_call_id": _NO_TOOLS.format("tool_call_id"),
-        "tool_calls": _NO_TOOLS.format("tool_calls"),
     }
 
     role: Literal["system", "developer", "user", "assistant"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from time import time
@@ -22,12 +22,11 @@ from selfspec import SelfSpecGenerator
 from selfspec.distributed.rank0_engine import end_workers, rank0_engines, run_worker
 from selfspec.serve import api_errors
 from selfspec.serve.answering import Texts
-from selfspec.serve.api_errors import CLIENT_LEFT, ApiError
-from selfspec.serve.api_requests import ChatRequest, CompletionRequest
+from selfspec.serve.api_errors import CLIENT_LEFT, ApiError, rank_lost, shutting_down
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, usage
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
-from selfspec.serve.head_requests import HeadAsGet
 from selfspec.serve.lanes import Lanes
 from selfspec.serve.memory_return import MemoryReturn
 from selfspec.serve.scheduler import Choice, Scheduler
@@ -44,7 +43,7 @@ PING_SECONDS = 10.0
 def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: RankWatch | None = None) -> FastAPI:
     """The app of one model. Its scheduler runs from the app's start to its shutdown.
 
-    generator: with a tokenizer. watch: over the workers of a model that is divided over processes. Raises ValueError for a
+    generator: has a tokenizer. watch: over the workers of a model that is split across processes. Raises ValueError for a
     policy that does not fit the model.
     """
     metrics = ServerMetrics()
@@ -61,15 +60,7 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.scheduler = Scheduler(
-            metrics,
-            batch_size=settings.batch_size,
-            max_waiting=settings.max_waiting,
-            make_engine=make_engine,
-            explain=None if watch is None else watch.explain,
-            kept_bytes=lambda: generator.kept_texts.num_bytes,
-            on_idle=generator.free_idle_memory,
-        )
+        app.state.scheduler = Scheduler(generator, settings, metrics, make_engine, watch)
         app.state.lanes = Lanes()
         memory = MemoryReturn()
         if watch is not None:
@@ -96,12 +87,8 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
         body, size = await read_body(request, kind, lanes)
         choices = await _translated(lanes, translator, body, size)
         texts = Texts(scheduler, choices, translator.tokenizer, streamed=body.stream, show_drafts=body.show_drafts)
-        texts.submit()
-        if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            response = await _stream(request, texts, _events(texts, answer, body.n, include_usage))
-        else:
-            response = await _unless_disconnected(request, texts, _whole(texts, answer, body.n))
+        scheduler.submit(choices)
+        response = await (_stream if body.stream else _whole)(request, body, texts, answer)
         response.headers.update(body.told)
         return response
 
@@ -126,9 +113,9 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     async def health(request: Request) -> JSONResponse:
         failure = request.app.state.scheduler.failure or (watch and watch.warning)
         if failure is not None:
-            raise ApiError(str(failure), status=503, code="rank_lost")
+            raise rank_lost(failure)
         if not request.app.state.scheduler.alive:
-            raise ApiError("the server is shutting down", status=503, code="shutting_down")
+            raise shutting_down()
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -138,7 +125,6 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
     add_token_routes(app, translator)
     add_page(app)
     known = frozenset(route.path for route in app.routes if hasattr(route, "path"))
-    app.add_middleware(HeadAsGet)
     app.add_middleware(Guard, settings=settings, metrics=metrics, routes=known)
     return app
 
@@ -158,50 +144,54 @@ async def _translated(
 ) -> list[Choice]:
     """Translate in a thread if that may take long: for a long prompt, a schema, or a policy."""
     work = partial(translator.chat, body) if isinstance(body, ChatRequest) else partial(translator.completions, body)
-    if translator.has_slow_schema(body):
+    if translator.has_slow_schema(body, size):
         return await lanes.schemas.run(work)
     is_quick = body.response_format is None and body.policy is None
     return await lanes.prompts.run_by_size(size, work, is_quick=is_quick)
 
 
-async def _whole(texts: Texts, answer: Answer, choices_per_prompt: int) -> Response:
-    parts = await texts.whole()
-    return Response(answer.whole(parts, usage(texts.results, choices_per_prompt)), media_type="application/json")
+async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
+    """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
+    working = asyncio.ensure_future(texts.whole())
+    try:
+        if not await _client_stays(request, working):
+            return Response(status_code=CLIENT_LEFT)
+        content = answer.whole(working.result(), usage(texts.results, body.n))
+        return Response(content, media_type="application/json")
+    finally:
+        working.cancel()
+        texts.cancel()
 
 
-async def _events(
-    texts: Texts, answer: Answer, choices_per_prompt: int, include_usage: bool
-) -> AsyncGenerator[str, None]:
+async def _events(body: GenerationRequest, texts: Texts, answer: Answer) -> AsyncGenerator[str, None]:
     async for piece in texts.pieces():
         yield f"data: {answer.chunk(piece)}\n\n"
-    if include_usage:
-        yield f"data: {answer.chunk(None, usage(texts.results, choices_per_prompt))}\n\n"
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield f"data: {answer.chunk(None, usage(texts.results, body.n))}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _stream(request: Request, texts: Texts, events: AsyncGenerator[str, None]) -> Response:
+async def _stream(request: Request, body: GenerationRequest, texts: Texts, answer: Answer) -> Response:
     """A stream, or an error with its status if nothing was sent before. During a long wait the client gets comments, since a
     proxy may close a silent connection."""
+    events = _events(body, texts, answer)
     first = asyncio.ensure_future(events.__anext__())
-    watching = asyncio.ensure_future(_disconnected(request))
     begun = False
     try:
-        await asyncio.wait({first, watching}, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if not first.done() and watching.done():
+        if not await _client_stays(request, first, PING_SECONDS):
             return Response(status_code=CLIENT_LEFT)
         if first.done():
             first.result()
         begun = True
         return _EventStream(texts, _with_pings(first, events))
     finally:
-        watching.cancel()
         if not begun:
             first.cancel()
             texts.cancel()
 
 
 async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """All events, and comments while none comes. following: the first event."""
+    """All events, with comments during long waits. following: the first event."""
     try:
         while True:
             done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
@@ -212,7 +202,7 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
             following = asyncio.ensure_future(events.__anext__())
     except StopAsyncIteration:
         return
-    except ApiError as error:  # the status is out already
+    except ApiError as error:  # the status has been sent
         yield f"data: {json.dumps(error.body())}\n\n"
     finally:
         following.cancel()
@@ -244,17 +234,14 @@ class _EventStream(StreamingResponse):
             self._texts.cancel()
 
 
-async def _unless_disconnected(request: Request, texts: Texts, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(request))
+async def _client_stays(request: Request, work: asyncio.Future[Any], seconds: float | None = None) -> bool:
+    """Wait until the work is done, but no longer than these seconds. False if the client leaves before."""
+    leaving = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_LEFT)
+        await asyncio.wait({work, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return work.done() or not leaving.done()
     finally:
-        working.cancel()
-        watching.cancel()
-        texts.cancel()
+        leaving.cancel()
 
 
 async def _disconnected(request: Request) -> None:

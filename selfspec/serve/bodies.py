@@ -9,14 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect
@@ -86,13 +79,9 @@ class Strict(BaseModel):
         return None if field is None or field.alias not in (None, name) else field
 
     @property
-    def ignored(self) -> list[str]:
-        return sorted(set(_ignored_in(self)))
-
-    @property
     def told(self) -> dict[str, str]:
         """The header of the answer that names the ignored fields, if there are any."""
-        names = self.ignored
+        names = sorted(set(_ignored_in(self)))
         return {"x-selfspec-ignored": ", ".join(names)} if names else {}
 
 
@@ -145,6 +134,8 @@ def parse(raw: bytes, kind: type[B]) -> B:
         raise ApiError("the body is no valid JSON: it is nested too deeply") from None
     except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise ApiError(f"the body is no valid JSON: {str(error)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise ApiError("the body must be a JSON object")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -10,8 +10,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.serve.api_errors import ApiError
-from selfspec.serve.scheduler import ClosedError
+from selfspec.serve.api_errors import ApiError, shutting_down
 from selfspec.serve.server_metrics import ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
 
@@ -25,26 +24,28 @@ MOST_UNFINISHED = 16
 
 
 class Guard:
-    """ASGI middleware; it also counts requests."""
+    """ASGI middleware; it also counts requests, and answers HEAD like GET without the body, which FastAPI's routes do not."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, routes: frozenset[str]) -> None:
         self._app, self._metrics, self._routes = app, metrics, routes
         self._key = None if settings.api_key is None else f"Bearer {settings.api_key}".encode()
-        self._most, self._hosts = settings.max_body_bytes, settings.allowed_hosts
-        self._unfinished = 0  # bytes
+        self.most_bytes, self._hosts = settings.max_body_bytes, settings.allowed_hosts
+        self.unfinished_bytes = 0  # of all bodies together
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._routes else "other"
-        begun = False
+        begun, wants_body = False, scope["method"] != "HEAD"
 
         async def counted(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 self._metrics.requests.labels(path, str(message["status"])).inc()
+            elif not wants_body:
+                message = {**message, "body": b""}
             await send(message)
 
         headers = Headers(scope=scope)
@@ -54,12 +55,11 @@ class Guard:
             return
         body = _Body(receive, self)
         try:
-            await self._app(scope, body.receive, counted)
+            await self._app(scope if wants_body else {**scope, "method": "GET"}, body.receive, counted)
         except asyncio.CancelledError:  # the grace time is over
             if begun:
                 raise
-            failed = ApiError(str(ClosedError()), status=503, code="shutting_down")
-            await failed.response()(scope, receive, counted)
+            await shutting_down().response()(scope, receive, counted)
         except Exception:
             if begun:
                 raise
@@ -87,26 +87,13 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._most:
-            return ApiError(self._too_large, status=413, code="body_too_large")
+        if length.isdecimal() and int(length[:20]) > self.most_bytes:
+            return ApiError(self.too_large, status=413, code="body_too_large")
         return None
 
-    def hold(self, received: int, more: int) -> None:
-        """Reserve room for more bytes of a body. Raises HTTPException (status 413 or 429)."""
-        if received + more > self._most:
-            raise HTTPException(413, self._too_large)
-        if self._unfinished + more > MOST_UNFINISHED * self._most:
-            headers = {"Retry-After": "1", "Connection": "close"}
-            raise HTTPException(429, "too many bodies are on their way: try again in a second", headers)
-        self._unfinished += more
-
-    def let_go(self, received: int) -> None:
-        """Free the room of a body that is complete or was given up."""
-        self._unfinished -= received
-
     @property
-    def _too_large(self) -> str:
-        return f"the body is larger than {self._most} bytes"
+    def too_large(self) -> str:
+        return f"the body is larger than {self.most_bytes} bytes"
 
 
 class _Body:
@@ -128,16 +115,22 @@ class _Body:
             raise HTTPException(
                 408, f"the body did not come within {BODY_SECONDS:g} s", {"Connection": "close"}
             ) from None
-        more = len(message.get("body", b""))
-        self._guard.hold(self._held, more)
+        guard, more = self._guard, len(message.get("body", b""))
+        if self._held + more > guard.most_bytes:
+            raise HTTPException(413, guard.too_large)
+        if guard.unfinished_bytes + more > MOST_UNFINISHED * guard.most_bytes:
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise HTTPException(429, "too many bodies are on their way: try again in a second", headers)
+        guard.unfinished_bytes += more
         self._held += more
         if message["type"] != "http.request" or not message.get("more_body", False):
             self.end()
         return message
 
     def end(self) -> None:
+        """The body is complete or was given up."""
         self._complete = True
-        self._guard.let_go(self._held)
+        self._guard.unfinished_bytes -= self._held
         self._held = 0
 
 

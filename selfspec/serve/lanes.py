@@ -1,4 +1,4 @@
-"""Threads for work whose length a client chooses. It never runs on the event loop, and only part of the time."""
+"""Threads for work whose length a client chooses, so that it neither blocks the event loop nor takes all the time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from selfspec.serve.api_errors import ApiError
+from selfspec.serve.api_errors import queue_full
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 14
@@ -20,7 +20,7 @@ _STACK_BYTES = 16 << 20
 
 
 class Lane:
-    """One thread, first come first served. If `most_waiting` requests wait already, further ones get status 429.
+    """One thread, first come first served. While `most_waiting` requests are waiting, further ones get status 429.
 
     rests: pause before the next work, as a multiple of the time of the last. Parsing holds Python's lock, which the decoding
     thread needs, so without pauses a series of large bodies would slow down everybody.
@@ -31,16 +31,12 @@ class Lane:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"selfspec-{name}")
         self._waiting = 0
         self._rested = 0.0
+        self._pool.submit(int)  # starts the thread now, with the stack size of now
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the thread and return its result. Raises ApiError (status 429) if too many wait already."""
+        """Run `work` in the thread and return its result. Raises ApiError (status 429) if too many are waiting."""
         if self._waiting >= self._most_waiting:
-            raise ApiError(
-                f"{self._waiting} {self._name} are waiting already: try again in a second",
-                status=429,
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            raise queue_full(f"{self._waiting} {self._name} are waiting already")
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._timed, work)
@@ -48,17 +44,13 @@ class Lane:
             self._waiting -= 1
 
     async def run_by_size(self, size: int, work: Callable[[], T], *, is_quick: bool = True) -> T:
-        """Run `work` on a body of `size` bytes, depending on it at once, in any thread, or in this one. Raises as `run`.
+        """Run `work` on a body of `size` bytes: at once if it is small, in any thread, or in this one. Raises as `run`.
 
         is_quick: a small body is little work, which a thread would only delay.
         """
         if is_quick and size <= SMALL_BODY:
             return work()
         return await (asyncio.to_thread(work) if size <= LARGE_BODY else self.run(work))
-
-    def start(self) -> None:
-        """Start the thread now and not with the first work."""
-        self._pool.submit(int)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -81,12 +73,9 @@ class Lanes:
             self.bodies = Lane("large requests", most_waiting=32, rests=3.0)
             self.prompts = Lane("large prompts", most_waiting=32)
             self.schemas = Lane("schemas", most_waiting=16)
-            self._all = (self.bodies, self.prompts, self.schemas)
-            for lane in self._all:
-                lane.start()
         finally:
             threading.stack_size(before)
 
     def close(self) -> None:
-        for lane in self._all:
+        for lane in (self.bodies, self.prompts, self.schemas):
             lane.close()

@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from layerskip_models.parallel.rank_watch import RankWatch
 from layerskip_models.parallel.ranks import RankError
+from selfspec import SelfSpecGenerator
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
+from selfspec.serve.api_errors import ApiError, queue_full, rank_lost, shutting_down
 from selfspec.serve.server_metrics import ServerMetrics
+from selfspec.serve.server_settings import ServerSettings
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
+from selfspec.serve.trimmed_text import TrimmedText
 
 log = logging.getLogger("selfspec.serve")
 IDLE_SECONDS = 10.0
@@ -25,18 +30,17 @@ _SEND_SECONDS = 0.003
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One text on its way through the server: what is to be generated, and how its answer is made.
+    """One text on its way through the server: what to generate, and how to build its answer.
 
-    stops: strings before which its text is cut. min_tokens: stops are not looked for in this many first tokens. echo: text
-    that stands before it. recorder: keeps log-probabilities. scored: those of the prompt's tokens, if they are asked for.
-    silent: only the prompt is asked for; the one token that is generated is not shown.
+    text: makes text of its tokens. echo: text put in front of it. recorder: keeps log-probabilities. scored: those of the
+    prompt's tokens, if the client wants them. silent: the client wants the prompt only; the one token that is generated is
+    not shown.
     deliver: called from the scheduler's thread with every step of the text; it must not block. It may return an event that
     is set once somebody has sent what came.
     """
 
     checked: BoundRequest
-    stops: tuple[str, ...] = ()
-    min_tokens: int = 0
+    text: TrimmedText
     echo: str = ""
     recorder: LogprobRecorder | None = None
     scored: PromptLogprobs | None = None
@@ -47,55 +51,29 @@ class Choice:
     last_token: float | None = field(init=False, default=None)
 
 
-class QueueFullError(RuntimeError):
-    """Too many texts are waiting. retry_seconds: an estimate of when there is room."""
-
-    def __init__(self, waiting: int, retry_seconds: int) -> None:
-        super().__init__(f"{waiting} texts are waiting already: try again in {retry_seconds} seconds")
-        self.retry_seconds = retry_seconds
-
-
-class TooManyError(ValueError):
-    """One request has more texts than the server ever takes."""
-
-    def __init__(self, texts: int, most: int) -> None:
-        super().__init__(f"{texts} texts in one request, this server takes at most {most} at a time: ask for fewer")
-
-
-class ClosedError(RuntimeError):
-    """The server takes no more texts. code: a short name of the reason."""
-
-    def __init__(self, reason: str = "the server is shutting down", code: str = "shutting_down") -> None:
-        super().__init__(reason)
-        self.code = code
-
-
 class Scheduler:
     """Runs texts, `batch_size` at a time, first come first served. All methods may be called from any thread.
 
-    explain: adds what is known about the loss of another process. kept_bytes: memory of idle caches. on_idle: called once in
-    the scheduler's thread when there was no text for `IDLE_SECONDS`.
+    make_engine: for the texts of one busy time. watch: knows more about the loss of another process. When there was no text
+    for `IDLE_SECONDS`, the generator frees memory. failure: set when another process of the model was lost; the server must
+    then end.
     """
 
     def __init__(
         self,
+        generator: SelfSpecGenerator,
+        settings: ServerSettings,
         metrics: ServerMetrics,
-        *,
-        batch_size: int,
-        max_waiting: int,
-        make_engine: Callable[[], Engine] = Engine,
-        explain: Callable[[RankError], RankError] | None = None,
-        kept_bytes: Callable[[], int] = lambda: 0,
-        on_idle: Callable[[], None] = lambda: None,
+        make_engine: Callable[[], Engine],
+        watch: RankWatch | None = None,
     ) -> None:
-        self._metrics, self._make_engine, self._explain = metrics, make_engine, explain
-        self._kept_bytes, self._on_idle = kept_bytes, on_idle
-        self._batch_size, self._max_waiting = batch_size, max_waiting
+        self._generator, self._metrics, self._make_engine, self._watch = generator, metrics, make_engine, watch
+        self._batch_size, self._max_waiting = settings.batch_size, settings.max_waiting
         self._changed = threading.Condition()
         self._waiting: deque[Choice] = deque()
         self._left: set[Choice] = set()  # cancelled, perhaps in the engine
         self._closing = False
-        self._failure: RankError | None = None
+        self.failure: RankError | None = None
         self._joined: dict[int, Choice] = {}  # those in the engine, by ticket; used by the thread only
         self._choice_seconds = 1.0  # moving average from joining to the end
         self._thread = threading.Thread(target=self._run, name="selfspec-engine", daemon=True)
@@ -105,31 +83,21 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
 
-    @property
-    def failure(self) -> RankError | None:
-        """Set when another process of the model was lost. The server must then end."""
-        return self._failure
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def decoding(self) -> int:
-        return len(self._joined)
-
     def submit(self, choices: Iterable[Choice]) -> None:
-        """Queue texts, all of them or none. Raises QueueFullError, TooManyError or ClosedError."""
+        """Queue texts, all of them or none. Raises ApiError (status 400, 429 or 503)."""
         choices = [*choices]
-        if len(choices) > self._batch_size + self._max_waiting:
-            raise TooManyError(len(choices), self._batch_size + self._max_waiting)
+        most = self._batch_size + self._max_waiting
+        if len(choices) > most:
+            message = f"{len(choices)} texts in one request, this server takes at most {most} at a time: ask for fewer"
+            raise ApiError(message, param="n")
         with self._changed:
             if self._closing:
                 raise self._closed()
             free = max(0, self._batch_size - len(self._joined))
             if len(self._waiting) + len(choices) > self._max_waiting + free:
                 rounds = (len(self._waiting) + len(choices)) / self._batch_size
-                raise QueueFullError(len(self._waiting), max(1, round(rounds * self._choice_seconds)))
+                seconds = max(1, round(rounds * self._choice_seconds))
+                raise queue_full(f"{len(self._waiting)} texts are waiting already", seconds)
             for choice in choices:
                 choice.submitted = perf_counter()
             self._waiting += choices
@@ -147,40 +115,38 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._failure is None:
+        if self.failure is None:
             self._thread.join()
 
     def fail(self, failure: RankError) -> None:
         """End all texts with an error, now and in future. The engine's thread may be stuck in a round."""
         with self._changed:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            failure = failure if self._explain is None else self._explain(failure)
-            self._failure, self._closing = failure, True
+            failure = failure if self._watch is None else self._watch.explain(failure)
+            self.failure, self._closing = failure, True
             self._changed.notify()
             choices = [*self._joined.values(), *self._waiting]
             self._waiting.clear()
         self._refuse(choices, self._closed())
 
-    def _closed(self) -> ClosedError:
-        return ClosedError() if self._failure is None else ClosedError(str(self._failure), code="rank_lost")
+    def _closed(self) -> ApiError:
+        return shutting_down() if self.failure is None else rank_lost(self.failure)
 
     def _run(self) -> None:
         patience: float | None = IDLE_SECONDS
         while True:
             with self._changed:
                 has_work = self._changed.wait_for(lambda: self._waiting or self._left or self._closing, patience)
-            if not has_work:
-                self._rest()
-                patience = None
-                continue
-            patience = IDLE_SECONDS
-            with self._changed:
                 if self._closing:
                     self._refuse([*self._waiting], self._closed())
                     self._waiting.clear()
                     return
                 self._drop_waiting()
+            patience = IDLE_SECONDS if has_work else None
+            if not has_work:
+                self._rest()
+                continue
             try:
                 self._run_until_idle()
             except RankError as error:
@@ -191,14 +157,17 @@ class Scheduler:
             self._joined.clear()
             self._metrics.decoding.set(0)
             self._metrics.cache_bytes.set(0)
-            self._metrics.kept_bytes.set(self._kept_bytes())
+            self._show_kept()
 
     def _rest(self) -> None:
         try:
-            self._on_idle()
+            self._generator.free_idle_memory()
         except Exception:  # giving memory back may itself need memory
             log.exception("idle memory could not be given back")
-        self._metrics.kept_bytes.set(self._kept_bytes())
+        self._show_kept()
+
+    def _show_kept(self) -> None:
+        self._metrics.kept_bytes.set(self._generator.kept_texts.num_bytes)
 
     def _run_until_idle(self) -> None:
         """Run one engine until no text is left, then free everything that it holds."""
@@ -263,7 +232,7 @@ class Scheduler:
         if progress.ended:
             del self._joined[progress.ticket]
             self._choice_seconds += 0.2 * (now - choice.joined - self._choice_seconds)
-            self._metrics.kept_bytes.set(self._kept_bytes())
+            self._show_kept()
             return None
         return sending
 

@@ -12,9 +12,9 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
-from selfspec.serve.schema_bounds import MOST_CHARACTERS, check_schema
+from selfspec.serve.schema_bounds import check_schema
 
 MOST_BYTES = 256 << 10
 """Limit on a schema as JSON."""
@@ -23,15 +23,7 @@ TRIAL_SECONDS = 1.0
 _WALL_SECONDS = 15.0  # for the same, on a busy machine
 _TRIAL_BYTES = 1 << 30
 _REMEMBERED = 256
-_SMALL_NODES = 2_000
 _QUICK_SECONDS = 0.05
-
-
-class _Known(NamedTuple):
-    """why: the reason that the schema cannot be used. seconds: time to compile it."""
-
-    why: str | None
-    seconds: float = 0.0
 
 
 class SchemaCheck:
@@ -40,7 +32,8 @@ class SchemaCheck:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        # By digest: why the schema cannot be used, if it cannot, and the seconds that compiling it took.
+        self._known: OrderedDict[bytes, tuple[str | None, float]] = OrderedDict()
 
     def __call__(self, schema: dict[str, Any] | bool) -> str:
         """The schema as JSON. Raises ValueError that says in one line why it cannot be used."""
@@ -55,27 +48,25 @@ class SchemaCheck:
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
-            why = self._known[key].why
+            why, _ = self._known[key]
         if why is not None:
             raise ValueError(f"the schema cannot be used: {why}")
         return written
 
     def is_quick(self, schema: dict[str, Any] | bool) -> bool:
-        """Whether the schema is known to compile quickly. False for a large one, which would take long to look up."""
-        if not _is_small(schema):
-            return False
+        """Whether the schema is known to compile quickly."""
         try:
             written = json.dumps(schema)
         except RecursionError:
             return False
         known = self._known.get(sha256(written.encode()).digest())
-        return known is not None and known.seconds < _QUICK_SECONDS
+        return known is not None and known[1] < _QUICK_SECONDS
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _trial(self, written: str) -> _Known:
+    def _trial(self, written: str) -> tuple[str | None, float]:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = _start()
@@ -89,27 +80,15 @@ class SchemaCheck:
             line = b""
         if not line:
             self._end()
-            return _Known(f"it takes more than {TRIAL_SECONDS:g} s or {_TRIAL_BYTES >> 30} GiB to compile")
+            return f"it takes more than {TRIAL_SECONDS:g} s or {_TRIAL_BYTES >> 30} GiB to compile", 0.0
         answer = json.loads(line)
-        return _Known(answer.get("refused"), answer.get("seconds", 0.0))
+        return answer.get("refused"), answer.get("seconds", 0.0)
 
     def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
-
-
-def _is_small(schema: object) -> bool:
-    left, todo = _SMALL_NODES, [schema]
-    while todo:
-        value = todo.pop()
-        left -= 1
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if left < 0 or len(items) > left or (isinstance(value, str) and len(value) > MOST_CHARACTERS):
-            return False
-        todo += items
-    return True
 
 
 def _start() -> subprocess.Popen[bytes]:

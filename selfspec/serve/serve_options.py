@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from layerskip_models import DEMO_PATH
-from selfspec.cli.copy_files import read_copy_files
 from selfspec.cli.option_groups import ChatTemplateOption, CopyFromOption, option
+from selfspec.cli.text_input import read_copy_files
 from selfspec.messages import template_of
 from selfspec.options import POLICY_HELP
 from selfspec.serve.server_settings import SAFE_POLICIES, ServerSettings, allowed_hosts, default_name
@@ -69,7 +69,6 @@ class ServeOptions:
 
     def settings(self, model: str | None, host: str) -> ServerSettings:
         """The settings of a server that listens on `host`. Reads the files that are named; raises their errors."""
-        template = template_of(model, self.chat_template)
         return ServerSettings(
             model_name=self.served_name or default_name(str(DEMO_PATH) if model is None else model),
             policy=self.policy,
@@ -79,8 +78,7 @@ class ServeOptions:
             default_chat_tokens=self.default_chat_tokens,
             api_key=self.api_key,
             copy_from=tuple(read_copy_files(self.copy_from)),
-            chat_template=template.source,
-            chat_stops=template.stops,
+            chat_template=template_of(model, self.chat_template),
             allowed_policies=SAFE_POLICIES if self.allow_policy is None else tuple(self.allow_policy),
             allowed_hosts=allowed_hosts(host, self.api_key, self.allow_host or ()),
             share_prefixes=self.share_prefixes,

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from selfspec.messages import OWN_TEMPLATE, ChatTemplate
+
 ANY_POLICY = "any"
 SAFE_POLICIES = ("ar", "auto", "auto:cost=layers", "copy", "del", "pacer")
 """Policies whose cost a client cannot choose: each decides for itself how much it drafts."""
 MOST_CHOICES = 32
 """Largest `n`, and the most prompts of one completion request."""
+
+_COUNTS = ("batch_size", "max_waiting", "max_body_bytes", "default_chat_tokens", "most_new_tokens", "most_context")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,6 @@ class ServerSettings:
     max_body_bytes: limit on a request. default_chat_tokens: new tokens of a chat answer whose request sets no limit.
     api_key: what clients must send as a bearer token; None for no check.
     copy_from: texts to copy drafts from, for all requests whose policies copy.
-    chat_template: Jinja source instead of the tokenizer's own template. chat_stops: stop strings that belong to it.
     allowed_policies: names that requests may choose besides the server's own; `ANY_POLICY` allows every name.
     allowed_hosts: names and addresses, without ports, by which clients may call the server; None for all.
     share_prefixes: a prompt may reuse any other request's text; otherwise only texts with the same cache_salt.
@@ -38,8 +41,7 @@ class ServerSettings:
     default_chat_tokens: int = 1024
     api_key: str | None = None
     copy_from: tuple[str, ...] = ()
-    chat_template: str | None = None
-    chat_stops: tuple[str, ...] = ()
+    chat_template: ChatTemplate = OWN_TEMPLATE
     allowed_policies: tuple[str, ...] = SAFE_POLICIES
     allowed_hosts: tuple[str, ...] | None = None
     share_prefixes: bool = False
@@ -47,15 +49,7 @@ class ServerSettings:
     most_context: int | None = None
 
     def __post_init__(self) -> None:
-        counts = (
-            "batch_size",
-            "max_waiting",
-            "max_body_bytes",
-            "default_chat_tokens",
-            "most_new_tokens",
-            "most_context",
-        )
-        for name in counts:
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

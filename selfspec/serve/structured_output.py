@@ -84,7 +84,7 @@ class GrammarProcessor(LogitsProcessor):
         self._bits = torch.arange(32, dtype=torch.int32, device="cpu")
 
     def __reduce__(self) -> tuple[type[GrammarProcessor], tuple[Vocabulary, dict[str, Any] | bool, int]]:
-        """In another process it starts anew with that process' vocabulary (see `distributed.rank0_engine`)."""
+        """In another process it starts over with that process's vocabulary (see `distributed.rank0_engine`)."""
         return GrammarProcessor, self._made_of
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -23,6 +24,17 @@ class TokenLogprob:
     token: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[TokenLogprob]:
+    """logits: [n, vocab], those that the tokens were chosen from. tokens: int64 [n]."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    values, ids = logprobs.topk(num_top)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(*top)))
+        for token, logprob, *top in zip(tokens.tolist(), chosen.tolist(), ids.tolist(), values.tolist())
+    ]
 
 
 class LogprobRecorder(LogitsProcessor):
@@ -46,16 +58,11 @@ class LogprobRecorder(LogitsProcessor):
         return _Unchanged, ()
 
     def committed(self, tokens: Sequence[int]) -> list[TokenLogprob]:
-        """The log-probabilities of newly committed tokens. Call it once for each block, in order."""
-        found = []
-        for token in tokens:
-            logprobs = self._rows.pop(self._next).float().log_softmax(dim=-1)
-            values, ids = logprobs.topk(self._num_top)
-            top = tuple(zip(ids.tolist(), values.tolist()))
-            found.append(TokenLogprob(token, float(logprobs[token]), top))
-            self._next += 1
+        """The log-probabilities of newly committed tokens, at least one. Call it once for each block, in order."""
+        first, self._next = self._next, self._next + len(tokens)
+        rows = torch.stack([self._rows[place] for place in range(first, self._next)])
         self._rows = {place: row for place, row in self._rows.items() if place >= self._next}
-        return found
+        return _token_logprobs(rows, torch.tensor(tokens, device=rows.device), self._num_top)
 
 
 class PromptLogprobs:
@@ -72,11 +79,7 @@ class PromptLogprobs:
         """hidden: [rows, hidden], the last layer's output for the prompt's rows from position `first` on."""
         targets = self._prompt[first + 1 : first + 1 + hidden.shape[0]].to(hidden.device)
         for rows, following in zip(hidden[: targets.numel()].split(_ROWS), targets.split(_ROWS)):
-            logprobs = self._model.logits(rows).float().log_softmax(dim=-1)
-            chosen = logprobs.gather(-1, following[:, None])[:, 0].tolist()
-            values, ids = logprobs.topk(self._num_top)
-            for token, logprob, top in zip(following.tolist(), chosen, zip(ids.tolist(), values.tolist())):
-                self.tokens.append(TokenLogprob(token, logprob, tuple(zip(*top))))
+            self.tokens += _token_logprobs(self._model.logits(rows), following, self._num_top)
 
 
 class _Unchanged(LogitsProcessor):

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, Field, model_validator
 
-from selfspec.serve.api_requests import OWN_TEMPLATE, Message
+from selfspec.serve.api_requests import NO_TOOLS, OWN_TEMPLATE, Message, refusals
 from selfspec.serve.bodies import Strict, read_body, wrong_field
 from selfspec.serve.translation import Translator
 
@@ -23,8 +23,9 @@ class TokenizeRequest(Strict):
 
     _kept_empty: ClassVar[frozenset[str]] = frozenset({"prompt"})
     _reasons: ClassVar[dict[str, str]] = {
-        name: OWN_TEMPLATE.format(name) for name in ("chat_template", "chat_template_kwargs")
-    } | {"tools": "tool calls are not supported: leave out tools"}
+        **refusals(OWN_TEMPLATE, "chat_template", "chat_template_kwargs"),
+        **refusals(NO_TOOLS, "tools"),
+    }
 
     model: str | None = None
     prompt: str | None = None

@@ -21,24 +21,19 @@ from selfspec import SelfSpecGenerator
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.request import COLDEST, ContextLengthError, check_context, encode_prompt
-from selfspec.messages import ChatTemplate, has_template
+from selfspec.messages import conversation_ids, encode_messages, has_template
 from selfspec.serve.api_errors import ApiError
-from selfspec.serve.api_requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    JsonSchemaFormat,
-    Message,
-)
+from selfspec.serve.api_requests import ChatRequest, CompletionRequest, GenerationRequest, JsonSchemaFormat, Message
 from selfspec.serve.bias_processors import BiasProcessor, PenaltyProcessor
-from selfspec.serve.prompts import chat_prompt, check_length
+from selfspec.serve.lanes import LARGE_BODY
+from selfspec.serve.prompts import check_length
 from selfspec.serve.scheduler import Choice
 from selfspec.serve.schema_check import SchemaCheck
 from selfspec.serve.served_policies import ServedPolicies
 from selfspec.serve.server_settings import MOST_CHOICES, ServerSettings
 from selfspec.serve.structured_output import GrammarProcessor, Vocabulary
 from selfspec.serve.token_logprobs import LogprobRecorder, PromptLogprobs
-from selfspec.serve.trimmed_text import StopTexts
+from selfspec.serve.trimmed_text import StopTexts, TrimmedText
 
 _COMPLETION_TOKENS = 16
 """Used when a completion request gives no max_tokens, as in OpenAI's API."""
@@ -56,7 +51,7 @@ class Translator:
         context = generator.model.max_positions
         self.most_tokens = min(context, settings.most_context or context)  # of a prompt and its new tokens
         self.copies = generator.copy_store(settings.copy_from) if settings.copy_from else None
-        self._template = ChatTemplate(settings.chat_template, settings.chat_stops)
+        self._template = settings.chat_template
         config = generator.model.generation_config
         self._sampling = config.to_dict() if config.do_sample else {}
         eos = config.eos_token_id
@@ -64,10 +59,15 @@ class Translator:
         self._eos: list[int] = [] if eos is None else eos if isinstance(eos, list) else [eos]
         self.vocabulary = Vocabulary(self.tokenizer, self._vocab_size, self._eos)
 
-    def has_slow_schema(self, body: GenerationRequest) -> bool:
-        """Whether it has a schema that takes long to compile, or that was not compiled yet."""
+    def has_slow_schema(self, body: GenerationRequest, size: int) -> bool:
+        """Whether it has a schema that takes long to compile, or that was not compiled yet.
+
+        size: of the body in bytes; the schema of a large one takes long to look up.
+        """
         asked = body.response_format
-        return isinstance(asked, JsonSchemaFormat) and not self._schemas.is_quick(asked.json_schema.schema_)
+        if not isinstance(asked, JsonSchemaFormat):
+            return False
+        return size > LARGE_BODY or not self._schemas.is_quick(asked.json_schema.schema_)
 
     def _check_schema(self, body: GenerationRequest) -> None:
         """Compile its schema on trial, which may take a second. Raises ApiError if it cannot be used."""
@@ -99,14 +99,27 @@ class Translator:
         stops = (*body.stop, *(() if body.ignore_eos else self._template.stops))
         owner = self._owner(body)
         with _bad_request("messages", body.limit):
-            self._check_limit(len(ids), *body.limit, wanted)
+            self._check_limit(len(ids), body.limit[0], wanted)
             return [self._choice(body, owner, ids, "", wanted, stops, num_top, index) for index in range(body.n)]
 
     def chat_ids(self, messages: Sequence[Message], ask: bool | None = None) -> list[int]:
-        """The prompt that asks for the next answer. ask: as for `chat_prompt`."""
+        """The prompt that asks for the next answer; if the last message is the assistant's, it is continued.
+
+        ask: treat all messages as complete, and say whether the beginning of the next answer follows them.
+        Raises ApiError without a template, and for messages that the template refuses.
+        """
         with _bad_request("messages"):
             check_length(self.tokenizer, [message.text for message in messages], self.most_tokens)
-            return chat_prompt(self.tokenizer, self._template, messages, ask)
+            if not has_template(self.tokenizer, self._template):
+                raise ApiError(
+                    "this model has no chat template: use /v1/completions, or start the server with --chat-template",
+                    param="messages",
+                    code="no_chat_template",
+                )
+            conversation = [{**message.model_dump(exclude_none=True), "content": message.text} for message in messages]
+            if ask is None:
+                return encode_messages(conversation, self.tokenizer, self._template)
+            return conversation_ids(conversation, self.tokenizer, self._template, ask=ask)
 
     @property
     def chat_template(self) -> str | None:
@@ -126,9 +139,7 @@ class Translator:
                 raise ContextLengthError(len(ids), 1, self.most_tokens)
             if any(not 0 <= token < self._vocab_size for token in ids):
                 raise ValueError(f"tokens must be in [0, {self._vocab_size - 1}], the model's vocabulary")
-        text = self.tokenizer.decode([*ids])
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode([*ids]))
 
     def check_name(self, model: str | None) -> None:
         """Raise an ApiError (status 404) if another model is asked for."""
@@ -159,22 +170,22 @@ class Translator:
                 if isinstance(prompt, str):
                     check_length(self.tokenizer, [prompt], self.most_tokens)
                 else:  # before every id is checked
-                    self._check_limit(len(prompt), *body.limit, wanted)
+                    self._check_limit(len(prompt), "max_tokens", wanted)
                 ids = encode_prompt(prompt, self.tokenizer, self._vocab_size).tolist()
-                self._check_limit(len(ids), *body.limit, wanted)
+                self._check_limit(len(ids), "max_tokens", wanted)
                 echo = ""
                 if body.echo:
-                    echo = prompt if isinstance(prompt, str) else self._text(ids)
+                    echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, skip_special_tokens=True)
                 stops = tuple(body.stop)
                 for _ in range(body.n):
                     choices.append(self._choice(body, owner, ids, echo, wanted, stops, body.logprobs, len(choices)))
         return choices
 
-    def _check_limit(self, num_prompt: int, name: str, asked: int | None, wanted: int) -> None:
-        """Raise an error for more tokens than the model has room for or the operator allows."""
+    def _check_limit(self, num_prompt: int, name: str, wanted: int) -> None:
+        """Raise an error for more tokens than the model has room for or the operator allows. name: of the client's limit."""
         most = self._settings.most_new_tokens
         if most is not None and wanted > most:
-            raise ApiError(f"{name} is {asked}, at most {most} are possible here", param=name)
+            raise ApiError(f"{name} is {wanted}, at most {most} are possible here", param=name)
         check_context(num_prompt, wanted, self.most_tokens)
 
     def _owner(self, body: GenerationRequest) -> Owner:
@@ -223,10 +234,9 @@ class Translator:
         return Choice(
             # The server decodes the text piece by piece, so the engine need not do it again.
             checked=replace(checked, request=request, tokenizer=None),
-            stops=stops,
+            text=TrimmedText(self.tokenizer, stops, body.min_tokens),
             echo=echo,
             recorder=recorder,
-            min_tokens=body.min_tokens,
             scored=scored,
             silent=max_new_tokens == 0,
         )
@@ -271,11 +281,6 @@ class Translator:
             with _bad_request("response_format"):
                 processors.append(GrammarProcessor(self.vocabulary, body.schema_, prompt_length))
         return processors
-
-    def _text(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
 
 
 @contextmanager

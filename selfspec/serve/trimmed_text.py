@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
@@ -60,11 +59,10 @@ class StopTexts(StoppingCriteria):
         self._tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
         self._text = TrimmedText(tokenizer, stops, min_tokens)
         self._prompt_length = self._seen = prompt_length
-        self._answers = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> bool:
         if input_ids.shape[1] <= self._seen:  # a round failed, and its tokens were not committed
             self._text, self._seen = TrimmedText(self._tokenizer, self._stops, self._min_tokens), self._prompt_length
         self._text.push(input_ids[0, self._seen :].tolist())
         self._seen = input_ids.shape[1]
-        return self._answers[self._text.ends_here]
+        return self._text.ends_here

@@ -19,7 +19,7 @@ from layerskip_models import DEMO_PATH
 from selfspec import GenerationStats, SelfSpecGenerator, __version__
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
-from selfspec.cli.prompt_input import EXAMPLE_PROMPT
+from selfspec.cli.text_input import EXAMPLE_PROMPT
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]

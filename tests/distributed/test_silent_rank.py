@@ -126,7 +126,7 @@ def test_clients_get_an_error_and_the_server_ends(
         asking = threading.Thread(target=ask)
         asking.start()
         if way == "watch":
-            until(lambda: server.app.state.scheduler.decoding == 1)
+            until(lambda: server.metric("decoding_texts") == 1)
             server.app.state.scheduler.fail(RankError("rank 0 cannot go on: rank 1"))
         asking.join(20)
         assert found[0][0] == 503

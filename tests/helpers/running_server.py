@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from layerskip_models.parallel.rank_watch import RankWatch
 from selfspec import SelfSpecGenerator
-from selfspec.messages import read_template
+from selfspec.messages import PLAIN_TEMPLATE, ChatTemplate
 from selfspec.serve.app import make_app
 from selfspec.serve.running import make_server, open_socket
 from selfspec.serve.server_settings import ServerSettings
@@ -43,8 +43,8 @@ class RunningServer:
 def running_server(
     generator: SelfSpecGenerator, *, grace_seconds: int = 5, watch: RankWatch | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
-    template = read_template("plain")
-    chat = {"chat_template": template.source, "chat_stops": template.stops}
+    template = settings.pop("chat_template", PLAIN_TEMPLATE.source)
+    chat = {"chat_template": ChatTemplate(template, PLAIN_TEMPLATE.stops)}
     free = {
         "allowed_policies": ("any",)
     }  # a test may name any policy; what a server allows by itself has its own tests

@@ -340,7 +340,7 @@ def test_a_stream_that_waits_says_so_and_the_end_is_503(
         waiting = second.getresponse()
         assert waiting.read(10) == b": waiting\n"
         third.request("POST", "/v1/completions", json.dumps(ASK), headers)
-        wait_until(lambda: server.app.state.scheduler.waiting == 2)
+        wait_until(lambda: server.metric("waiting_texts") == 2)
         monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.05) or [])  # nothing ends any more
         server.server.should_exit = True
         answer = third.getresponse()

@@ -1,14 +1,20 @@
-"""Where the command line takes its prompt from: an argument, a file, standard input, or a built-in example."""
+"""The texts that commands read: a prompt (an argument, a file, standard input, an example), and files to copy drafts from."""
 
 from __future__ import annotations
 
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from policies import Policy
+from selfspec import SelfSpecGenerator
+from selfspec.cache.copy_index import CopyStore
+from selfspec.cache.copy_sources import copies_drafts, how_to_copy
 
 EXAMPLE_PROMPT = (
     "Translate German to English: Ich habe ein neues Auto.\nEnglish: I have a new car.\n\n"
@@ -33,17 +39,37 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument is not None and file is not None:
         raise ValueError("give a prompt or --file, not both")
     if file is not None:
-        try:
-            return _decode(file.read_bytes(), str(file))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no file {file}: give the path of a UTF-8 text file") from None
+        return _prompt(_read(file, "give the path of"), str(file))
     if argument == "-" or (argument is None and _is_piped()):
-        return _decode(sys.stdin.buffer.read(), "standard input")
+        return _prompt(_decode(sys.stdin.buffer.read(), "standard input"), "standard input")
     if argument is None:
         return EXAMPLE_PROMPT
     if any("\ud800" <= character <= "\udfff" for character in argument):  # Python's form of other bytes
         raise ValueError("the prompt is not UTF-8 text")
     return argument
+
+
+def read_copy_files(files: Sequence[Path] | None) -> list[str]:
+    """The text of each file. Raises ValueError if one is empty or not UTF-8, OSError if it cannot be read."""
+    texts = [_read(path, "--copy-from takes the path of") for path in files or ()]
+    for path, text in zip(files or (), texts):
+        if not text:
+            raise ValueError(f"{path} is empty: --copy-from takes a file with the text to copy from")
+    return texts
+
+
+def store_of_files(
+    generator: SelfSpecGenerator, texts: Sequence[str], policy: Policy | None = None
+) -> CopyStore | None:
+    """The texts as a copy store for this model; None without texts.
+
+    Raises ValueError if `policy` copies nothing, or if the texts have too few tokens.
+    """
+    if not texts:
+        return None
+    if policy is not None and not copies_drafts(policy.observes, generator.runner):
+        raise ValueError(f"--copy-from has no effect with policy {policy.name!r}: {how_to_copy(policy)}")
+    return generator.copy_store(texts)
 
 
 def _is_piped() -> bool:
@@ -55,12 +81,22 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
+def _read(path: Path, wanted: str) -> str:
+    try:
+        return _decode(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path}: {wanted} a UTF-8 text file") from None
+
+
 def _decode(content: bytes, source: str) -> str:
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start})") from error
-    text = text.replace("\r\n", "\n").removesuffix("\n")
+
+
+def _prompt(text: str, source: str) -> str:
+    text = text.removesuffix("\n")
     if not text:
         raise ValueError(f"{source} is empty: put a prompt in it, or give one as an argument")
     return text
