@@ -5,10 +5,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint results docs sanitize sanitize-short wheel clean
+.PHONY: demo chat test lint results docs sanitize sanitize-short wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/selfspec generate --compare --ignore-eos --max-new-tokens 200 </dev/null
+
+chat: $(VENV)/.installed
+	$(BIN)/selfspec get smollm2 >/dev/null
+	$(BIN)/selfspec chat smollm2 --show-drafts
 
 test: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -46,11 +50,12 @@ sanitize-short: $(VENV)/.installed
 
 # The C sources, too: installing the package builds them.
 # --no-compile: most files of these packages are never imported. --constraint: a new release of a library is tried when its
-# version there is raised, not when somebody happens to run the tests.
+# version there is raised, not when somebody happens to run the tests. Tests of SmolLM2 are skipped where it cannot be had.
 $(VENV)/.installed: pyproject.toml setup.py tests/constraints.txt $(wildcard layerskip_models/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint tests/constraints.txt --editable ".[dev]"
+	-$(BIN)/selfspec get smollm2
 	touch $@
 
 # A wheel, installed where there is no compiler and nothing else of this folder. PyTorch and the rest come from $(VENV).

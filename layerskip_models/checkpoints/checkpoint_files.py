@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub.errors import GatedRepoError
 
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from layerskip_models.checkpoints.named_models import named_file
 from layerskip_models.checkpoints.weight_files import FILE, INDEX
 
 _WEIGHTS = (FILE, INDEX)
@@ -18,12 +19,16 @@ def resolve_checkpoint(name_or_path: str | Path) -> str:
     """The folder or hub name to load from.
 
     A GGUF file, or a folder with one, is a checkpoint, too. The output folder of `selfspec train` stands for the `model/`
-    folder inside it. `~` is expanded.
+    folder inside it. A short name such as "smollm2" stands for the file that `selfspec get` downloads, unless a folder here
+    has that name. `~` is expanded.
     Raises ValueError for several GGUF files, FileNotFoundError where a path names no folder, one without a checkpoint, or an
-    unfinished training run.
+    unfinished training run, and for a short name whose file was not downloaded.
     """
     name = str(name_or_path)
     folder = Path(name)
+    named = None if folder.exists() else named_file(name)
+    if named is not None:
+        return str(named)
     if name.startswith("~"):
         try:
             folder = folder.expanduser()

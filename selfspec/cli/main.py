@@ -17,6 +17,7 @@ from selfspec.cli.analysis_commands import inspect_command, trace_command, verif
 from selfspec.cli.chat_command import chat_command
 from selfspec.cli.export_commands import export_draft_command, export_hub_command
 from selfspec.cli.generate_command import generate_command
+from selfspec.cli.get_command import get_command
 from selfspec.cli.lm_eval_command import lm_eval_command
 from selfspec.cli.serve_command import serve_command
 from selfspec.exits.settings import ExitTraining
@@ -54,6 +55,7 @@ def _selfspec(
 
 app.command("generate")(generate_command)
 app.command("chat")(chat_command)
+app.command("get")(get_command)
 app.command("trace")(trace_command)
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)

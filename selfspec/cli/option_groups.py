@@ -16,7 +16,7 @@ from selfspec import SelfSpecGenerator
 from selfspec.options import POLICY_HELP, SamplingOptions, SpeculationOptions, described
 
 _PANELS: dict[Any, str] = {SamplingOptions: "Sampling", SpeculationOptions: "Speculation"}
-MODEL_HELP = "Hub name or folder (default: the demo model)."
+MODEL_HELP = "Hub name, folder, GGUF file, or a name that `selfspec get` knows (default: the demo model)."
 ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP, rich_help_panel="Model")]
 ModelArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP)]
 

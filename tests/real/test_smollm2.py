@@ -1,0 +1,214 @@
+"""SmolLM2-135M-Instruct, a real model, used in the ways in which people use one.
+
+The texts are short, so that all of this takes a minute; `-m real` runs it alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+import selfspec
+from layerskip_models import from_transformers, load_tokenizer
+from layerskip_models.checkpoints.loading import load_transformers
+from layerskip_models.checkpoints.named_models import NAMED_MODELS
+from running_server import RunningServer, running_server
+from scripted_policies import EVERY_POLICY, named_policy
+from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
+
+_MODEL = NAMED_MODELS["smollm2"]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(_MODEL.find() is None, reason=f"{_MODEL.package} is not installed: selfspec get smollm2"),
+]
+NEAR_TIE = 1e-3
+"""Logits that are closer than this may change places between two ways of summing in float32."""
+EXIT = 8
+QUESTIONS = (
+    "What is the capital of France?", "Who wrote Romeo and Juliet?", "Name three primary colours.", "What is 12 times 7?",
+    "Explain gravity in one sentence.", "How do plants make food?", "Translate 'good morning' to Spanish.",
+    "Write a haiku about autumn.", "What causes rain?", "Give me a recipe for pancakes.",
+)  # fmt: skip
+TEXTS = (
+    "The capital of France is", "Once upon a time there was", "Water boils at", "The three laws of motion are",
+    "In 1969, the first man", "To bake bread you need", "The mitochondria is", "Photosynthesis is the process",
+    "The stock market fell because", "A good night's sleep",
+)  # fmt: skip
+CODE = (
+    "def fibonacci(n):\n", "import json\n\ndef load(path):\n", "class Stack:\n    def __init__(self):\n",
+    "for i in range(10):\n",
+    "SELECT name FROM", "#include <stdio.h>\nint main() {\n", "function add(a, b) {\n", "def is_prime(n):\n    if n < 2:\n",
+    "<html>\n<head>\n", "x = [1, 2, 3]\nprint(",
+)  # fmt: skip
+REPEATING = tuple(
+    f"Copy this line: {line}\n{line}\nCopy it again: " for line in
+    ("the cat sat on the mat", "3, 1, 4, 1, 5, 9", "alpha beta gamma delta", "https://example.org/a/b", "key = value",
+     "Öl, Käse, Brot", "日本語の文章", "def f(x): return x", "A-1, A-2, A-3", "to be or not to be")
+)  # fmt: skip
+
+
+def chat(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    """transformers' model of the numbers in the file, in float32."""
+    return load_transformers("smollm2", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def exact(reference: PreTrainedModel) -> SelfSpecGenerator:
+    """The same numbers in our engine."""
+    return SelfSpecGenerator(from_transformers(reference), load_tokenizer("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> SelfSpecGenerator:
+    """As users get it: layers in 4 bits."""
+    return SelfSpecGenerator.from_pretrained("smollm2")
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: SelfSpecGenerator) -> Iterator[RunningServer]:
+    with running_server(smollm2, batch_size=4, model_name="smollm2", chat_template=None, chat_stops=()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.client() as opened:
+        yield opened
+
+
+def test_greedy_texts_are_transformers_own(exact: SelfSpecGenerator, reference: PreTrainedModel) -> None:
+    """Every token is the one of the largest logit, for 40 prompts, up to ties that float32 cannot tell apart."""
+    prompts = [*map(chat, QUESTIONS), *TEXTS, *CODE, *REPEATING]
+    found = exact.generate_batch(prompts, max_new_tokens=8, policy=f"ls:{EXIT}-1", batch_size=40)
+    assert len(found) == 40
+    for result in found:
+        text, start = result.sequences, result.stats.num_prompt_tokens
+        with torch.no_grad():
+            logits = reference(text, use_cache=False).logits[0, start - 1 : -1]
+        chosen = logits.gather(1, text[0, start:, None]).squeeze(1)
+        assert float((logits.amax(1) - chosen).max()) < NEAR_TIE
+
+
+def test_a_text_is_the_same_alone_and_with_others(smollm2: SelfSpecGenerator) -> None:
+    prompts: list[Any] = [chat(QUESTIONS[0]), TEXTS[1], CODE[0], REPEATING[6], chat(QUESTIONS[4])]
+    together = smollm2.generate_batch(prompts, max_new_tokens=24, policy=f"copy+ls:{EXIT}-4")
+    alone = [smollm2.generate(prompt, max_new_tokens=24, policy="ar") for prompt in prompts]
+    assert [result.new_tokens for result in together] == [result.new_tokens for result in alone]
+
+
+def test_messages_are_written_as_the_tokenizer_writes_them(smollm2: SelfSpecGenerator) -> None:
+    conversation = [*chat("Hi"), {"role": "assistant", "content": "Hello!"}, *chat("Who are you?")]
+    template = smollm2.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    result = smollm2.generate(conversation, max_new_tokens=1)
+    assert result.sequences[0, :-1].tolist() == template
+    assert "<|im_start|>system\nYou are a helpful AI assistant named SmolLM" in smollm2.tokenizer.decode(template)
+
+
+def test_a_second_turn_reads_only_what_is_new(smollm2: SelfSpecGenerator) -> None:
+    first = smollm2.generate(chat("What is the capital of France?"), max_new_tokens=40)
+    assert first.text == "The capital of France is Paris."
+    follow_up = [*chat("What is the capital of France?"), {"role": "assistant", "content": first.text}]
+    second = smollm2.generate([*follow_up, *chat("And of Spain?")], max_new_tokens=10)
+    assert second.stats.num_reused_tokens >= first.stats.num_prompt_tokens + first.stats.num_new_tokens - 1
+
+
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_every_policy_gives_the_same_text(name: str, smollm2: SelfSpecGenerator) -> None:
+    policy = named_policy(name, EXIT, smollm2.model)
+    expected = smollm2.generate(CODE[7], max_new_tokens=24, policy="ar").new_tokens
+    assert smollm2.generate(CODE[7], max_new_tokens=24, policy=policy).new_tokens == expected
+
+
+def test_inside_transformers_generate(reference: PreTrainedModel, exact: SelfSpecGenerator) -> None:
+    ids = exact.tokenizer(TEXTS[0], return_tensors="pt")
+    options = {**ids, "max_new_tokens": 12, "do_sample": False}
+    ours = reference.generate(**options, custom_generate=selfspec.custom_generate(f"ls:{EXIT}-3"))
+    assert torch.equal(ours, reference.generate(**options))
+
+
+def test_answers_follow_a_json_schema(client: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "population": {"type": "integer"}},
+        "required": ["city", "population"],
+        "additionalProperties": False,
+    }
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="smollm2", messages=chat("Name a large city as JSON."), response_format=asked, max_tokens=80
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found.keys() == {"city", "population"} and isinstance(found["population"], int)
+
+
+def test_a_client_gets_what_python_gets(client: OpenAI, smollm2: SelfSpecGenerator) -> None:
+    asked: Any = {"model": "smollm2", "messages": chat(QUESTIONS[1]), "max_tokens": 30, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(parts) == whole == smollm2.generate(chat(QUESTIONS[1]), max_new_tokens=30).text
+    assert len(parts) > 3
+
+
+def test_a_stop_string_of_several_tokens_ends_a_text(client: OpenAI, smollm2: SelfSpecGenerator) -> None:
+    """Also one that begins in the middle of a token, of which no part is sent."""
+    text = smollm2.generate(CODE[7], max_new_tokens=40).text
+    assert text is not None
+    stop = text[12:22]
+    assert len(smollm2.tokenizer(stop)["input_ids"]) > 1
+    asked: Any = {"model": "smollm2", "prompt": CODE[7], "max_tokens": 40, "temperature": 0, "stop": [stop]}
+    parts = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(parts) == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("line", ["👩‍🚀 and 🇯🇵, ünïcödé", "日本語の文章です。中文也可以。"])
+def test_characters_of_several_tokens_are_streamed_whole(line: str, smollm2: SelfSpecGenerator) -> None:
+    prompt = f"{line}\n{line}\n{line}\n{line}\n"
+    parts = [*smollm2.stream(prompt, max_new_tokens=40, policy="copy+ls:8-3")]
+    text = smollm2.generate(prompt, max_new_tokens=40, policy="ar").text
+    assert sum(ord(character) > 0x2E80 for character in text or "") >= 3
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts[:-1])  # the last character may be cut by the limit
+
+
+@pytest.mark.slow
+def test_the_whole_context_can_be_used(smollm2: SelfSpecGenerator) -> None:
+    prompt = smollm2.tokenizer("the quick brown fox jumps over the lazy dog " * 1000)["input_ids"][:8184]
+    drafted = smollm2.generate(prompt, max_new_tokens=8, policy=f"ls:{EXIT}-4")
+    assert drafted.sequences.shape[1] == smollm2.model.max_positions == 8192
+    assert smollm2.generate(prompt, max_new_tokens=8, policy="ar").new_tokens == drafted.new_tokens
+
+
+def test_one_token_more_than_the_context_is_refused(smollm2: SelfSpecGenerator) -> None:
+    with pytest.raises(ValueError, match=r"8193.*8192"):
+        smollm2.generate([5] * 8184, max_new_tokens=9)
+
+
+@pytest.mark.slow
+def test_verify() -> None:
+    asked = ["--policy", f"ls:{EXIT}-2", "--max-new-tokens", "6", "--draws", "0"]
+    verified = CliRunner().invoke(app, ["verify", "smollm2", *asked])
+    assert verified.exit_code == 0, verified.output
+    assert verified.output.splitlines()[-1].startswith("verified: ")
+
+
+def test_copied_text_is_drafted_and_kept(smollm2: SelfSpecGenerator) -> None:
+    """What makes it worth while on such a model: drafts copied from the prompt are accepted, many in a round."""
+    result = smollm2.generate(REPEATING[1] * 3, max_new_tokens=40, policy="copy:6", trace=True)
+    assert result.trace is not None
+    assert any(record.num_accepted >= 4 for record in result.trace)
+    assert all(before.index < after.index for before, after in pairwise(result.trace))
