@@ -1,7 +1,6 @@
 """GGUF files: where the file is, its configuration, its weights, its tokenizer.
 
-transformers reads the configuration and ignores most of what a file says of its model, which `gguf_metadata` reads. A file
-with tensors that transformers' model does not have is refused, because it would become another model. A tokenizer or a
+A file with tensors that the model does not have is refused, because it would become another model. A tokenizer or a
 generation_config.json beside the file goes before what the file says, since a GGUF file describes a tokenizer only roughly.
 """
 
@@ -14,22 +13,16 @@ from typing import Any
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
-    PretrainedConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
-from layerskip_models.checkpoints.gguf_header import check_header
-from layerskip_models.checkpoints.gguf_metadata import (
-    ROPE_FACTORS,
-    architecture_of,
-    check_config_is,
-    complete,
-    read_keys,
-)
+from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
+from layerskip_models.checkpoints.gguf_reader import GgufReader, open_gguf
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
 
 GGUF_METHOD = "gguf"
@@ -60,19 +53,14 @@ def gguf_file(name: str) -> Path | None:
     return path
 
 
-def gguf_config(path: Path) -> PretrainedConfig:
+def gguf_config(path: Path) -> PreTrainedConfig:
     """The configuration of a GGUF file, marked as such in `quantization_config`.
 
     Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
     """
     reader = _reader(path)
     with _named(path):
-        keys = read_keys(reader)
-        with _told():
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-        _check_architecture(reader, config)
-        check_config_is(config, keys)
-        complete(config, keys, reader)
+        config = read_config(reader)
         _tensor_names(reader, config)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     few_bits = not types <= _FLOATS.keys()
@@ -81,17 +69,17 @@ def gguf_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def gguf_weights(path: Path, config: PretrainedConfig, *, keep_packed: bool) -> GgufWeights:
+def gguf_weights(path: Path, config: PreTrainedConfig, *, keep_packed: bool) -> GgufWeights:
     """The weights of a file. config: of `gguf_config`, unmarked. keep_packed: as in `StoredWeights`.
 
-    Raises ValueError for tensors that do not fit the model, and for an architecture that is not read.
+    Raises ValueError for tensors that do not fit the model.
     """
     reader = _reader(path)
     with _named(path):
         return GgufWeights(str(path), reader, config, _tensor_names(reader, config), keep_packed=keep_packed)
 
 
-def gguf_generation_config(path: Path, config: PretrainedConfig) -> GenerationConfig:
+def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationConfig:
     """How the model of a file generates, from beside the file or from its configuration."""
     if (path.parent / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path.parent)
@@ -105,8 +93,10 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
     """
     if (path.parent / "tokenizer.json").is_file() or (path.parent / "tokenizer.model").is_file():
         return AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **options)
+    # The class that AutoTokenizer finds for a Llama, after it has read the whole file with gguf's own reader.
+    kind: Any = PreTrainedTokenizerFast if architecture_of(_reader(path)) == "llama" else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False, **options)
+        return kind.from_pretrained(path.parent, gguf_file=path.name, **options)
     except Exception as error:  # of many kinds: the vocabulary is somebody else's
         raise FileNotFoundError(
             f"{path} has no tokenizer that transformers can build ({error}): "
@@ -114,16 +104,14 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _reader(path: Path) -> Any:
-    """A `gguf.GGUFReader`, which maps the file and reads its header."""
+def _reader(path: Path) -> GgufReader:
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ImportError:
         raise ValueError(f"reading {path.name} needs the package gguf: pip install 'selfspec[gguf]'") from None
     try:
-        check_header(path)
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
+        return open_gguf(path)
+    except ValueError as error:
         raise OSError(f"{path} is incomplete or damaged ({error}): copy or download it again") from error
 
 
@@ -136,44 +124,21 @@ def _named(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} {error}: load the checkpoint that the file was made from") from error
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Within it errors are one line."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # of many kinds, from inside transformers and gguf
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"cannot be read by transformers ({said})") from error
-
-
-def _check_architecture(reader: Any, config: PretrainedConfig) -> Any:
-    """gguf's own key of the architecture. ValueError for one that transformers does not read."""
-    from gguf import MODEL_ARCH_NAMES
-
-    kind = architecture_of(reader)
-    found = next((key for key, value in MODEL_ARCH_NAMES.items() if value == kind), None)
-    if found is None or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"is a {kind!r} model, which transformers cannot read from GGUF")
-    return found
-
-
-def _tensor_names(reader: Any, config: PretrainedConfig) -> dict[str, str]:
-    """The file's tensor for each parameter of the model that transformers makes of it.
+def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str]:
+    """The file's tensor for each parameter of the model.
 
     Raises ValueError unless the file has these tensors, of these shapes, and no others.
     """
-    from gguf import get_tensor_name_map
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    names = get_tensor_name_map(_check_architecture(reader, config), config.num_hidden_layers)
-    with torch.device("meta"), _told():
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
+    names = get_tensor_name_map(kind, config.num_hidden_layers)
+    model = built_on_meta(config, "it")
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
     wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
-    there = {tensor.name: [*map(int, tensor.shape)][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
+    there = {tensor.name: [*tensor.shape][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}
     if unread := sorted(there.keys() - {*wanted.values()}):
-        raise ValueError(f"holds tensors that transformers would leave out, {len(unread)} in all, first {unread[0]}")
+        raise ValueError(f"holds tensors that are not the model's, {len(unread)} in all, first {unread[0]}")
     if missing := sorted({*wanted.values()} - there.keys()):
         raise ValueError(f"lacks tensors of the model, first {missing[0]}")
     for name, stored in wanted.items():

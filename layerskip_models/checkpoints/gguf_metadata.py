@@ -14,10 +14,13 @@ import math
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
+from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.typed_fields import is_int
+from layerskip_models.families import FAMILIES
 
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+"""By llama.cpp's names, which are also transformers' names of the families. A Mistral's file is one of a Llama."""
 ROPE_FACTORS = "rope_freqs.weight"
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _EPS, _BASE, _WINDOW = "attention.layer_norm_rms_epsilon", "rope.freq_base", "attention.sliding_window"
@@ -43,24 +46,18 @@ _DEFAULT_BASE = 10000.0
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def value_of(reader: Any, key: str) -> Any:
-    """A field's value; None if the file has no such field."""
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
-def architecture_of(reader: Any) -> str:
+def architecture_of(reader: GgufReader) -> str:
     """By the name that llama.cpp gives it. ValueError for a file without one."""
-    kind = value_of(reader, "general.architecture")
+    kind = reader.value("general.architecture")
     if not isinstance(kind, str):
         raise ValueError(f"names no architecture (general.architecture is {kind!r})")
     return kind
 
 
-def read_keys(reader: Any) -> dict[str, Any]:
+def read_keys(reader: GgufReader) -> dict[str, Any]:
     """The keys of the file's own architecture, without its name. ValueError for those that are not read, or are wrong."""
     prefix = f"{architecture_of(reader)}."
-    keys = {name.removeprefix(prefix): value_of(reader, name) for name in [*reader.fields] if name.startswith(prefix)}
+    keys = {name.removeprefix(prefix): reader.value(name) for name in reader.keys if name.startswith(prefix)}
     for name in (*_SIZES, _EPS):
         if name not in keys:
             raise ValueError(f"lacks {prefix}{name}")
@@ -80,11 +77,29 @@ def read_keys(reader: Any) -> dict[str, Any]:
     return keys
 
 
-def complete(config: Any, keys: dict[str, Any], reader: Any) -> None:
-    """Put into transformers' configuration what its own reader leaves out. keys: of `read_keys`.
+def read_config(reader: GgufReader) -> Any:
+    """transformers' configuration of the model. Raises ValueError for what is not read, or what the family does not do."""
+    kind = architecture_of(reader)
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"is a {kind!r} model; GGUF files of {', '.join(ARCHITECTURES)} are read")
+    keys = read_keys(reader)
+    vocab_size = keys.get("vocab_size") or reader.length("tokenizer.ggml.tokens")
+    config: Any = FAMILIES[kind].model.config_class(
+        num_hidden_layers=keys["block_count"],
+        max_position_embeddings=keys["context_length"],
+        hidden_size=keys["embedding_length"],
+        intermediate_size=keys["feed_forward_length"],
+        num_attention_heads=keys["attention.head_count"],
+        rms_norm_eps=keys[_EPS],
+        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+        **({} if vocab_size is None else {"vocab_size": vocab_size}),
+    )
+    _complete(config, keys, reader)
+    return config
 
-    Raises ValueError for what the family does not do.
-    """
+
+def _complete(config: Any, keys: dict[str, Any], reader: GgufReader) -> None:
+    """Heads, rotary positions, windows and special tokens, of which much follows from what is missing."""
     heads, width = keys["attention.head_count"], keys["embedding_length"]
     if config.model_type == "llama" and "attention.head_count_kv" not in keys:
         raise ValueError("lacks llama.attention.head_count_kv, without which transformers leaves keys in another order")
@@ -132,21 +147,21 @@ def _is_off(name: str, value: Any) -> bool:
     return not any(values)
 
 
-def _token(reader: Any, kind: str) -> int | None:
+def _token(reader: GgufReader, kind: str) -> int | None:
     key = f"tokenizer.ggml.{kind}_token_id"
-    found = value_of(reader, key)
+    found = reader.value(key)
     if found is not None and not is_int(found):
         raise ValueError(f"says {key} = {found!r}, and a token's number is meant")
     return found
 
 
-def _ends(reader: Any) -> list[int] | None:
+def _ends(reader: GgufReader) -> list[int] | None:
     """The tokens that end a text or a turn."""
     found = [_token(reader, kind) for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(end for end in found if end is not None)) or None
 
 
-def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: Any) -> dict[str, Any]:
+def _rope(keys: dict[str, Any], theta: float, head_dim: int, reader: GgufReader) -> dict[str, Any]:
     """Rotary scaling for `rope_parameters`.
 
     A GGUF file has it as a kind and a factor (linear), or as what each frequency is divided by (Llama 3).
@@ -178,14 +193,3 @@ def _llama_3_factors(theta: float, head_dim: int, rope: dict[str, Any]) -> np.nd
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)
     return 1 / ((1 - smooth) / rope["factor"] + smooth)
-
-
-def check_config_is(config: PretrainedConfig, keys: dict[str, Any]) -> None:
-    """ValueError where transformers read another number than the file has."""
-    names = {
-        "num_hidden_layers": "block_count", "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count", "rms_norm_eps": _EPS,
-    }  # fmt: skip
-    for field, key in names.items():
-        if getattr(config, field) != keys[key]:
-            raise ValueError(f"says {key} = {keys[key]}, and transformers read {getattr(config, field)}")

@@ -19,39 +19,34 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
+from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.families import head_dim_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
 
 _BYTES = {"Q4_0": 18, "Q4_1": 20}
-_PERMUTED = {"llama": True, "qwen2": False, "qwen3": False, "phi3": False}
-"""The architectures whose order of rows is known, and whether it is another one than transformers'."""
 
 
 class GgufWeights(StoredWeights):
     """`StoredWeights` of a file, read from the mapped file alone.
 
-    reader: a `gguf.GGUFReader`. names: the tensor in the file of each parameter, which has the parameter's shape.
-    Raises ValueError for an architecture whose order of rows is not known here.
+    names: the tensor in the file of each parameter, which has the parameter's shape.
     """
 
     def __init__(
         self,
         name: str,
-        reader: Any,
+        reader: GgufReader,
         config: PreTrainedConfig,
         names: Mapping[str, str],
         *,
         keep_packed: bool,
     ) -> None:
         super().__init__(name, keep_packed)
-        architecture = architecture_of(reader)
-        if architecture not in _PERMUTED:
-            raise ValueError(f"is of the architecture {architecture!r}, whose weights are not read")
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
-        self._config, self._permuted = config, _PERMUTED[architecture]
+        self._config, self._permuted = config, architecture_of(reader) == "llama"
         self.names = self._tensors.keys()
 
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from layerskip_models import load_model
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.gguf_header import check_header
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_config
+from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.families import FAMILIES
 from layerskip_models.kv_cache import KVCache
 
 pytest.importorskip("gguf")
+import gguf
+
 from tests.fuzz import gguf_models
 from tests.fuzz.fuzz_models import random_model
 
@@ -125,7 +130,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "no key-value heads": ("llama", {"attention__head_count_kv": None}, r"lacks llama\.attention\.head_count_kv"),
     "heads by layer": ("llama", {"attention__head_count_kv": [1, 2]}, "another llama.attention.head_count_kv in each layer"),
     "heads of text": ("llama", {"attention__head_count": "2"}, "head_count = '2'"),
-    "fewer layers than tensors": ("llama", {"block_count": 1}, "tensors that transformers would leave out"),
+    "fewer layers than tensors": ("llama", {"block_count": 1}, "tensors that are not the model"),
     "more layers": ("llama", {"block_count": 3}, "lacks tensors of the model"),
     "another width": ("qwen2", {"feed_forward_length": 32}, r"has shape \[64, 32\], and what the file says"),
     "another vocabulary": ("qwen2", {"vocab_size": 20}, r"token_embd.weight has shape \[24, 32\]"),
@@ -163,11 +168,68 @@ def test_4_bit_files_are_checked_alike(tmp_path: Path) -> None:
     ids=["tensors", "keys", "a key's length", "an array", "a type that is none"],
 )
 def test_a_damaged_count_is_not_believed(place: int, value: bytes, tmp_path: Path) -> None:
-    """`gguf` itself would read as many entries as the count says, for ever."""
     path = write(tmp_path, model_of("llama"))
-    check_header(path)
+    GgufReader(path)
     data = bytearray(path.read_bytes())
     data[place : place + len(value)] = value
     path.write_bytes(data)
     with pytest.raises(OSError, match="is incomplete or damaged"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
+def test_our_reader_finds_what_ggufs_own_finds(kind: str, tmp_path: Path) -> None:
+    texts = {"general__tags": ["a", "", "日本"], "general__numbers": [1.5, -2.0], "general__flags": [True, False]}
+    path = write(tmp_path, model_of("llama"), kind, general__name="Ünï", general__count=-3, **texts)
+    ours, theirs = GgufReader(path), gguf.GGUFReader(path)
+    assert ours.keys == [name for name in theirs.fields if not name.startswith("GGUF.")]
+    assert {key: ours.value(key) for key in ours.keys} == {key: theirs.fields[key].contents() for key in ours.keys}
+    assert [ours.length(key) for key in ("general.tags", "general.numbers", "general.name", "other")] == [
+        3,
+        2,
+        None,
+        None,
+    ]
+    assert len(ours.tensors) == len(theirs.tensors) > 10
+    for found, meant in zip(ours.tensors, theirs.tensors):
+        assert (found.name, found.tensor_type, list(found.shape)) == (
+            meant.name,
+            meant.tensor_type,
+            meant.shape.tolist(),
+        )
+        assert found.data.dtype == meant.data.dtype and np.array_equal(found.data, meant.data)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3"])
+def test_our_configuration_is_what_transformers_reads(kind: str, tmp_path: Path) -> None:
+    """All fields of it, but those that transformers leaves at their defaults where the file says something."""
+    path = write(tmp_path, model_of(kind, num_key_value_heads=2))
+    ours, theirs = gguf_config(path), AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    assert type(ours) is type(theirs)
+    own = {"quantization_config", "dtype", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window"}
+    own |= {"_name_or_path", "_model_name_or_path", "architectures", "rope_parameters"}
+    differ = {
+        key for key in {**ours.to_dict(), **theirs.to_dict()} if getattr(ours, key, None) != getattr(theirs, key, None)
+    }
+    assert differ <= own
+    assert ours.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"XXXX" + data[4:], "does not begin as a GGUF file"),
+        (lambda data: data[:4] + b"\0\0\0\3" + data[8:], "little-endian"),
+        (lambda data: data[:4] + b"\1\0\0\0" + data[8:], "its version is 1"),
+        (lambda data: data[:-8], "reaches beyond the end"),
+        (lambda data: data[: len(data) // 9], "longer than the file|no room|beyond the end"),
+        (lambda data: b"", "no room"),
+        (lambda data: data.replace(b"general.type", b"general.name", 1), "general.name twice"),
+    ],
+    ids=["magic", "order", "version", "end", "header", "empty", "a key twice"],
+)
+def test_a_damaged_file_is_one_line(change: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, model_of("llama"), general__name="a", general__type="b")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(OSError, match=f"model.gguf is incomplete or damaged .*({message})"):
         load_model(path)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
 import selfspec
@@ -116,6 +116,15 @@ def test_messages_are_written_as_the_tokenizer_writes_them(smollm2: SelfSpecGene
     result = smollm2.generate(conversation, max_new_tokens=1)
     assert result.sequences[0, :-1].tolist() == template
     assert "<|im_start|>system\nYou are a helpful AI assistant named SmolLM" in smollm2.tokenizer.decode(template)
+
+
+def test_the_tokenizer_is_the_one_that_transformers_finds(smollm2: SelfSpecGenerator) -> None:
+    path = _MODEL.find()
+    assert path is not None
+    found, meant = smollm2.tokenizer, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    assert type(found) is type(meant)
+    assert found.backend_tokenizer.to_str() == meant.backend_tokenizer.to_str()
+    assert (found.special_tokens_map, found.chat_template) == (meant.special_tokens_map, meant.chat_template)
 
 
 def test_a_second_turn_reads_only_what_is_new(smollm2: SelfSpecGenerator) -> None:
