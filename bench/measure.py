@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import Engine, EngineLostError, Generation, Named
+from bench.engines.own import Engine, EngineLostError, Generation, HasLabel
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 Item = TypeVar("Item")
@@ -72,7 +72,9 @@ def in_turn(items: Sequence[Item], turn: int) -> list[Item]:
     return [*items[first:], *items[:first]]
 
 
-def tried(engine: Named, engines: Sequence[Named], lost: dict[str, str], call: Callable[[], Result]) -> Result | None:
+def tried(
+    engine: HasLabel, engines: Sequence[HasLabel], lost: dict[str, str], call: Callable[[], Result]
+) -> Result | None:
     """What a call of an engine gives; None where the engine was lost before or is lost now, which `lost` then says.
 
     Raises EngineLostError for the first engine.

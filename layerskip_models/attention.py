@@ -38,7 +38,8 @@ class OperatorAttention:
 
     rows: of each text, in the order of the pass's rows. Raises ValueError where they do not fit into a cache.
     sliding_windows: of layers [start, stop), how many positions a row attends to, its own among them; None for all.
-    rotary: the model's table. dtype: of the arithmetic, whatever keys and values are kept in.
+    rotary: the model's table. dtype: of the arithmetic, whatever keys and values are kept in. unfused: whether a few rows
+    take three kernels of their own. groups_rows: whether no fused kernel takes both a mask and grouped heads, as on CUDA.
     """
 
     def __init__(
@@ -51,15 +52,20 @@ class OperatorAttention:
         heads: int,
         dtype: torch.dtype,
         sliding_windows: Sequence[int | None],
+        unfused: bool,
+        groups_rows: bool,
     ) -> None:
         self._start, self._sizes = start, [number for _, number in rows]
         positions = [cache.position(start, stop) for cache, _ in rows]
         tables = [rotary[position : position + number] for position, number in zip(positions, self._sizes)]
         self.rotary = tables[0] if len(tables) == 1 else torch.cat(tables)
         self._texts = [
-            _TextAttention(list(cache.windows(start, stop, number)), position, number, heads, dtype, sliding_windows)
+            _TextAttention(
+                list(cache.windows(start, stop, number)), position, number, heads,
+                dtype=dtype, sliding_windows=sliding_windows, unfused=unfused, groups_rows=groups_rows,
+            )
             for (cache, number), position in zip(rows, positions)
-        ]
+        ]  # fmt: skip
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         index = layer - self._start
@@ -112,17 +118,18 @@ class _TextAttention:
         position: int,
         rows: int,
         heads: int,
+        *,
         dtype: torch.dtype,
         sliding_windows: Sequence[int | None],
+        unfused: bool,
+        groups_rows: bool,
     ) -> None:
         self._windows = windows
         values = windows[0][3]
         kv_heads, _, dim = values.shape
-        unfused = values.is_cpu and dtype in (torch.float32, torch.float64)
         # Scores of a few rows are small next to the layer's keys; those of many rows would not be.
         self._few = unfused and (rows == 1 or (rows <= _FEW_ROWS and rows * heads <= kv_heads * dim))
-        # On CUDA no fused kernel takes both a mask and grouped heads.
-        self._heads, self._group_rows = heads, not values.is_cpu and heads != kv_heads
+        self._heads, self._group_rows = heads, groups_rows and heads != kv_heads
         device = values.device
         sights = {window: self._sight(position, rows, window, values, dtype) for window in set(sliding_windows)}
         self._sights = [sights[window] for window in sliding_windows]

@@ -133,6 +133,7 @@ class LayerSkipModel:
             kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
+            device=self.device,
         )
         self.backend: LayerBackend = self.operators
         if NativeLayers.possible(layers):

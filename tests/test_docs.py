@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -40,7 +41,8 @@ def test_local_links_exist(page):
 
 
 def commands_of(app: typer.Typer) -> set[str]:
-    return {*typer.main.get_command(app).commands}
+    group: Any = typer.main.get_command(app)
+    return {*group.list_commands(None)}
 
 
 COMMANDS = {

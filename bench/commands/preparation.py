@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.commands.bench_options import LLAMA_CPP_KINDS
 from bench.datasets import EncodedPrompt, digest, encode_prompts, load_prompts, select_prompts
-from bench.engines.own import Named, Sampling
+from bench.engines.own import HasLabel, Sampling
 from bench.engines.peers import (
     TransformersEngine,
     transformers_early_exit,
@@ -77,7 +77,7 @@ def model_name(checkpoint: str) -> str:
 
 
 def run_line(
-    command: str, configuration: Mapping[str, Any], engines: Sequence[Named], provenance: Mapping[str, Any]
+    command: str, configuration: Mapping[str, Any], engines: Sequence[HasLabel], provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A record's first line."""
     return {

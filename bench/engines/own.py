@@ -85,7 +85,7 @@ class EngineLostError(RuntimeError):
         self.mistake = mistake
 
 
-class Named(Protocol):
+class HasLabel(Protocol):
     """name: short and unique, for records; label: for tables."""
 
     @property
@@ -94,7 +94,7 @@ class Named(Protocol):
     def label(self) -> str: ...
 
 
-class Engine(Named, Protocol):
+class Engine(HasLabel, Protocol):
     """Something that continues token ids.
 
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.

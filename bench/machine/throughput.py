@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from bench.engines.own import GREEDY, Named
+from bench.engines.own import GREEDY, HasLabel
 from bench.engines.peers import transformers_sequences
 from bench.record import Line
 from selfspec import SelfSpecGenerator
@@ -33,7 +33,7 @@ class BatchRun:
     decode_seconds: float | None = None
 
 
-class BatchEngine(Named, Protocol):
+class BatchEngine(HasLabel, Protocol):
     """Continues texts together, greedily and without EOS. weights: what they are rounded to, which makes another model; else
     None."""
 

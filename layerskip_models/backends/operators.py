@@ -29,10 +29,13 @@ class OperatorLayers:
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.layers = layers
         self._heads, self._kv_heads, self._head_dim, self._dtype = heads, kv_heads, head_dim, dtype
         self._half = dtype not in (torch.float32, torch.float64)
+        self._unfused = device.type == "cpu" and not self._half
+        self._groups_rows = device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> OperatorLayers:
         """The same for other layers of these shapes."""
@@ -46,8 +49,8 @@ class OperatorLayers:
         if start == stop:
             return hidden
         attention = OperatorAttention(
-            rows, start, stop, rotary=rotary, heads=self._heads, dtype=self._dtype,
-            sliding_windows=[layer.sliding_window for layer in self.layers[start:stop]],
+            rows, start, stop, rotary=rotary, heads=self._heads, dtype=self._dtype, unfused=self._unfused,
+            sliding_windows=[layer.sliding_window for layer in self.layers[start:stop]], groups_rows=self._groups_rows,
         )  # fmt: skip
         hidden = self.walk(hidden, start, stop, attention, capture)
         for cache, number in rows:

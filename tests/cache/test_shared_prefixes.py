@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, repeat
@@ -25,6 +25,7 @@ from selfspec.cache.pool import SMALL_LOSS, KVCachePool
 from selfspec.cache.prefix_cache import Owner, PrefixCache, num_common
 from selfspec.cache.slots import CacheSlot, IdleSlots
 from selfspec.distributed import rank0_engine
+from selfspec.engine.policy_store import PolicyStore
 from test_serve import post, wait_until
 from tiny_llama import VOCAB_SIZE, tiny_llama
 
@@ -100,7 +101,7 @@ def test_a_prompt_cannot_be_guessed_token_by_token(rows_used: list[tuple[Owner, 
             # Far enough that a guess, which shares the prompt alone, does not write over the text: see `SMALL_LOSS`.
             wait_until(lambda: server.metric("generated_tokens_total") > before + 2 * SMALL_LOSS)  # noqa: B023
             for living in (True, False):
-                assert server.app.state.scheduler.decoding == living
+                assert server.metric("decoding_texts") == living
                 for stranger in STRANGERS:  # each name once: an attacker may be told of texts of its own
                     names = ({k: v.format(next(number)) for k, v in stranger.items()} for _ in repeat(None))
                     rows_used.clear()
@@ -111,7 +112,7 @@ def test_a_prompt_cannot_be_guessed_token_by_token(rows_used: list[tuple[Owner, 
                     assert rows_used and all(new == old for new, old, _ in rows_used)
                 if living:
                     connection.close()  # what was read stays, as at the end of a text
-                    wait_until(lambda: server.app.state.scheduler.decoding == 0)
+                    wait_until(lambda: server.metric("decoding_texts") == 0)
 
 
 def test_an_operator_may_share_all() -> None:
@@ -130,9 +131,10 @@ def test_the_other_processes_of_a_model_hear_whose_a_text_is() -> None:
         heard: list[Any] = []
         ranks: Any = SimpleNamespace(from_first=lambda tell, heard=heard: heard.extend(tell().events))
         policies: Any = SimpleNamespace(pass_seconds={})
-        with rank0_engine.Rank0Engine(ranks, checked.policy, OrderedDict(), policies, []) as engine:
+        with rank0_engine.Rank0Engine(ranks, checked.policy, PolicyStore(), policies, []) as engine:
             engine.cancel(engine.join(checked))
-        assert rank0_engine._checked(generator, heard[0], checked.policy, None, []).request.owner == owner
+        request = rank0_engine._Unpacker(heard[0].request, [], None, generator.model.device).load()
+        assert request.owner == owner
 
 
 def pool_of(num_bytes: int) -> KVCachePool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -19,10 +20,10 @@ WRITERS = [
     (bench.commands.bench_app.app, ["peers", "-o"]),
     (bench.commands.bench_app.app, ["roofline", "-o"]),
     (bench.commands.bench_app.app, ["context", "-o"]),
-    (bench.commands.bench_app.app, ["attention", "-o"]),
-    (bench.commands.bench_app.app, ["busy", "-o"]),
     (bench.commands.bench_app.app, ["batch", "-o"]),
     (bench.commands.bench_app.app, ["serving", "-o"]),
+    (bench.experiments.__main__.app, ["attention", "-o"]),
+    (bench.experiments.__main__.app, ["busy", "-o"]),
     (bench.experiments.__main__.app, ["copying-texts"]),
     (bench.experiments.__main__.app, ["copying-gain", "copying", "-o"]),
     (bench.experiments.__main__.app, ["exit-losses", "--data", "text.txt", "-o"]),
@@ -40,8 +41,9 @@ def test_every_output_option_is_checked_before_the_command_starts() -> None:
     """A command that gets such an option without the check fails here."""
     found = set()
     for app in (bench.commands.bench_app.app, bench.experiments.__main__.app, selfspec.cli.main.app):
-        for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
-            for parameter in command.params:
+        group: Any = get_command(app)
+        for name in group.list_commands(None):
+            for parameter in group.get_command(None, name).params:
                 if parameter.name in ("output", "output_dir", "trace") and name not in (
                     "train",
                     "train-pacer",

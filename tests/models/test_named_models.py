@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,10 @@ def test_a_failed_download_is_one_line(toy: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_pip_another_way_is_named(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_models, "find_spec", lambda name: None)
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(named_models, "distribution", missing)
     with pytest.raises(OSError, match=r"uv pip install --no-deps toy-model==1\.0"):
         download(MODEL)
 
