@@ -17,13 +17,13 @@ class Tuning:
     prompt_rows_taught: int = 4
     """The same once earlier calls taught more than `taught` (22, Z3). By replay 8 decides no better."""
     taught: int = 24
-    """Observations per layer from which on prompts teach with fewer rows and a batch may be idle. Chosen, not measured."""
+    """Observations per layer from which on prompts teach with fewer rows and texts may be idle. Chosen, not measured."""
     prompt_every: int = 8
     """New tokens that must be to come for each row of the prompt: a short text learns from fewer (22, Z5: time)."""
     learn_every: int = 32
     """One row in this many teaches every layer, and not only its own (22, I: counted in rows, not in rounds)."""
     idle: int = 4
-    """Texts of a batch that know that drafts do not pay learn this many times less often (23, Z3: four texts)."""
+    """Texts that know that drafts do not pay learn this many times less often (23, Z3: four texts; 24: one text)."""
     margin_in_batch: float = 0.05
     """How much better than plain steps drafts must be in a batch (23, Z3): its texts end at different times, so the last are
     in a smaller batch than they were promised."""

@@ -196,8 +196,8 @@ class AutoExit(DelegatingPolicy):
 
     @property
     def _idle(self) -> bool:
-        """True if a batch knows that drafts do not pay. Learning is then most of what `auto` costs."""
-        return self._sharing > 1 and self.learner.best_layer is None and self.learner.known >= TUNING.taught
+        """True if it knows that drafts do not pay. Learning is then most of what `auto` costs."""
+        return self.learner.best_layer is None and self.learner.known >= TUNING.taught
 
     def observe(self, record: RoundRecord) -> None:
         if self._observes.copies != "none":

@@ -189,10 +189,13 @@ def test_those_that_join_together_are_told_how_many_they_will_be() -> None:
     assert told[-2:] == [2, 2]  # the last two join when all before them are complete
 
 
-def test_texts_in_a_batch_that_know_that_drafts_do_not_pay_learn_less() -> None:
-    """And nothing from their prompts. A text alone learns as ever."""
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_texts_that_know_that_drafts_do_not_pay_learn_less(batch_size: int) -> None:
+    """And nothing from their prompts."""
     cost = replace(made_up_cost(4), fixed=False)
     policy = parse_policy("auto:learn_every=1,copy=off", num_layers=4, measure=lambda: cost)
+    policy.expect_batch_size(batch_size)
+    assert policy.observes.prompt_rows > 0
     learner = policy.exit.learner  # type: ignore[attr-defined]
     layers = policy.observes.shadow_layers
     wrong = torch.zeros(len(layers), 2 * TUNING.taught, dtype=torch.long)
@@ -200,11 +203,8 @@ def test_texts_in_a_batch_that_know_that_drafts_do_not_pay_learn_less() -> None:
         ShadowTokens(layers=layers, tokens=wrong, confidences=wrong + 0.1, target_tokens=wrong[0] + 1)
     )
     assert learner.known >= TUNING.taught
-    policy.expect_batch_size(1)
-    assert policy.observes.prompt_rows > 0
-    policy.expect_batch_size(2)
     assert learner.best_layer is None and not learner.hopeless
     assert policy.observes.prompt_rows == 0
-    context = RoundContext(round_index=0, num_committed=9, remaining_tokens=99, batch_size=2)
-    learns = [policy.exit.plan(context).learn for _ in range(2 * TUNING.idle * 10)]
+    context = RoundContext(round_index=0, num_committed=9, remaining_tokens=99, batch_size=batch_size)
+    learns = [policy.exit.plan(context).learn for _ in range(batch_size * TUNING.idle * 10)]
     assert sum(learns) == 10
