@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from layerskip_models.checkpoints.gguf_reader import GgufReader
-from layerskip_models.checkpoints.typed_fields import is_int
+from layerskip_models.checkpoints.typed_fields import is_int, is_number
 from layerskip_models.families import FAMILIES
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
@@ -67,7 +67,7 @@ def read_keys(reader: GgufReader) -> dict[str, Any]:
         if not is_int(keys[name]) or keys[name] < 1:
             raise ValueError(f"says {prefix}{name} = {keys[name]!r}, and a number from 1 is meant")
     for name in keys.keys() & {_EPS, _BASE, "rope.scaling.factor", "rope.scaling.attn_factor"}:
-        if not isinstance(keys[name], (int, float)) or not 0 < keys[name] < math.inf:
+        if not is_number(keys[name]) or keys[name] <= 0:
             raise ValueError(f"says {prefix}{name} = {keys[name]!r}, and a number above 0 is meant")
     for name in sorted(keys.keys() - _READ - _UNUSED):
         if not _is_off(name, keys[name]):

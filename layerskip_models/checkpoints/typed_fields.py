@@ -13,21 +13,22 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether this is a finite number, and neither true nor false."""
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", is_int),
-    "float": ("a number", _is_number),
+    "float": ("a number", is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "str": ("a text", lambda value: isinstance(value, str)),
     "tuple[int, ...]": ("whole numbers", lambda value: isinstance(value, tuple) and all(map(is_int, value))),
-    "tuple[float, ...]": ("numbers", lambda value: isinstance(value, tuple) and all(map(_is_number, value))),
+    "tuple[float, ...]": ("numbers", lambda value: isinstance(value, tuple) and all(map(is_number, value))),
     "dict[str, Any]": ("fields", lambda value: isinstance(value, dict)),
     "dict[str, float]": (
         "numbers by name",
-        lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+        lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
     ),
 }
 
