@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.datasets import EncodedPrompt
-from bench.engines.own import Engine, EngineLostError, Generation, HasLabel
+from bench.engines.own import EngineLostError, Generation, HasLabel, TimedEngine
 from selfspec.analysis.comparison import NEAR_TIE_LOGIT_GAPS, first_difference
 
 Item = TypeVar("Item")
@@ -33,7 +33,7 @@ class Difference:
 
 
 def measure(
-    engines: Sequence[Engine],
+    engines: Sequence[TimedEngine],
     prompts: Sequence[EncodedPrompt],
     *,
     max_new_tokens: int,
@@ -91,7 +91,7 @@ def tried(
 
 
 def warm_up(
-    engines: Sequence[Engine],
+    engines: Sequence[TimedEngine],
     prompt: EncodedPrompt,
     *,
     max_new_tokens: int,
@@ -107,7 +107,7 @@ def warm_up(
 
 
 def measure_prompt(
-    engines: Sequence[Engine],
+    engines: Sequence[TimedEngine],
     prompt: EncodedPrompt,
     *,
     max_new_tokens: int,
@@ -178,14 +178,14 @@ def num_runs(num_engines: int, num_prompts: int, *, repeats: int, warmups: int) 
     return num_engines * (warmups + num_prompts * repeats)
 
 
-def reference_of(engine: Engine, engines: Sequence[Engine]) -> Engine:
+def reference_of(engine: TimedEngine, engines: Sequence[TimedEngine]) -> TimedEngine:
     """The engine that another's outputs are compared with: the first with its weights. That one's, with the first of all."""
     first = next(other for other in engines if other.weights == engine.weights)
     return engines[0] if first is engine else first
 
 
 def compare_outputs(
-    prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: Engine, dtype: torch.dtype | None
+    prompt: Tensor, reference: Sequence[int], tokens: Sequence[int], engine: TimedEngine, dtype: torch.dtype | None
 ) -> Difference | None:
     """The first difference between two continuations of a prompt, or None.
 
@@ -202,7 +202,7 @@ def compare_outputs(
 
 
 def _sample(
-    engine: Engine, prompt: EncodedPrompt, repeat: int, generation: Generation, scores: Mapping[str, float] | None
+    engine: TimedEngine, prompt: EncodedPrompt, repeat: int, generation: Generation, scores: Mapping[str, float] | None
 ) -> dict[str, Any]:
     return {
         "kind": "sample",

@@ -74,10 +74,6 @@ def test_everything_exported_says_what_it_is(package: ModuleType) -> None:
             assert (exported.__doc__ or "").strip(), name
 
 
-STAND_TWICE = {"Engine"}
-"""Names of classes that still stand for several things. The set may only shrink."""
-
-
 def test_a_class_name_stands_for_one_thing() -> None:
     found: defaultdict[str, set[str]] = defaultdict(set)
     for path in FILES:
@@ -87,7 +83,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(name)
-    several = {name: sorted(paths) for name, paths in found.items() if len(paths) > 1 and name not in STAND_TWICE}
+    several = {name: sorted(paths) for name, paths in found.items() if len(paths) > 1}
     assert not several
 
 

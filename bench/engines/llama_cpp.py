@@ -79,7 +79,7 @@ class LlamaCppEngine:
             raise RuntimeError(f"{self.label} failed to decode: status {status}")
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         ids = prompt.tolist()
         start = perf_counter()
         self._begin(ids)
@@ -98,7 +98,7 @@ class LlamaCppEngine:
         return
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         self._begin(ids.tolist())
         return torch.tensor(llama_cpp.llama_get_logits_ith(self._context, -1)[: self._vocab_size])
 

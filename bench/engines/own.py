@@ -94,7 +94,7 @@ class HasLabel(Protocol):
     def label(self) -> str: ...
 
 
-class Engine(HasLabel, Protocol):
+class TimedEngine(HasLabel, Protocol):
     """Something that continues token ids.
 
     weights: what the run's weights were rounded to ("int4", ..), which makes another model of them; None for the run's own.
@@ -117,7 +117,7 @@ class Engine(HasLabel, Protocol):
         ...
 
 
-class LocalEngine(Engine, Protocol):
+class LocalEngine(TimedEngine, Protocol):
     """An engine in this process."""
 
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
@@ -130,7 +130,7 @@ class SelfSpecEngine:
 
     The policy forgets what it learned before every run, so that a run's rounds do not depend on what was measured before.
     With `kept` it starts every run on a prompt with what it had learned from one run on each prompt before it.
-    name, label: of the engine, when not the policy's. sampling: None for greedy decoding. weights: see `Engine`.
+    name, label: of the engine, when not the policy's. sampling: None for greedy decoding. weights: see `TimedEngine`.
     """
 
     arithmetic: torch.dtype | None = None
@@ -169,7 +169,7 @@ class SelfSpecEngine:
         return {**options, **sampling.arguments(), "seed": sampling.seed + repeat}
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         device = self._generator.model.device
         policy = self._generator.resolve_policy(self._policy)
         policy.reset()
@@ -212,7 +212,7 @@ class SelfSpecEngine:
         return
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         model = self._generator.model
         with torch.inference_mode():
             cache = KVCache(model, ids.numel())

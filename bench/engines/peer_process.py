@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from bench.engines.own import Engine, EngineLostError, Generation
+from bench.engines.own import EngineLostError, Generation, TimedEngine
 from bench.machine.throughput import BatchEngine, BatchRun
 
 StartMethod = Literal["spawn", "fork"]
@@ -38,7 +38,7 @@ class Peer:
     batches: those that continue many texts together.
     """
 
-    engines: Sequence[Engine] = ()
+    engines: Sequence[TimedEngine] = ()
     batches: Sequence[BatchEngine] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class PeerProcess:
             self.close()
             raise
         engines = [_Remote(self, number, *one) for number, one in enumerate(described)]
-        self.engines: Sequence[Engine] = engines[:count]
+        self.engines: Sequence[TimedEngine] = engines[:count]
         self.batches: Sequence[BatchEngine] = engines[count:]
 
     def __enter__(self) -> PeerProcess:
@@ -142,17 +142,17 @@ class _Remote:
         self.weights, self.arithmetic = weights, arithmetic
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         generation: Generation = self._call("generate", prompt.tolist(), max_new_tokens, repeat)
         return generation
 
     def count(self, prompt: Tensor, max_new_tokens: int) -> Mapping[str, float | int | None] | None:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         counted: Mapping[str, float | int | None] | None = self._call("count", prompt.tolist(), max_new_tokens)
         return counted
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         return torch.tensor(self._call("next_logits", ids.tolist()), dtype=torch.float64)  # which holds any dtype's
 
     def run(self, prompts: Sequence[Tensor], max_new_tokens: int) -> BatchRun:
@@ -178,7 +178,7 @@ def _serve(pipe: Connection, parents: Connection, path: str, make: Callable[[], 
     logging.disable_progress_bar()
     try:
         peer = make()
-        engines: list[Engine | BatchEngine] = [*peer.engines, *peer.batches]
+        engines: list[TimedEngine | BatchEngine] = [*peer.engines, *peer.batches]
         described = [(one.name, one.label, one.weights, getattr(one, "arithmetic", None)) for one in engines]
         pipe.send((True, (described, len(peer.engines), dict(peer.about))))
         while True:

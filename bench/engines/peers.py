@@ -110,7 +110,7 @@ class TransformersEngine:
         return transformers_sequences(self._model, ids, max_new_tokens, self._settings, **arguments)
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
-        """See `Engine`. The first token is timed in a second call, so that no streamer slows the first one down."""
+        """See `TimedEngine`. The first token is timed in a second call, so that no streamer slows the first one down."""
         device = self._model.device
         synchronize(device)
         start = perf_counter()
@@ -157,7 +157,7 @@ class TransformersEngine:
         }
 
     def next_logits(self, ids: Tensor) -> Tensor:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         with torch.inference_mode():
             output = self._model(input_ids=ids.to(self._model.device).unsqueeze(0), logits_to_keep=1, use_cache=False)
             return output.logits[0, -1].float().cpu()

@@ -42,9 +42,8 @@ class Engine:
         self._next = 0
         self._slots: dict[int, BatchSlot] = {}
         self._policies = BatchPolicies()
-        self._runners: dict[
-            BoundModel, tuple[Runner, ExitStack]
-        ] = {}  # eager ones, for each copy of the weights in use
+        # Eager ones, for each copy of the weights in use.
+        self._runners: dict[BoundModel, tuple[Runner, ExitStack]] = {}
         # What sequences got in this step, and what of that is ready to be returned. A step that raises leaves both to the
         # next one.
         self._got: Found = []

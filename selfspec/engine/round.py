@@ -55,9 +55,8 @@ def run_round(sequences: abc.Sequence[Sequence], runner: Runner, found: Found | 
                 if result.error is not None:
                     raise result.error
                 tokens = sequence.commit(result)  # 5. Commit them and one token more. Only lengths change.
-                record = sequence.learn(
-                    planned, result, tokens, *shares
-                )  # 6. Learn: the policy sees what came of its plan.
+                # 6. Learn: the policy sees what came of its plan.
+                record = sequence.learn(planned, result, tokens, *shares)
                 if result.failure is not None:  # the text ended before it
                     runner.clear(sequence.length - 1)
                 tell(sequence, found, StepOutput(tokens=sequence.unsent, record=record))
