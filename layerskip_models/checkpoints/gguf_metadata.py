@@ -84,16 +84,19 @@ def read_config(reader: GgufReader) -> Any:
         raise ValueError(f"is a {kind!r} model; GGUF files of {', '.join(ARCHITECTURES)} are read")
     keys = read_keys(reader)
     vocab_size = keys.get("vocab_size") or reader.length("tokenizer.ggml.tokens")
-    config: Any = FAMILIES[kind].model.config_class(
-        num_hidden_layers=keys["block_count"],
-        max_position_embeddings=keys["context_length"],
-        hidden_size=keys["embedding_length"],
-        intermediate_size=keys["feed_forward_length"],
-        num_attention_heads=keys["attention.head_count"],
-        rms_norm_eps=keys[_EPS],
-        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
-        **({} if vocab_size is None else {"vocab_size": vocab_size}),
-    )
+    try:
+        config: Any = FAMILIES[kind].model.config_class(
+            num_hidden_layers=keys["block_count"],
+            max_position_embeddings=keys["context_length"],
+            hidden_size=keys["embedding_length"],
+            intermediate_size=keys["feed_forward_length"],
+            num_attention_heads=keys["attention.head_count"],
+            rms_norm_eps=keys[_EPS],
+            tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+            **({} if vocab_size is None else {"vocab_size": vocab_size}),
+        )
+    except Exception as error:  # of many kinds, from transformers' own checks
+        raise ValueError(f"describes a model that cannot be ({' '.join(str(error).split())})") from error
     _complete(config, keys, reader)
     return config
 

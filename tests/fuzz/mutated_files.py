@@ -126,6 +126,8 @@ def _change_gguf(built: Built, own_kind: str, random: Random) -> tuple[str, bool
             with suppress(Exception):  # transformers checks what a configuration is given
                 setattr(config, field, keys[name] or None)
         changes = name in ("rope.freq_base", "rope.scaling.factor", "rope.scaling.type", *_READ)
+        # A Phi-3 may rotate part of a head; other families are refused then.
+        changes = changes or (name == "rope.dimension_count" and config.model_type == "phi3")
     else:
         name = random.choice([*tensors])
         data, own = tensors[name]

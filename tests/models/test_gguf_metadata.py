@@ -126,6 +126,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "an old key of linear scaling": ("llama", {"rope__scale_linear": 4.0}, r"rope\.scale_linear = 4\.0"),
     "sections of positions": ("qwen2", {"rope__dimension_sections": [4, 4, 0, 0]}, "dimension_sections"),
     "no epsilon": ("qwen2", {"attention__layer_norm_rms_epsilon": None}, "lacks qwen2.attention.layer_norm_rms_epsilon"),
+    "a width that heads do not divide": ("llama", {"embedding_length": 33}, "describes a model that cannot be"),
     "an epsilon that is true": ("llama", {"attention__layer_norm_rms_epsilon": True}, "above 0 is meant"),
     "a base that is not finite": ("llama", {"rope__freq_base": float("inf")}, "above 0 is meant"),
     "no heads": ("llama", {"attention__head_count": None}, r"lacks llama\.attention\.head_count"),
