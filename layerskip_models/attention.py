@@ -110,7 +110,7 @@ def unseen(positions: Tensor, places: Tensor, window: int | None) -> Tensor:
 
 
 class _TextAttention:
-    """Of one text's rows, all layers of a pass."""
+    """Attention of one text's rows in all layers of a pass."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _LOGITS = 1 << 22  # numbers of logits that exist at a time: 16 MB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """Of the unfiltered distribution at temperature 1, row by row.
+    """Figures of the unfiltered distribution at temperature 1, row by row.
 
     tokens: int64 [rows], the argmax; the first of equal ones. numbers: float32 [1, 2 or 4, rows], as much as was asked for.
     """
@@ -29,7 +29,7 @@ class Choices:
 
     @property
     def logits(self) -> Tensor:
-        """Of the tokens, [rows]. NaN where any logit of the row is NaN."""
+        """Logits of the tokens, [rows]. NaN where any logit of the row is NaN."""
         return self.numbers[0]
 
     @property

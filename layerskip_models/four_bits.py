@@ -38,17 +38,17 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of which outputs and inputs of a matrix a part has the numbers."""
+    """The outputs and inputs of a matrix that a part of it covers."""
 
     rows: range
     columns: range
 
     def of_rows(self, numbers: Tensor) -> Tensor:
-        """Of numbers for each of the matrix' outputs, [out, ...], those of the part."""
+        """The part's share of numbers that the matrix has for each output, [out, ...]."""
         return numbers[self.rows.start : self.rows.stop]
 
     def of_groups(self, numbers: Tensor, columns: int) -> Tensor:
-        """Of numbers for each of the matrix' equal groups of inputs, [.., groups], those of the part.
+        """The part's share of numbers that the matrix has for each equal group of inputs, [.., groups].
 
         columns: inputs of the whole matrix. A group is divided where the part begins or ends within one.
         """

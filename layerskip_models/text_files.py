@@ -46,7 +46,7 @@ def split_lines(data: bytes) -> list[str]:
 
 
 def cut_last_line(path: Path) -> None:
-    """Take away what stands behind the last line feed, a line that was cut short. What is before it is not written again."""
+    """Remove what follows the last line feed, a line that was cut short. What is before it is not written again."""
     with path.open("rb+") as stream:
         end = stream.seek(0, os.SEEK_END)
         while end > 0:

@@ -180,7 +180,7 @@ def convert(
 
 
 def _inv_freq(rotary: Any, config: Any) -> Tensor:
-    """Of transformers' rotary embedding, [numbers that rotate / 2].
+    """The frequencies of transformers' rotary embedding, [numbers that rotate / 2].
 
     ValueError for frequencies that are not numbers, and for part of a head where transformers rotates all of it.
     """
@@ -223,7 +223,7 @@ def convert_layer(
     turned = (config.num_attention_heads + config.num_key_value_heads) * size
 
     def reordered(values: Tensor) -> Tensor:
-        """Of whole heads, one after another: [heads * size, ...], as the kernels want them."""
+        """Rows of whole heads, [heads * size, ...], in the order that the kernels want."""
         return interleave_heads(values, values.shape[0] // size, rotated) if interleaved else values
 
     def norm(name: str | None, of_heads: bool = False) -> RMSNorm | None:

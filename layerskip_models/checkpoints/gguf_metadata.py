@@ -4,7 +4,7 @@ transformers reads about ten keys and passes over the others. Those that change 
 scaled rotary positions, heads of another size, experts, factors on logits) are read here. A key that nobody here knows is
 refused, unless its value says that what it is about is switched off.
 
-ValueErrors here begin with what the file does or has: the caller puts its name in front, and the remedy behind.
+ValueErrors here begin with what the file does or has: the caller adds its name in front and the remedy at the end.
 Source: gguf's `constants.py`; llama.cpp's loaders of the families, for what is assumed where a key is missing.
 """
 
@@ -39,7 +39,7 @@ _UNUSED = frozenset(
         "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     }
 )  # fmt: skip
-"""Of embeddings, of how the file was made, and of "yarn", which is refused."""
+"""Keys about embeddings, about how the file was made, and about "yarn", which is refused."""
 _READ = frozenset({*_SIZES, *_MORE_SIZES, *_ROPE, _EPS, _BASE, _WINDOW})
 _TOKENS = ("bos", "eos", "eot", "eom", "padding")
 _DEFAULT_BASE = 10000.0

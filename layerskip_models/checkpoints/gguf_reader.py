@@ -21,7 +21,7 @@ import numpy as np
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Of values with a fixed size, by their type, as `struct` has them."""
+"""Formats of `struct` for values of a fixed size, by their type."""
 _LEAST_KEY, _LEAST_TENSOR = 13, 24  # bytes of an entry with nothing in it
 _MOST_NESTED, _MOST_DIMENSIONS = 4, 4
 

@@ -275,7 +275,7 @@ def _groups(parts: Stored, name: str, columns: int, count: int, scheme: Scheme) 
 
 
 def _shape(stored: Any) -> list[int]:
-    """Of a tensor, or of a safetensors slice."""
+    """The shape of a tensor, or of a safetensors slice."""
     return [*stored.shape] if isinstance(stored, Tensor) else stored.get_shape()
 
 

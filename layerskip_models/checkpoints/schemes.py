@@ -47,7 +47,7 @@ NOTHING_SAID = Scheme()
 
 
 def schemes_of(settings: Mapping[str, Any]) -> SchemeOf:
-    """Of a `quantization_config`. Raises ValueError that says of the checkpoint why it is not read ("its format is ..").
+    """The schemes of a `quantization_config`. Raises ValueError that says why it is not read ("its format is ..").
 
     Values of other types than are meant may raise any other error.
     """
@@ -120,7 +120,7 @@ _MATCHES: tuple[Callable[[str, str], bool], ...] = (  # the most exact first, as
 
 
 def _scheme_of_group(group: Mapping[str, Any]) -> Scheme:
-    """Of one of compressed-tensors' `config_groups`."""
+    """The scheme of one of compressed-tensors' `config_groups`."""
     weights = group.get("weights") or {}
     if group.get("input_activations") or group.get("output_activations"):
         raise ValueError(

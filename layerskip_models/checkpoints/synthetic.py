@@ -65,7 +65,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama2-70B": _shape(8192, 80, 64, 8, 28672, 32000, 4096),
     }
 )
-"""Of Meta's seven LayerSkip checkpoints, and two that a laptop runs."""
+"""Shapes of Meta's seven LayerSkip checkpoints, and of two that a laptop runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

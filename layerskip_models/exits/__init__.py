@@ -1,1 +1,1 @@
-"""Adapters behind the exits of a frozen model: what drafts see, and verification never does."""
+"""Adapters at the exits of a frozen model: what drafts see, and verification never does."""

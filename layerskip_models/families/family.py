@@ -30,7 +30,7 @@ class Family:
 
     title: the models it covers, in a user's words. config, model: transformers' classes.
     ropes: kinds of rotary embedding that can be run.
-    qkv, gate_up: linears of `self_attn` and `mlp` whose outputs, one behind the other, are queries, keys and values, and gate
+    qkv, gate_up: linears of `self_attn` and `mlp` whose outputs, one after the other, are queries, keys and values, and gate
         and up.
     input_norm, post_attention_norm: norms of a layer before attention and before the MLP; None where there is none.
     output_norm, down_norm: norms of what attention and the MLP add, before it is added.

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and the MLP, not before them; one norm over all queries of a row, one over all keys."""
+"""OLMo 2: norms after attention and the MLP, not before them; one norm over all queries of a row, one over all keys."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from layerskip_models.norm import RMSNorm
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, ROWS, EPS = 43, 6, 2, 18, 37, 9, 1e-5
 LAYERS, WINDOW = 3, 6
 GROUPED = 192  # inputs of the 4-bit matrix; must be a multiple of its group
-MANY = 4  # times ROWS: so many rows that the kernels take another code path
+MANY = 4  # times ROWS: enough rows for the kernels to take another code path
 EARLIER = library.SECTION - 4  # positions before the rows, chosen so that the rows lie in two sections
 TILED = (64, 128)  # outputs and inputs of a matrix that fills tiles
 TILED_ROWS = 33  # two tiles' rows and one more

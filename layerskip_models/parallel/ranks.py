@@ -109,7 +109,7 @@ class Ranks:
         return found
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """Of each number the largest that a rank gave, float32 on a CPU; however long they take."""
+        """The largest value that any rank gave of each number, float32 on a CPU; waits as long as it takes."""
         found = numbers.float().clone()
         with self.told():
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._patient)

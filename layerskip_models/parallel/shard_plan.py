@@ -103,13 +103,13 @@ class ShardPlan:
         )
 
     def num_inputs(self, kind: str) -> int | None:
-        """Of the whole matrix, for the kinds of which a rank has some inputs ("output" and "down"); None for others."""
+        """Inputs of the whole matrix, if ranks divide its inputs ("output" and "down"); None for others."""
         config: Any = self.config
         sizes = {"output": config.num_attention_heads * self.head_dim, "down": int(config.intermediate_size)}
         return sizes.get(kind)
 
     def local_config(self) -> PreTrainedConfig:
-        """Of a model that is as large as this part."""
+        """The configuration of a model that is as large as this part."""
         local: Any = copy.deepcopy(self.config)
         local.head_dim = self.head_dim
         local.num_attention_heads, local.num_key_value_heads = self.heads.size, self.kv_heads.size

@@ -18,7 +18,7 @@ _CHOICE_NUMBERS = 2  # float64, of a row's likeliest token: see `vocabulary.numb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSize:
-    """Of one rank. All in bytes.
+    """Memory of one rank, all in bytes.
 
     layers, head, draft_head, embedding, norms: weights. Without our kernels a tied head is the embedding, and counted once.
     kv_per_token: keys and values of one position in all layers. read_per_pass: weights that a plain step reads.
@@ -66,7 +66,7 @@ def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dty
     embedding = 0 if tied and not kernels else vocabulary * stored
     draft_head = plan.vocab.size * (local.hidden_size + 4) if kernels and head >= DRAFT_HEAD_BYTES else 0
     num_layers, hidden = int(local.num_hidden_layers), int(local.hidden_size)
-    sums = 2 * num_layers + 1 if ranks > 1 else 0  # behind attention, behind the MLP, and the embedding
+    sums = 2 * num_layers + 1 if ranks > 1 else 0  # after attention, after the MLP, and the embedding
     ring = (ranks - 1) * (1 if device.type == "cpu" else 2 / ranks)
     return ShardSize(
         ranks=ranks,
@@ -82,5 +82,5 @@ def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dty
 
 
 def largest_shard(config: PreTrainedConfig, ranks: int, dtype: torch.dtype, device: torch.device) -> ShardSize:
-    """Of the rank that holds most."""
+    """The size of the rank that holds most."""
     return max((shard_size(config, rank, ranks, dtype, device) for rank in range(ranks)), key=lambda size: size.weights)

@@ -1,1 +1,1 @@
-"""The policy `auto`: the best rate of tokens per cost, and all that it reckons with."""
+"""The policy `auto`: the best rate of tokens per cost, and all that it takes into account."""

@@ -19,7 +19,7 @@ def watching_all_layers(policy: Policy, num_layers: int) -> Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedups:
-    """Of a run's rounds over plain decoding of the same tokens.
+    """The gain of a run's rounds over plain decoding of the same tokens.
 
     layers: what layers loaded allow (eTPL * L). cost: what is left of it with heads and numbers of rows at their measured
     cost. real: with everything, learning and bookkeeping too, against the plain step's measured cost. full_acceptance: `cost`

@@ -37,7 +37,7 @@ CONFIG_FILE, WEIGHTS_FILE = "preverifier.json", "preverifier.safetensors"
 SCOPES = ("full", "draft", "block")
 ESTIMATES = ("conditional", "prefix")
 FEATURES = ("log_confidence", "log_margin", "entropy")
-"""Of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
+"""Features of a draft row's distribution: log p1, log p1 - log p2 (of the two likeliest tokens), entropy in nats."""
 CONTEXT = 0
 """The draft index of a committed row; drafts are counted from 1."""
 

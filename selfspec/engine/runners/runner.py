@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Head = Literal["draft", "full"]
-"""The draft head (behind an exit, whose adapter the rows pass first), or the full model's head."""
+"""The draft head (after an exit, whose adapter the rows pass first), or the full model's head."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen: made in every round, and that costs four times as much
