@@ -22,7 +22,7 @@ from transformers import (
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
-from layerskip_models.checkpoints.gguf_reader import GgufReader, open_gguf
+from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
 
 GGUF_METHOD = "gguf"
@@ -110,7 +110,7 @@ def _reader(path: Path) -> GgufReader:
     except ImportError:
         raise ValueError(f"reading {path.name} needs the package gguf: pip install 'selfspec[gguf]'") from None
     try:
-        return open_gguf(path)
+        return GgufReader(path)
     except ValueError as error:
         raise OSError(f"{path} is incomplete or damaged ({error}): copy or download it again") from error
 

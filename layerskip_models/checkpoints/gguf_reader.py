@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +161,3 @@ class GgufReader:
         rows = shape[:0:-1]
         data = data.reshape(*rows, row) if floats is None else data.view(floats).reshape(*rows, shape[0])
         return GgufTensor(name, tensor_type, shape, data)
-
-
-def open_gguf(path: Path) -> GgufReader:
-    """The file's reader, which is kept for the next call as long as the file does not change. Raises as `GgufReader`."""
-    stat = path.stat()
-    return _opened(path, stat.st_mtime_ns, stat.st_size)
-
-
-@lru_cache(maxsize=1)
-def _opened(path: Path, changed: int, size: int) -> GgufReader:
-    return GgufReader(path)
