@@ -26,12 +26,16 @@ _UNREADABLE = (
 M = TypeVar("M", bound=nn.Module)
 
 
-def read_module(config: Path, weights: Path, make: Callable[[dict[str, Any]], M], *, what: str, remedy: str) -> M:
+def read_module(
+    config: Path, weights: Path, make: Callable[[dict[str, Any]], M], *, what: str, missing: str, remedy: str
+) -> M:
     """The network that `make` builds from the fields of a JSON file, with the file's weights in float32, on the CPU.
 
-    what: it is, for messages. remedy: what to do if it cannot be read. Raises ValueError that names the folder, or the file
-    with weights that are not finite.
+    what: it is, for messages. missing, remedy: what to do if it is not there, or cannot be read. Raises FileNotFoundError
+    without the JSON file, and ValueError that names the folder, or the file with weights that are not finite.
     """
+    if not config.is_file():
+        raise FileNotFoundError(f"no {what} at {config.parent}: {config.name} is missing; {missing}")
     try:
         fields = json.loads(config.read_text(encoding="utf-8"))
         with torch.device("cpu"):  # whatever the caller's default is

@@ -44,15 +44,12 @@ def save_adapters(adapters: ExitAdapters, folder: Path, dtype: torch.dtype | Non
 def load_adapters(folder: str | Path, *, map_location: str | torch.device = "cpu") -> ExitAdapters:
     """Read what `save_adapters` wrote, in float32. FileNotFoundError or ValueError says what is wrong."""
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(
-            f"no exit adapters at {folder}: {CONFIG_FILE} is missing; train them with selfspec train-exit"
-        )
     adapters = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
         lambda fields: ExitAdapters(AdapterConfig(**with_tuples(_known(fields), "fingerprint", "exit_layers"))),
         what="exit adapters",
+        missing="train them with selfspec train-exit",
         remedy="train them again with selfspec train-exit, or say exits=None (--exits none)",
     )
     return adapters.to(map_location).eval()

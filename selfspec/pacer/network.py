@@ -250,15 +250,12 @@ def save_preverifier(module: PreVerifierModule, folder: Path) -> None:
 def load_preverifier(folder: str | Path) -> PreVerifierModule:
     """Read what `save_preverifier` wrote, in float32. Raises FileNotFoundError or ValueError that says what is wrong."""
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(
-            f"no pre-verifier at {folder}: {CONFIG_FILE} is missing; train one with selfspec train-pacer"
-        )
     module = read_module(
         folder / CONFIG_FILE,
         folder / WEIGHTS_FILE,
         lambda fields: PreVerifierModule(PreVerifierConfig(**with_tuples(fields, "fingerprint", "exit_layers"))),
         what="pre-verifier",
+        missing="train one with selfspec train-pacer",
         remedy="train it again with selfspec train-pacer",
     )
     return module.eval()
