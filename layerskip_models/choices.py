@@ -52,7 +52,7 @@ class Choices:
         return read_rows(self.tokens, self.numbers)
 
     def outputs(self) -> list[HeadOutput]:
-        """The same row by row, in one copy from the device."""
+        """Tokens and figures row by row, in one copy from the device."""
         tokens, numbers = self.read()
         return [HeadOutput(*row) for row in zip(tokens, *numbers)]
 

@@ -121,7 +121,7 @@ class LocalEngine(TimedEngine, Protocol):
     """An engine in this process."""
 
     def generate_afresh(self, prompt: Tensor, max_new_tokens: int) -> None:
-        """The same continuation with every buffer allocated during the call, for measuring memory; not timed."""
+        """Continue the prompt with every buffer allocated during the call, for measuring memory; not timed."""
         ...
 
 

@@ -38,7 +38,7 @@ class OperatorLayers:
         self._groups_rows = device.type != "cpu"  # no fused kernel there takes a mask and grouped heads
 
     def with_layers(self, layers: Sequence[DecoderLayer]) -> OperatorLayers:
-        """The same for other layers of these shapes."""
+        """A backend for other layers of these shapes."""
         other = copy.copy(self)
         other.layers = layers
         return other

@@ -58,7 +58,7 @@ class StoredWeights(ABC):
         return value
 
     def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> FourBitWeight | None:
-        """The same of a layer's matrix that stays in 4 bits; None for one that does not."""
+        """As `read`, for a matrix of a layer that stays in 4 bits; None if it does not stay so."""
         if not self._keep_packed or not module.startswith("model.layers."):
             return None
         found = [self.four_bits(module, cut) for cut in cuts]
@@ -72,7 +72,7 @@ class StoredWeights(ABC):
 
 
 class SafetensorsWeights(StoredWeights):
-    """Of a checkpoint in floats, or one that GPTQ or compressed-tensors quantised.
+    """`StoredWeights` of a checkpoint in floats, or of one that GPTQ or compressed-tensors quantised.
 
     where: the file of every tensor; files are opened once and mapped, not read. shapes: of the model's parameters.
     scheme_of: what is said of each quantised module; None for a checkpoint in floats.

@@ -281,7 +281,7 @@ def _norms(layer: DecoderLayer) -> list[RMSNorm | None]:
 
 
 def portions(rows: CacheRows) -> Iterator[CacheRows]:
-    """The same rows in portions of at most `MOST_ROWS`."""
+    """Split the rows into portions of at most `MOST_ROWS`."""
     part: list[tuple[KVCache, int]] = []
     left = MOST_ROWS
     for cache, number in rows:

@@ -31,7 +31,7 @@ def use_large_pages(tensor: Tensor) -> None:
 
 
 def expect_large_pages(tensor: Tensor) -> None:
-    """The same for a tensor that has not been written to yet: its memory is then allocated in large pages on first write."""
+    """Ask for large pages for a tensor that has not been written to yet. They are allocated on first write."""
     _ask(tensor, _ADVISE_LARGE)
 
 
