@@ -59,7 +59,7 @@ def without_loss(weight: Tensor) -> Tensor:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor as C reads it: contiguous, with its data aligned to the element size. Copied only if it is not so already."""
+    """The tensor as C reads it: contiguous, its data aligned to the element size. Copied only if it is not so already."""
     tensor = tensor.contiguous()
     # a tensor in a mapped file may begin at any address
     return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
