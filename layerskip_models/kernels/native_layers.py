@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import addressof
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,12 @@ _OF_HEADS = ("query_norm", "key_norm")
 _UNLIMITED = 2**62  # positions
 KV_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that keys and values may be stored in."""
+
+
+@functools.cache
+def _array_of_spans(num: int) -> Any:
+    """The type, made once. Each time it is made it leaves a circle of objects behind, for Python's collector to find."""
+    return Span * num
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +105,7 @@ class Workspace:
         """Fill in the texts in `step`. Returns the spans, which `step` then points to."""
         step, count, furthest = self.step, 0, 0
         # Late threads may still read an array of spans, so each call makes a new one.
-        spans = self.only if len(rows) == 1 else (Span * len(rows))()
+        spans = self.only if len(rows) == 1 else _array_of_spans(len(rows))()
         for span, (cache, number), position in zip((spans,) if isinstance(spans, Span) else spans, rows, positions):
             memory = cache.described
             assert isinstance(memory, Memory)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from transformers import PreTrainedTokenizerBase
@@ -46,8 +47,10 @@ class Texts:
         self._sent = [threading.Event() for _ in choices]  # set while nothing waits to be sent
         for event in self._sent:
             event.set()
+        self._unsent = [Piece(index=index) for index in range(len(choices))]
+        self._sent_at = [0.0 for _ in choices]
         for index, choice in enumerate(choices):
-            choice.deliver = self._delivery(index, choice)
+            choice.deliver = _Delivery(weakref.ref(self), index)
 
     @property
     def results(self) -> list[GenerationResult]:
@@ -93,32 +96,26 @@ class Texts:
                 yield piece
             self._sent[index].set()
 
-    def _delivery(self, index: int, choice: Choice) -> Callable[[StepOutput], threading.Event | None]:
-        """What the scheduler calls, in its own thread, with every step of this choice."""
-        piece = Piece(index=index)
-        sent = 0.0
-
-        def deliver(step: StepOutput) -> threading.Event | None:
-            nonlocal piece, sent
-            now = perf_counter()
-            piece.steps.append(step)
-            piece.seconds = now - choice.submitted
-            if choice.recorder is not None and step.tokens:
-                piece.logprobs = [] if piece.logprobs is None else piece.logprobs
-                piece.logprobs += choice.recorder.committed(step.tokens)
-            if not step.ended and (not self._streamed or now - sent < _PAUSE_SECONDS):
-                return None
-            sent, event = now, self._sent[index]
-            reads = event.is_set()  # else the client has not read what came before, and is not waited for
-            event.clear()
-            try:
-                self._loop.call_soon_threadsafe(self._came.put_nowait, piece)
-            except RuntimeError:  # the loop is closed: nobody waits
-                self._scheduler.cancel(self._choices)
-            piece = Piece(index=index)
-            return event if reads and not step.ended else None
-
-        return deliver
+    def deliver(self, index: int, step: StepOutput) -> threading.Event | None:
+        """Take a step of one choice, in the scheduler's thread. See `Choice.deliver`."""
+        now = perf_counter()
+        choice, piece = self._choices[index], self._unsent[index]
+        piece.steps.append(step)
+        piece.seconds = now - choice.submitted
+        if choice.recorder is not None and step.tokens:
+            piece.logprobs = [] if piece.logprobs is None else piece.logprobs
+            piece.logprobs += choice.recorder.committed(step.tokens)
+        if not step.ended and (not self._streamed or now - self._sent_at[index] < _PAUSE_SECONDS):
+            return None
+        self._sent_at[index], event = now, self._sent[index]
+        reads = event.is_set()  # else the client has not read what came before, and is not waited for
+        event.clear()
+        try:
+            self._loop.call_soon_threadsafe(self._came.put_nowait, piece)
+        except RuntimeError:  # the loop is closed: nobody waits
+            self._scheduler.cancel(self._choices)
+        self._unsent[index] = Piece(index=index)
+        return event if reads and not step.ended else None
 
     def _take(self, piece: Piece) -> None:
         """Note a result. Raises the text's error as ApiError."""
@@ -146,3 +143,19 @@ class Texts:
         if piece.index in self._results:
             piece.text += choice.text.finish()
             piece.finish = finish_reason(self._results[piece.index].stop_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """What the scheduler calls with every step of a choice.
+
+    It does not keep the texts alive. `Texts` has the choices, and each choice has this: a strong reference would close the
+    circle, and a text with all that it holds would stay in memory until Python's next full collection, many minutes later.
+    """
+
+    texts: weakref.ref[Texts]
+    index: int
+
+    def __call__(self, step: StepOutput) -> threading.Event | None:
+        texts = self.texts()
+        return None if texts is None else texts.deliver(self.index, step)  # None: the request has ended

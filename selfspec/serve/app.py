@@ -28,7 +28,7 @@ from selfspec.serve.api_responses import Answer, ChatAnswer, CompletionAnswer, u
 from selfspec.serve.bodies import read_body
 from selfspec.serve.guard import Guard
 from selfspec.serve.lanes import Lanes
-from selfspec.serve.memory_return import MemoryReturn
+from selfspec.serve.memory_return import MemoryReturn, lasting_objects
 from selfspec.serve.scheduler import Choice, Scheduler
 from selfspec.serve.server_metrics import CONTENT_TYPE, ServerMetrics
 from selfspec.serve.server_settings import ServerSettings
@@ -66,7 +66,8 @@ def make_app(generator: SelfSpecGenerator, settings: ServerSettings, watch: Rank
         if watch is not None:
             watch.start(app.state.scheduler.fail)
         try:
-            yield
+            with lasting_objects():
+                yield
         finally:
             if watch is not None:
                 watch.stop()
@@ -194,8 +195,8 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
     """All events, with comments during long waits. following: the first event."""
     try:
         while True:
-            done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
-            if not done:
+            await asyncio.wait({following}, timeout=PING_SECONDS)
+            if not following.done():
                 yield ": waiting\n\n"
                 continue
             yield following.result()
@@ -206,6 +207,7 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
         yield f"data: {json.dumps(error.body())}\n\n"
     finally:
         following.cancel()
+        del following  # the traceback of its exception has this frame: a circle
 
 
 class _EventStream(StreamingResponse):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 import sys
 import threading
@@ -99,3 +100,13 @@ def test_a_server_gives_memory_back_while_it_runs(monkeypatch: pytest.MonkeyPatc
     with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH)):
         assert given_back.wait(10)
     assert not any(thread.name == "selfspec-memory" for thread in threading.enumerate())
+
+
+def test_a_full_collection_leaves_alone_what_was_there_before_the_server() -> None:
+    """Afterwards the collector looks at everything again."""
+    generator = SelfSpecGenerator.from_pretrained(DEMO_PATH)
+    before = len(gc.get_objects())
+    with running_server(generator):
+        assert gc.get_freeze_count() > before / 2
+        assert len(gc.get_objects()) < before / 2
+    assert gc.get_freeze_count() == 0

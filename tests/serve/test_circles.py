@@ -1,0 +1,95 @@
+"""A request that has ended is gone at once. What refers to itself in a circle would stay until Python's next full collection:
+in a server that is rare, since Python waits for a quarter as many new objects as it already has."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from layerskip_models import DEMO_PATH
+from running_server import RunningServer, running_server
+from selfspec import SelfSpecGenerator
+
+_TIMES = 4
+_numbers = itertools.count(1)
+
+
+def new_schema() -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 0, "maximum": next(_numbers)}
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+REQUESTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "whole": dict,
+    "streamed": lambda: {"stream": True},
+    "streamed with drafts": lambda: {"stream": True, "show_drafts": True},
+    "sampled": lambda: {"temperature": 1.0},
+    "several texts": lambda: {"n": 3},
+    "log-probabilities": lambda: {"logprobs": 2, "echo": True},
+    "new owner": lambda: {"cache_salt": f"salt {next(_numbers)}"},
+    "new policy": lambda: {"policy": f"del:d_max={3 + next(_numbers) % 8}"},
+    "new schema": lambda: {"response_format": new_schema()},
+    "refused policy": lambda: {"policy": "no such policy"},
+    "refused schema": lambda: {
+        "response_format": {**new_schema(), "json_schema": {"name": "x", "schema": {"type": 7}}}
+    },
+    "too long": lambda: {"prompt": "some words " * 2000},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server(SelfSpecGenerator.from_pretrained(DEMO_PATH)) as server:
+        yield server
+
+
+def ask(server: RunningServer, *, leave: bool = False, **fields: Any) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(server.base).port or 0, timeout=60)
+    body = {"model": "demo", "prompt": "def f(x):", "max_tokens": 12, **fields}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if not leave:
+        connection.getresponse().read()
+    connection.close()
+
+
+@contextmanager
+def circles() -> Iterator[Counter[str]]:
+    """What only the collector frees: the types of these objects, counted at the end."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield found
+        gc.collect()
+        found.update(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+@pytest.mark.parametrize("fields", REQUESTS.values(), ids=list(REQUESTS))
+def test_a_request_leaves_no_circle(server: RunningServer, fields: Callable[[], dict[str, Any]]) -> None:
+    ask(server, **fields())  # what a first request makes for all
+    with circles() as found:
+        for _ in range(_TIMES):
+            ask(server, **fields())
+    assert found.total() < _TIMES, found.most_common(20)
+
+
+def test_a_client_that_leaves_leaves_no_text(server: RunningServer) -> None:
+    """uvicorn may hold a few objects of a broken connection; the texts, and what they hold, are ours."""
+    with circles() as found:
+        for stream in (False, True) * _TIMES:
+            ask(server, leave=True, max_tokens=60, stream=stream)
+        ask(server, max_tokens=1)
+    ours = {name: count for name, count in found.items() if name.startswith(("selfspec", "policies", "torch."))}
+    assert not ours
