@@ -79,6 +79,7 @@ class LayerSkipModel:
     weights_dtype: of the weights as they were loaded. On a CPU, bfloat16 weights are computed with in float32. For weights
         rounded to 8 or 4 bits it is `dtype`.
     device: of the embedding, and of hidden states. layer_devices: of each layer's weights and its part of a KV cache.
+    drafters: copies of it with weights in fewer bits, by bits, which drafts may be made with (`draft_weights`).
     adapters: by exit layer (`with_adapters`). ranks: the processes that hold the model together, None for one process.
     backend, vocabulary: what runs the layers, and what embeds tokens and computes logits (`with_backend`).
     """
@@ -113,7 +114,6 @@ class LayerSkipModel:
         self.weights_dtype = dtype if weights_dtype is None else weights_dtype
         self.device = embedding.device
         self._embedding = embedding  # [vocab, hidden]; perhaps in 16 bits, if that loses nothing
-        self._layers = layers
         self._final_norm = final_norm
         self._head = head
         self._draft_head = head if draft_head is None else draft_head
@@ -127,12 +127,17 @@ class LayerSkipModel:
         self._intermediate_size = int(config.intermediate_size)
         self.vocabulary: VocabularyBackend = WholeVocabulary(embedding, final_norm, dtype)
         self.vocab_size = self.vocabulary.size
+        self.drafters: dict[int, LayerSkipModel] = {}
+        self._set_layers(layers)
+
+    def _set_layers(self, layers: list[DecoderLayer]) -> None:
+        self._layers = layers
         self.operators = OperatorLayers(
             layers,
             heads=self.num_heads,
             kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype=dtype,
+            dtype=self.dtype,
             device=self.device,
         )
         self.backend: LayerBackend = self.operators
@@ -143,13 +148,23 @@ class LayerSkipModel:
                 heads=self.num_heads,
                 kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
-                eps=config.rms_norm_eps,
+                eps=self.config.rms_norm_eps,
             )
 
     @property
     def kernels(self) -> str | None:
         """Which variant of our own kernels runs the layers ("avx2", ...); None where PyTorch's operators do."""
         return self.backend.variant
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """The weights of all layers."""
+        return self._layers
+
+    @property
+    def draft_head(self) -> Linear:
+        """The head that drafts are chosen with; the model's own, or a copy of it in 8 bits (`draft_logits`)."""
+        return self._draft_head
 
     @property
     def layer_bytes(self) -> int:
@@ -199,6 +214,8 @@ class LayerSkipModel:
 
         As in transformers, angles and their sine and cosine are computed in float32 whatever the model's dtype.
         """
+        for drafter in [*self.drafters.values()]:
+            drafter.prepare(max_length)
         if self._rotary.shape[0] >= max_length:
             return
         with _growing, torch.inference_mode(False):
@@ -274,6 +291,14 @@ class LayerSkipModel:
         other.operators = self.operators if operators is None else operators
         other.layer_devices = self.layer_devices if layer_devices is None else tuple(layer_devices)
         other.config = self.config if config is None else config
+        return other
+
+    def with_layers(self, layers: Sequence[DecoderLayer], head: Linear) -> LayerSkipModel:
+        """The same model with other matrices: those of these layers, and this head for drafts and for all else."""
+        other = copy.copy(self)
+        other._head = other._draft_head = head
+        other.adapters, other.drafters = {}, {}
+        other._set_layers([*layers])
         return other
 
     def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:

@@ -60,8 +60,9 @@ BINS = {"doubt": DOUBT_BINS, "paper": PAPER_BINS}
 class AcceptanceTable:
     """Acceptance per confidence bin for each of several exit layers, from what has been seen and a prior.
 
-    layers: the exit layers it has a row for. bins: of confidence. decay: what an observation's weight is multiplied by with
-    each later observation round; 1 keeps all. prior_count: how many observations the prior is worth in each bin.
+    layers: the exit layers it has a row for, or other places (`RoundRecord.place`). bins: of confidence. decay: what an
+    observation's weight is multiplied by with each later observation round; 1 keeps all. prior_count: how many observations
+    the prior is worth in each bin.
     The prior of a bin is a Beta distribution whose mean is the bin's midpoint: calibrated confidence, until seen otherwise.
     """
 
@@ -121,7 +122,7 @@ class AcceptanceTable:
         Only drafts with a known fate count: the accepted ones and the first rejected one. Returns what `observe_shadow` does.
         """
         self.fade()
-        own = record.exit_layer
+        own = record.place
         if own is not None and own in self.seen and record.confidences is not None:
             for confidence, acceptance in zip(record.confidences, draft_acceptance(record)):
                 self.add(own, confidence, acceptance)

@@ -91,7 +91,10 @@ class StoppingPolicy(_Observer, Protocol):
         ...
 
     def threshold(self, exit_layer: int) -> float | None:
-        """What a row of this layer is compared with at the moment, for the trace; None if there is no such number."""
+        """What a row of this layer is compared with at the moment, for the trace; None if there is no such number.
+
+        exit_layer: or another place where drafts are made (`RoundRecord.place`).
+        """
         ...
 
     def spent(self) -> Spent:

@@ -36,6 +36,8 @@ class CostModel:
         the later steps of a draft (`DRAFTING_ON`).
     block: Pacer's pre-verifier runs after every `block` drafts, for each text by itself; 0 without one. block_seconds: of one
         such pass; None for a layer, the L-th part of a plain step.
+    rounded: by bits, what the model costs with its weights in 8 or 4 bits, for drafts that are made with these. Bits that are
+        not named cost their share of 16.
     draft_factor, verify_factor: what draft steps and verifications cost, in multiples of the above. Plain steps stay.
     """
 
@@ -51,6 +53,7 @@ class CostModel:
     batch_size: int = 1
     block: int = 0
     block_seconds: float | None = None
+    rounded: tuple[tuple[int, CostModel], ...] = ()
     draft_factor: float = 1.0
     verify_factor: float = 1.0
 
@@ -62,10 +65,12 @@ class CostModel:
         """Adapter, head and decision for the first draft row, which went through `exit_layer` layers."""
         return self.draft_factor * self._look(exit_layer, self.batch_size)
 
-    def drafting(self, exit_layer: int, num_drafts: int) -> float:
-        """The draft steps of a round: each a row through the first E layers, and a look at it."""
+    def drafting(self, exit_layer: int, num_drafts: int, bits: int | None = None) -> float:
+        """The draft steps of a round: each a row through the first E layers, and a look at it. bits: of their weights."""
         if num_drafts == 0:
             return 0.0
+        if bits is not None:
+            return self.draft_factor * self._in_bits(bits).drafting(exit_layer, num_drafts)
         first = self._step(exit_layer, self.batch_size)
         later = self._step(exit_layer, 1 + (self.batch_size - 1) * DRAFTING_ON)
         return self.draft_factor * (num_drafts * later + (first - later))
@@ -85,6 +90,18 @@ class CostModel:
             each = self.autoregressive() / self.num_layers if self.block_seconds is None else self.block_seconds
             cost += num_drafts // self.block * each
         return cost
+
+    def rounded_round(self, exit_layer: int, num_drafts: int, bits: int) -> float:
+        """A round whose drafts are made with weights in fewer bits: all rows are verified through all layers."""
+        verifying = self.copying(0, num_drafts, num_drafts)
+        return self.drafting(exit_layer, num_drafts, bits) + verifying + self.round_seconds / self.batch_size
+
+    def _in_bits(self, bits: int) -> CostModel:
+        found = next((cost for known, cost in self.rounded if known == bits), None)
+        if found is None:
+            share = tuple(seconds * bits / 16 for seconds in self.layer_seconds)
+            found = replace(self, layer_seconds=share, adapter_seconds=(), draft_factor=1.0)
+        return found.for_batch_size(self.batch_size)
 
     def copying(self, exit_layer: int, tried: int, kept: int) -> float:
         """A round that copies: `tried` + 1 rows at once through `exit_layer` layers, and a look at each of them, then
@@ -145,15 +162,18 @@ class MeasuredCost(CostModel):
 
     def as_dict(self) -> dict[str, Any]:
         """What was timed, for a JSON record; `MeasuredCost.from_dict` reads it."""
-        derived = ("batch_size", "block", "block_seconds", "draft_factor", "verify_factor")
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in derived}
+        derived = ("batch_size", "block", "block_seconds", "draft_factor", "verify_factor", "rounded")
+        found = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in derived}
+        rounded = [(bits, cost.as_dict()) for bits, cost in self.rounded if isinstance(cost, MeasuredCost)]
+        return {**found, "rounded": rounded} if rounded else found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MeasuredCost:
         """The cost that `as_dict` described."""
         lists = {name: tuple(values[name]) for name in ("layer_seconds", "head_seconds")}
         adapters = tuple((int(layer), float(seconds)) for layer, seconds in values.get("adapter_seconds", ()))
-        return cls(**{**values, **lists, "adapter_seconds": adapters})
+        rounded = tuple((int(bits), cls.from_dict(cost)) for bits, cost in values.get("rounded", ()))
+        return cls(**{**values, **lists, "adapter_seconds": adapters, "rounded": rounded})
 
 
 def _at(seconds: Sequence[float], rows: float) -> float:
@@ -201,6 +221,15 @@ def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
         return cost.copying(0, record.num_drafted, record.num_drafted)
     layer, drafted = record.exit_layer, record.num_drafted - record.num_copied
     passes, complete = draft_passes(record)
+    if record.bits is not None:  # what was copied is looked at in one pass
+        looked = passes - (record.num_tried > 0)
+        copied = cost.drafting(layer, 1, record.bits) if record.num_tried else 0.0
+        return (
+            copied
+            + cost.drafting(layer, looked, record.bits)
+            + cost.rounded_round(layer, 0, record.bits)
+            + (cost.copying(0, record.num_drafted, record.num_drafted) - cost.copying(0, 0, 0))
+        )
     if not record.num_tried:
         return cost.round(layer, drafted) + complete * cost.look(layer)
     looks_less = drafted - (passes - 1)  # the pass of the copy has looked at the row that the first draft comes from

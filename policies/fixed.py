@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from policies.base import StatelessPolicy
-from policies.bounds import MOST_DRAFTS, check_exit_layer, check_number
+from policies.bounds import MOST_DRAFTS, check_draft_layer, check_exit_layer, check_number
 from policies.building import Setup
-from policies.records import Plan, RoundContext
+from policies.records import ObservationSpec, Plan, RoundContext
 
 
 class FixedExit(StatelessPolicy):
@@ -32,6 +32,29 @@ class FixedExit(StatelessPolicy):
     @classmethod
     def from_args(cls, setup: Setup, exit_layer: int | None = None, length: int = 0) -> FixedExit:
         return cls(exit_layer, length, num_layers=setup.num_layers)
+
+    def plan(self, context: RoundContext) -> Plan:
+        return self._plan
+
+
+class FewBits(StatelessPolicy):
+    """Draft `num_speculations` tokens in every round with the model's weights in 8 or 4 bits.
+
+    exit_layer: how many layers a draft goes through, up to all of them, which is the default.
+    Raises ValueError for a layer that the model lacks, or for `num_speculations` outside [1, MOST_DRAFTS].
+    Source: ML-SpecQD (arXiv 2503.13565), where a model's 4-bit cast drafts for it.
+    """
+
+    def __init__(self, bits: int, num_speculations: int, *, num_layers: int, exit_layer: int | None = None) -> None:
+        check_number("num_speculations", num_speculations, 1, MOST_DRAFTS)
+        layer = check_draft_layer(num_layers if exit_layer is None else exit_layer, num_layers, bits)
+        self._plan = Plan(exit_layer=layer, max_speculations=num_speculations, bits=bits)
+        self.exit_layers = (layer,)
+        self.observes = ObservationSpec(bits=(bits,))
+
+    @classmethod
+    def from_args(cls, setup: Setup, bits: int, length: int, layer: int | None = None) -> FewBits:
+        return cls(bits, length, num_layers=setup.num_layers, exit_layer=layer)
 
     def plan(self, context: RoundContext) -> Plan:
         return self._plan

@@ -21,7 +21,7 @@ from policies.del_policy import DelExit, DelThreshold
 from policies.draft_verify import DraftVerifyThreshold
 from policies.entropy import AdaEdlThreshold, SvipThreshold
 from policies.finite_state import FiniteStateLength
-from policies.fixed import FixedExit
+from policies.fixed import FewBits, FixedExit
 from policies.pacer import PacerStopping
 from policies.records import ObservationSpec, PreVerifier
 from policies.spide import SpideStopping
@@ -50,13 +50,20 @@ _CONVERT: dict[str, Convert] = {
     **dict.fromkeys(("omega", "decay", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
     **dict.fromkeys(("no_speculation", "copy", "shadow"), _switch),
     **dict.fromkeys(
-        ("min", "d_max", "max_length", "prompt_rows", "learn_every", "learn_first", "exit_layer", "b"), _integer
+        ("min", "d_max", "max_length", "prompt_rows", "learn_every", "learn_first", "exit_layer", "layer", "b"),
+        _integer,
     ),
     "layers": _layers,
 }
 """How the value of each option is read. An option means the same wherever it occurs."""
 
-_POSITIONS = {"E-G": "an exit layer and a length", "G": "a length", "PATH": "a folder"}
+_POSITIONS = {
+    "E-G": "an exit layer and a length",
+    "B-G": "a number of bits and a length",
+    "G": "a length",
+    "PATH": "a folder",
+}
+_PAIRS = {"E-G": ("exit_layer", "length"), "B-G": ("bits", "length")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,9 @@ EXITS = {
         position="[G]",
     ),
     "ls": Named("fixed exit layer and length", "ls:3-6", FixedExit.from_args, position="E-G"),
+    "bits": Named(
+        "drafts with the model's weights in 8 or 4 bits", "bits:8-5", FewBits.from_args, "layer", position="B-G"
+    ),
     "del": Named(
         "DEL: exit layer by tokens per layer, dynamic threshold",
         "del:on_stop=keep",
@@ -129,6 +139,8 @@ STOPPINGS = {
     "del": Named("DEL's dynamic threshold", "ls:3-18+del", DelThreshold.from_args, "on_stop omega state prompt"),
 }
 """Policies that end a draft. Alone, all but "del" take a fixed exit layer first ("dv:3")."""
+_OF_EXITS = frozenset({"del", "pacer"})
+_ANY_DRAFT = [name for name in STOPPINGS if name not in _OF_EXITS]
 
 
 def parse_policy(
@@ -137,15 +149,17 @@ def parse_policy(
     num_layers: int,
     measure: Callable[[], CostModel] | None = None,
     preverifier: Callable[[str | None], PreVerifier] | None = None,
+    draft_bits: tuple[int, ...] = (),
 ) -> Policy:
     """Build a policy from its name.
 
     measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
-    or None for the one in the checkpoint's folder. The generator passes its calibration and its loader.
+    or None for the one in the checkpoint's folder. The generator passes its calibration and its loader. draft_bits: in which
+    there are weights to draft with, for "auto".
     Raises ValueError, one line that names what is possible, for an unknown name or option, a value that does not fit, and an
     option that would change nothing.
     """
-    setup = Setup(num_layers=num_layers, measure=measure, preverifier=preverifier)
+    setup = Setup(num_layers=num_layers, measure=measure, preverifier=preverifier, draft_bits=draft_bits)
     text = text.strip()
     try:
         first, values, rest = _leading_copy(text)
@@ -214,6 +228,14 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
         raise ValueError(f"unknown stopping policy {other!r}{_suggestion(other, [*STOPPINGS])}")
     values = _values(name, EXITS[name], arguments)
     other_values = _values(other, STOPPINGS[other], other_arguments)
+    if name == "bits" and other in _OF_EXITS:
+        raise ValueError(f"{other!r} learns from exits in full: after 'bits' take {', '.join(_ANY_DRAFT)}")
+    if name == "bits" and other == "spide":
+        if {"shadow", "learn_every", "prompt_rows"} & other_values.keys():
+            raise ValueError(
+                "after 'bits' spide learns from drafts alone: leave out shadow=, learn_every= and prompt_rows="
+            )
+        other_values = {**other_values, "shadow": False}
     if "on_stop" in values:
         raise ValueError(f"on_stop= changes nothing before +{other}, which ends the drafts instead")
     stopping: StoppingPolicy | None = None
@@ -309,10 +331,10 @@ def _values(name: str, named: Named, arguments: str) -> dict[str, Any]:
 def _position(name: str, position: str, example: str, text: str) -> dict[str, Any]:
     if position == "PATH":
         return {"path": text}
-    match = re.fullmatch(r"(\d+)-(\d+)" if position == "E-G" else r"(\d+)", text)
+    keys = _PAIRS.get(position, ("length",))
+    match = re.fullmatch("-".join([r"(\d+)"] * len(keys)), text)
     if match is None:
         raise ValueError(f"{name!r} takes {_POSITIONS[position]} first, as in {example}, not {text!r}")
-    keys = ("exit_layer", "length") if position == "E-G" else ("length",)
     return dict(zip(keys, map(int, match.groups())))
 
 

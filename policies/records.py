@@ -32,6 +32,7 @@ class ObservationSpec:
         a call; learn_every = 0: of the prompt's rows only. A round is learned from whole or not at all, so rows count, not
         rounds: a long round costs as much as many short ones.
     copies: whether plans may copy from the text; "welcome" where the engine can, "needed" if there is nothing without it.
+    bits: that plans may draft in, ascending (`Plan.bits`).
     """
 
     confidence: bool = False
@@ -45,6 +46,7 @@ class ObservationSpec:
     learn_every: int = 1
     learn_first: int = 0
     copies: Copies = "none"
+    bits: tuple[int, ...] = ()
 
     def learns(self, rows_learned: int, rows_seen: int) -> bool:
         """Whether to ask for shadow tokens in the coming round, given how many rows of the call have had them."""
@@ -73,6 +75,7 @@ class ObservationSpec:
             learn_every=min(often, default=1),
             learn_first=max(self.learn_first, other.learn_first),
             copies=max(self.copies, other.copies, key=get_args(Copies).index),
+            bits=tuple(sorted({*self.bits, *other.bits})),
         )
 
 
@@ -81,6 +84,8 @@ class Plan:
     """The exit policy's decision for one round.
 
     exit_layer: in [1, L-1], or None: nothing is drafted. Without copies the round is then one autoregressive step.
+    bits: of the weights that drafts are made with, 8 or 4; None for the model's own. Such a draft may go through all layers
+        (exit_layer = L), and verification runs all layers for all rows, since none of them was computed in full.
     max_speculations: most tokens to draft, >= 0; the engine may lower it (budget, context), never raise it.
     copied: most tokens to copy before anything is drafted, >= 0. They go through the first exit_layer layers in one pass,
         where `StoppingPolicy.keep_copied` may cut them, and drafting goes on after them; without an exit layer they go
@@ -91,6 +96,7 @@ class Plan:
 
     exit_layer: int | None
     max_speculations: int
+    bits: int | None = None
     copied: int = 0
     acceptance: Mapping[int, float] | None = None
     learn: bool = True
@@ -173,17 +179,23 @@ class DraftRow:
     num_drafted: drafts kept so far in this round, j, copied ones not among them; the row would produce d_{j+1}.
     position: of the row in the text.
     confidence, entropy, exit_hidden [hidden], features [3], context: as in `ObservationSpec`, None unless asked for. The
-    tensors stay as they are until the round is over.
+    tensors stay as they are until the round is over. bits: as in `Plan`.
     """
 
     num_drafted: int
     exit_layer: int
     position: int
+    bits: int | None = None
     confidence: float | None = None
     entropy: float | None = None
     exit_hidden: Tensor | None = None
     features: Tensor | None = None
     context: ContextStates | None = None
+
+    @property
+    def place(self) -> int:
+        """As `RoundRecord.place`."""
+        return self.exit_layer if self.bits is None else -self.bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,13 +295,14 @@ class RoundRecord:
     """One finished round, as statistics and policies see it.
 
     num_committed_before: tokens of prompt and text before the round, n; its rows sit at positions n-1 ..
-    exit_layer: None if the round did not speculate.
+    exit_layer: None if the round did not speculate. bits: of the weights that drafted; None for the model's own.
     draft_tokens: the kept drafts d_1..d_k; num_accepted (m) counts how many verification accepted. The first num_copied of
         them were copied from the text; num_tried were copied before the exit head cut them.
     copies: for every committed token of which the index had an opinion, in order: how many tokens before it were alike, and
         whether it was what followed there. Empty where nothing can be copied.
     tokens: what was committed, m+1 of them, or fewer if a stop fell inside the round.
-    loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step.
+    loaded_layers: draft steps * E + (E if the last row still needed it) + (L - E); L for an autoregressive step. A layer in
+        fewer bits counts as a layer.
     stop_cause: why drafting ended: the cap, the stopping policy before or after a draw, a drafted EOS, or "none" when the
         round did not speculate. A row that gives no token (NaN, say) ends a draft "before_draw", too.
     confidences: one per row that was looked at, if a policy asked (one more than drafts after a stop before a draw,
@@ -328,6 +341,12 @@ class RoundRecord:
     num_copied: int = 0
     num_tried: int = 0
     copies: tuple[tuple[int, bool], ...] = ()
+    bits: int | None = None
+
+    @property
+    def place(self) -> int | None:
+        """Where it drafted, as tables of acceptance name it: the exit layer, or minus the number of bits."""
+        return self.exit_layer if self.bits is None else -self.bits
 
     @property
     def num_drafted(self) -> int:

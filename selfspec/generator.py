@@ -29,6 +29,7 @@ from selfspec.defaults import DEFAULT_POLICY
 from selfspec.distributed.launch import TensorParallel, divides
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
+from selfspec.engine.draft_choice import DraftWeights
 from selfspec.engine.engine import Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
@@ -76,6 +77,9 @@ class SelfSpecGenerator:
         transformers model's checkpoint; a path: those in that folder; None: no adapters.
     kv_dtype: data type of the KV cache. "auto": as the model was loaded, usually the dtype of its arithmetic; "bfloat16":
         half the memory of float32, with slightly different results (docs/kernels.md).
+    draft_weights: a copy of the weights in fewer bits, to draft with (docs/fewer-bits.md). "auto": in 8 bits, once the
+        default policy knows that no exit pays, if the weights are read from memory and three times the copy's size is free;
+        "int8", "int4": from the start; "none": never. They change no text.
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in for tests), or "auto": captured on CUDA, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
     size.
@@ -91,8 +95,9 @@ class SelfSpecGenerator:
         prefix_cache: int | str | None = None,
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
+        draft_weights: DraftWeights = "auto",
     ) -> None:
-        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache), exits, kv_dtype)
+        self._models = ModelSource(model, runner, PrefixCache.of(prefix_cache), exits, kv_dtype, draft_weights)
         self.tokenizer = tokenizer
         self._policies = PolicyStore(policy)
         if policy is not None:
@@ -114,6 +119,7 @@ class SelfSpecGenerator:
         kv_dtype: str | torch.dtype = "auto",
         tensor_parallel: TensorParallel = None,
         device_map: Literal["auto"] | None = None,
+        draft_weights: DraftWeights = "auto",
     ) -> SelfSpecGenerator:
         """Load a checkpoint and its tokenizer; arguments as in `layerskip_models.load_model`.
 
@@ -134,7 +140,7 @@ class SelfSpecGenerator:
         if kv_dtype != "auto":
             model = model.with_kv_dtype(kv_dtype)
         tokenizer = load_tokenizer(name_or_path, **options)
-        return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache)
+        return cls(model, tokenizer, policy, runner=runner, prefix_cache=prefix_cache, draft_weights=draft_weights)
 
     @spelled_out
     def generate(

@@ -137,6 +137,11 @@ class NativeLinear:
         return [tensor for tensor in (self.stored, self._scale, self._bias) if tensor is not None]
 
     @property
+    def bias(self) -> Tensor | None:
+        """float32 [out]; None without one."""
+        return self._bias
+
+    @property
     def weight(self) -> Tensor:
         """The weight in float32, [out, in]."""
         full = self.stored.float()

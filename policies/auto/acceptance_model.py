@@ -28,17 +28,24 @@ _LOG_ODDS: Array = np.log(_CONFIDENCE / (1 - _CONFIDENCE))
 class AcceptanceModel:
     """Acceptance per exit layer and confidence bin, from counts and from what is usual.
 
-    layers: the exit layers, ascending. num_layers: of the model, L.
+    layers: the exit layers, ascending, and after them the places where weights in fewer bits draft (`RoundRecord.place`).
+    num_layers: of the model, L.
     """
 
     def __init__(self, layers: Sequence[int], num_layers: int) -> None:
         self._size = len(layers)
-        depth = np.log2(1 + 24 * np.asarray(layers) / num_layers)
-        spread = TUNING.height_spread**2 + TUNING.spread**2 * (np.minimum.outer(depth, depth) + np.eye(self._size))
+        exits = [layer for layer in layers if layer > 0]
+        depth = np.log2(1 + 24 * np.asarray(exits) / num_layers)
+        # Of weights in fewer bits the heights are their own: they have nothing in common with those of exits.
+        spread = TUNING.height_spread**2 * np.eye(self._size)
+        spread[: len(exits), : len(exits)] = TUNING.height_spread**2 + TUNING.spread**2 * (
+            np.minimum.outer(depth, depth) + np.eye(len(exits))
+        )
         self._precision = np.zeros((self._size + 1, self._size + 1))
         self._precision[:-1, :-1] = np.linalg.inv(spread)
         self._precision[-1, -1] = 1 / TUNING.spread**2
-        self._prior = np.array([TUNING.height] * self._size + [TUNING.slope])
+        heights = [TUNING.height if layer > 0 else TUNING.rounded_heights[-layer] for layer in layers]
+        self._prior = np.array([*heights, TUNING.slope])
         self.reset()
 
     def reset(self) -> None:

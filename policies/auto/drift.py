@@ -21,12 +21,15 @@ from policies.cost import CostModel
 from policies.records import RoundRecord
 
 
-def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool) -> tuple[float, float]:
+def _parts(cost: CostModel, exit_layer: int, drafts: int, early: bool, bits: int | None) -> tuple[float, float]:
     """Costs of a round's draft steps and of its verification.
 
     early: it stopped before a draw. One more row then went through the first E layers and was looked at, which verification
-    need not do again.
+    need not do again, unless it had fewer bits.
     """
+    if bits is not None:
+        verifying = cost.rounded_round(exit_layer, drafts, bits) - cost.drafting(exit_layer, drafts, bits)
+        return cost.drafting(exit_layer, drafts + early, bits), verifying
     drafting = cost.drafting(exit_layer, drafts)
     verifying = cost.round(exit_layer, drafts) - drafting
     if early:
@@ -63,8 +66,8 @@ class CostDrift:
         self._every = TUNING.compare_every if alone else TUNING.compare_every_in_batch
         self._current = _Round()
         self._plain = cost.autoregressive()
-        # For drafting and verifying, by the kind of round: exit layer, drafts, whether it stopped before a draw.
-        self._predicted: dict[tuple[int, int, bool], tuple[float, float]] = {}
+        # For drafting and verifying, by the kind of round: exit layer, drafts, whether it stopped before a draw, bits.
+        self._predicted: dict[tuple[int, int, bool, int | None], tuple[float, float]] = {}
         self.cost: CostModel = cost
         self._factors = (1.0, 1.0)
         self._round = 0
@@ -85,7 +88,7 @@ class CostDrift:
             current.plain += 1
         else:
             early = record.stop_cause == "before_draw"
-            kind = record.exit_layer, record.num_drafted, early
+            kind = record.exit_layer, record.num_drafted, early, record.bits
             if kind not in self._predicted:
                 self._predicted[kind] = _parts(self._measured, *kind)
             drafting, verifying = self._predicted[kind]

@@ -23,9 +23,11 @@ from policies.records import RoundRecord, Shadow
 class AutoLearner:
     """What `auto` knows: acceptance tables, how often each confidence occurs, the rate r, and the values that follow.
 
-    From the last solution: best_layer, the exit layer whose round is worth most, None if a plain step is worth as much (or
-    nearly, see `use_cost`); likeliest_layer, the best one to draft at, even so; best_tokens and best_cost, of the best round;
-    layer_acceptance, by exit layer, over all confidences.
+    layers: the exit layers, ascending, and after them minus the numbers of bits that all layers may draft in
+        (`RoundRecord.place`).
+    From the last solution: best_layer, the one of `layers` whose round is worth most, None if a plain step is worth as much
+    (or nearly, see `use_cost`); likeliest_layer, the best one to draft at, even so; best_tokens and best_cost, of the best
+    round; layer_acceptance, by `layers`, over all confidences.
     """
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
@@ -43,8 +45,17 @@ class AutoLearner:
         """Decide by this cost from the next solution on. margin: by how much drafts must beat plain steps, as a fraction."""
         self.cost = cost
         self._margin = margin
-        self._rounds = rounds = round_costs(cost, self.max_speculations)[[layer - 1 for layer in self.layers]]
-        self._look = np.array([cost.look(layer) for layer in self.layers])
+        exits, all_layers = [layer for layer in self.layers if layer > 0], cost.num_layers
+        rows = [round_costs(cost, self.max_speculations)[[layer - 1 for layer in exits]]]
+        rows += [
+            np.array([[cost.rounded_round(all_layers, count, -place) for count in range(self.max_speculations + 1)]])
+            for place in self.layers[len(exits) :]
+        ]
+        self._rounds = rounds = np.concatenate(rows)
+        # A row at an exit is needed by verification anyway. One that weights in fewer bits ran is not.
+        self._look = np.array(
+            [cost.look(place) if place > 0 else cost.drafting(all_layers, 1, -place) for place in self.layers]
+        )
         self._empty_round = rounds[:, 0]
         self._steps = np.diff(rounds, axis=1) - self._look[:, None]  # the look is charged when it happens
         self._step_list: list[list[float]] = self._steps.tolist()
@@ -68,8 +79,9 @@ class AutoLearner:
 
     @property
     def known(self) -> float:
-        """Observations per layer, the mean over layers."""
-        return self.table.observations / len(self.layers)
+        """Observations per exit layer, the mean over these."""
+        exits = [layer for layer in self.layers if layer > 0]
+        return sum(sum(self.table.seen[layer]) for layer in exits) / len(exits)
 
     def begin_text(self) -> None:
         """Let what earlier texts taught count less from now on, if it was much."""
@@ -90,6 +102,10 @@ class AutoLearner:
             self._count(record.shadow.layers, confidences)
         elif record.exit_layer is not None:
             self._rows += min(record.num_accepted + 1, record.num_drafted) + (record.dropped_acceptance is not None)
+        if record.bits is not None and record.confidences is not None:  # its confidences are not among shadow tokens
+            index = self._index[-record.bits]
+            for confidence in record.confidences:
+                self.frequency[index, DOUBT_BINS.index(confidence)] += 1
         if self._rows > TUNING.news * self._solved_at:
             self.learn()
 
@@ -153,7 +169,8 @@ class AutoLearner:
             return cost_of_round(record, self.cost)
         if record.exit_layer is None:
             return self.cost.autoregressive()
-        return self._round_list[self._index[record.exit_layer]][record.num_drafted]
+        assert record.place is not None
+        return self._round_list[self._index[record.place]][record.num_drafted]
 
     def gain(self, layer: int, depth: int, reliability: float) -> float:
         """What keeping draft number depth + 1 is worth, when all of the draft including it holds with `reliability`."""
@@ -172,6 +189,16 @@ class AutoLearner:
     def chance(self, layer: int, confidence: float) -> float:
         """Estimated acceptance of a token of this confidence at this layer."""
         return self._chances[self._index[layer]][DOUBT_BINS.index(confidence)]
+
+    def adopt(self, other: AutoLearner) -> None:
+        """Take up what another one has learned about the layers that both have, and about copies."""
+        for layer in set(self.layers) & set(other.layers):
+            self.table.accepted[layer] = [*other.table.accepted[layer]]
+            self.table.seen[layer] = [*other.table.seen[layer]]
+            self.frequency[self._index[layer]] = other.frequency[other._index[layer]]
+        self.copies.restore(other.copies.state())
+        self._rows = other._rows
+        self.learn()
 
     def state(self) -> dict[str, Any]:
         return {

@@ -46,6 +46,8 @@ class AutoExit(DelegatingPolicy):
 
     layers: candidates; None for those of `default_layers`.
     cost: it maximises tokens per cost. copy: copy from the text where that is worth more.
+    bits: that all layers may draft in, where weights in fewer bits are at hand. What they would have said is not known for
+        nothing: that is learned from what they drafted, from a prior.
     decay: what an observation's weight is multiplied by in every round; 1 keeps all, which measured best.
     prompt_rows, learn_first, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, of a call's first
         `learn_first` rows, and of one row in `learn_every` after them. What it drafts or drops teaches in every round.
@@ -68,13 +70,17 @@ class AutoExit(DelegatingPolicy):
         learn_first: int = 0,
         repair: bool = False,
         copy: bool = True,
+        bits: Iterable[int] = (),
     ) -> None:
         check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
         check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
         check_number("learn_every", learn_every, 1, MOST_LEARN_EVERY)
         check_number("learn_first", learn_first, 0, MOST_LEARN_EVERY)
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
-        self.learner = AutoLearner(candidates, cost or LayerCost(num_layers), max_speculations, decay)
+        bits = tuple(sorted(bits))
+        places = (*candidates, *(-number for number in bits))
+        self._num_layers = num_layers
+        self.learner = AutoLearner(places, cost or LayerCost(num_layers), max_speculations, decay)
         self._cost = self.learner.cost
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by batch size
@@ -87,6 +93,7 @@ class AutoExit(DelegatingPolicy):
             prompt_every=TUNING.prompt_every,
             learn_every=learn_every,
             learn_first=learn_first,
+            bits=bits,
         )
         self._batch_size, self._hopeless = 1, False
         self._plans = 0  # of all texts of the batch
@@ -101,7 +108,14 @@ class AutoExit(DelegatingPolicy):
         found = setup.cost(cost)
         # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
         repair = cost == "measured" and not found.block and not found.fixed
-        return cls(num_layers=setup.num_layers, cost=found, max_speculations=d_max, repair=repair, **options)
+        return cls(
+            num_layers=setup.num_layers,
+            cost=found,
+            max_speculations=d_max,
+            repair=repair,
+            bits=setup.draft_bits,
+            **options,
+        )
 
     def own_stopping(self) -> AutoStopping:
         """The stopping policy that ends its drafts."""
@@ -119,7 +133,11 @@ class AutoExit(DelegatingPolicy):
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
-        return self.learner.layers
+        return self._observes.shadow_layers
+
+    def adopt(self, other: AutoExit) -> None:
+        """Take up what another one has learned about the same layers, and about copies."""
+        self.learner.adopt(other.learner)
 
     def begin_text(self) -> None:
         self.learner.begin_text()
@@ -161,8 +179,10 @@ class AutoExit(DelegatingPolicy):
         due = self._drift.due
         if due is not None:
             layer = self.learner.likeliest_layer if due == "draft" else None
+        rounded = layer is not None and layer < 0
         return Plan(
-            exit_layer=layer,
+            exit_layer=self._num_layers if rounded else layer,
+            bits=-layer if layer is not None and rounded else None,
             max_speculations=0 if layer is None else self.learner.max_speculations,
             acceptance=self.learner.layer_acceptance,
             learn=self._learns_now(),
@@ -196,8 +216,14 @@ class AutoExit(DelegatingPolicy):
 
     @property
     def _idle(self) -> bool:
-        """True if it knows that drafts do not pay. Learning is then most of what `auto` costs."""
-        return self.learner.best_layer is None and self.learner.known >= TUNING.taught
+        """True if it knows that no exit pays. Learning about exits is then most of what `auto` costs."""
+        best = self.learner.best_layer
+        return (best is None or best < 0) and self.learner.known >= TUNING.taught
+
+    @property
+    def exits_pay(self) -> bool:
+        """False once it knows that no exit does, so that other drafts are worth their memory."""
+        return not self._idle
 
     def observe(self, record: RoundRecord) -> None:
         if self._observes.copies != "none":
@@ -235,15 +261,15 @@ class AutoStopping(NeverStop):
     def stop_before_draw(self, row: DraftRow) -> bool:
         """True if the token is not worth one more pass through the exit layer."""
         assert row.confidence is not None
-        reliability = self._reliability * self._learner.chance(row.exit_layer, row.confidence)
-        if self._learner.gain(row.exit_layer, row.num_drafted, reliability) < 0:
+        reliability = self._reliability * self._learner.chance(row.place, row.confidence)
+        if self._learner.gain(row.place, row.num_drafted, reliability) < 0:
             return True
         self._reliability = reliability
         return False
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         """True if not even looking at the next row is worth its head."""
-        return self._learner.going_on(row.exit_layer, row.num_drafted + 1, self._reliability) <= 0
+        return self._learner.going_on(row.place, row.num_drafted + 1, self._reliability) <= 0
 
     def threshold(self, exit_layer: int) -> float:
         """The acceptance that a first draft needs to be worth its pass, were it the only one: rate * cost."""

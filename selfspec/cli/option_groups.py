@@ -60,6 +60,12 @@ class LoadOptions(DeviceOptions):
         "different results).",
         "Model",
     )
+    draft_weights: str = option(
+        "auto",
+        "A copy of the weights in fewer bits to draft with: auto (8 bits, where no exit pays and there is room; for serve "
+        "none), none, int8 or int4.",
+        "Model",
+    )
 
     def generator(self, name: str, **others: Any) -> SelfSpecGenerator:
         """Load a checkpoint. others: further arguments of `SelfSpecGenerator.from_pretrained`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerskip_models.parallel.ranks import RankError
 from selfspec.cache.copy_sources import copies_drafts
@@ -33,6 +33,8 @@ def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions,
         except ModuleNotFoundError as error:
             raise ValueError(f"the server needs {error.name}: pip install 'selfspec[serve]'") from None
         settings = serve.settings(model, listen.host)
+        if load.draft_weights == "auto":  # nobody must wait while they are made
+            load = replace(load, draft_weights="none")
         listening = open_socket(listen.host, listen.port) if speaks() else None
         generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache, tensor_parallel="auto")
         if listening is None:

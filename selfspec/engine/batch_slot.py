@@ -73,7 +73,7 @@ class BatchSlot:
             self._cache_slot.begin_sequence(self.sequence.prompt_read)
             observes = self.sequence.observes
             # Captured passes do none of these.
-            needs_eager = observes.context_layers or observes.features or observes.copies == "needed"
+            needs_eager = observes.context_layers or observes.features or observes.copies == "needed" or observes.bits
             self._captured = None if needs_eager else self._cache_slot.captured
             self._is_away = False  # from its captures, because it shares a batch
             self._ran_eagerly = self._captured is None

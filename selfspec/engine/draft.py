@@ -22,24 +22,34 @@ def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Dra
     """Draft as far as each plan and each policy say. A sequence without an exit layer drafts nothing.
 
     Step j runs one row of every sequence that still drafts; the first step also runs the rows of what was copied. Where
-    exits differ, a row leaves the pass at its own, and the draft head then looks at all rows together.
+    exits differ, a row leaves the pass at its own, and the draft head then looks at all rows together. Rows that are
+    drafted with weights in fewer bits have a pass of their own.
     """
     drafts = [
         Draft(seq_round, runner.buffers(index, seq_round.most_rows)) for index, seq_round in enumerate(seq_rounds)
     ]
     going = [draft for draft in drafts if draft.exit_layer]
     while going:
-        exits = sorted({draft.exit_layer for draft in going})
-        if len(exits) == 1:
-            runner.run([draft.rows for draft in going], 0, exits[0], "draft")
-        else:
-            start = 0
-            for stop in exits:
-                runner.run([draft.rows for draft in going if draft.exit_layer >= stop], start, stop, None)
-                start = stop
-            runner.run([draft.rows for draft in going], start, start, "draft")
+        for bits in {draft.seq_round.bits: None for draft in going}:
+            alike = [draft for draft in going if draft.seq_round.bits == bits]
+            _run_step(runner if bits is None else runner.rounded(bits), alike)
         going = [draft for draft in going if draft.goes_on()]
+    for draft in drafts:
+        draft.forget_rounded()
     return drafts
+
+
+def _run_step(runner: Runner, going: Sequence[Draft]) -> None:
+    """Run the next rows of these drafts up to their exits, and look at them."""
+    exits = sorted({draft.exit_layer for draft in going})
+    if len(exits) == 1:
+        runner.run([draft.rows for draft in going], 0, exits[0], "draft")
+        return
+    start = 0
+    for stop in exits:
+        runner.run([draft.rows for draft in going if draft.exit_layer >= stop], start, stop, None)
+        start = stop
+    runner.run([draft.rows for draft in going], start, start, "draft")
 
 
 class Draft:
@@ -78,7 +88,16 @@ class Draft:
     @property
     def confidences(self) -> tuple[float, ...] | None:
         """As in `RoundRecord`."""
-        return tuple(self._seen) if self.seq_round.observes.confidence and self.exit_layer else None
+        return tuple(self._seen) if self.seq_round.observes.confidence and self.seq_round.exit_layer else None
+
+    def forget_rounded(self) -> None:
+        """Forget what weights in fewer bits have computed: verification runs every row through every layer in full.
+
+        Keys and values of these rows lie after the committed ones, where verification writes its own.
+        """
+        if self.seq_round.bits is not None and self.exit_layer:
+            self.seq_round.cache.roll_back(self.seq_round.length - 1)
+            self.exit_layer = self.rows.exit_layer = 0
 
     def goes_on(self) -> bool:
         """Take what the head says of the rows that were run. Returns whether drafting goes on."""
@@ -109,6 +128,7 @@ class Draft:
         row = DraftRow(
             num_drafted=len(rows.tokens) - 1 - self.num_copied,
             exit_layer=self.exit_layer,
+            bits=seq_round.bits,
             position=seq_round.length - 2 + self.num_rows,
             confidence=output.confidence if observes.confidence else None,
             entropy=output.entropy if observes.entropy else None,

@@ -15,6 +15,7 @@ from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.exits.lean import ExitsChoice, with_exits
 from selfspec.cache.pool import KVCachePool
 from selfspec.cache.prefix_cache import PrefixCache
+from selfspec.engine.draft_choice import DraftWeights, check_draft_weights, make_draft_weights
 from selfspec.engine.runners.choice import RunnerChoice, resolve_runner
 from selfspec.engine.weight_watch import WeightWatch
 from selfspec.pacer.inference import PreVerifiers
@@ -27,6 +28,7 @@ class BoundModel:
     model: LayerSkipModel
     pool: KVCachePool
     preverifiers: PreVerifiers
+    draft_weights: DraftWeights = "none"
 
 
 class ModelSource:
@@ -44,7 +46,9 @@ class ModelSource:
         prefixes: PrefixCache | None = None,
         exits: ExitsChoice = "auto",
         kv_dtype: str | torch.dtype = "auto",
+        draft_weights: DraftWeights = "auto",
     ) -> None:
+        self._draft_weights = check_draft_weights(draft_weights)
         self._runner: RunnerChoice = runner
         self._kv_dtype = kv_dtype
         self._exits: ExitsChoice = exits
@@ -80,16 +84,22 @@ class ModelSource:
     def refresh(self) -> None:
         """Take the weights as they are now, and drop KV caches of the old ones."""
         if self._source is None:
-            self.current.pool.forget()
+            self._forget()
         else:
             with self._lock:
                 self._renew(self._source)
+
+    def _forget(self) -> None:
+        """Drop what was made of the weights: they may be others now."""
+        self.current.pool.forget()
+        self.current.model.drafters.clear()
+        make_draft_weights(self.current.model, self._draft_weights)
 
     def _renew(self, source: PreTrainedModel) -> None:
         if self._watch is None or self._watch.moved() or why_not_shared(source) is not None:
             self.current = self._copied(source)
         else:
-            self.current.pool.forget()
+            self._forget()
             self._watch = WeightWatch(source)
 
     def _copied(self, source: PreTrainedModel) -> BoundModel:
@@ -123,8 +133,9 @@ class ModelSource:
             runner = "eager"
         if self._kv_dtype != "auto":
             model = model.with_kv_dtype(self._kv_dtype)
+        make_draft_weights(model, self._draft_weights)
         pool = KVCachePool(model, resolve_runner(runner, model.device), self._prefixes, self._give_up_graphs)
-        return BoundModel(model, pool, PreVerifiers(model))
+        return BoundModel(model, pool, PreVerifiers(model), self._draft_weights)
 
     def _give_up_graphs(self) -> None:
         self._runner = "eager"  # for later copies of the weights as well

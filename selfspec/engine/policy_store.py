@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 
+from layerskip_models.draft_weights import drafter_of
 from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
+from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
+from selfspec.engine.draft_choice import make_if_likely_to_pay
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.runners.choice import CaptureError
 
@@ -58,10 +62,22 @@ class PolicyStore:
         exit_layer: int | None = None,
         num_speculations: int | None = None,
     ) -> Policy:
-        """The policy of a call with these arguments.
+        """The policy of a call with these arguments, and weights in fewer bits if it drafts with them.
 
         Raises ValueError for a policy that does not fit the model, or for arguments that contradict each other.
         """
+        found = self._resolve(bound, policy, exit_layer, num_speculations)
+        for bits in found.observes.bits:
+            if bound.draft_weights == "none":
+                raise ValueError(f"policy {found.name!r} drafts in {bits} bits, and draft_weights is 'none'")
+            if bound.pool.kind == "captured":
+                raise ValueError(f"policy {found.name!r} drafts in {bits} bits, which needs runner='eager'")
+            drafter_of(bound.model, bits)
+        return found
+
+    def _resolve(
+        self, bound: BoundModel, policy: str | Policy | None, exit_layer: int | None, num_speculations: int | None
+    ) -> Policy:
         model = bound.model
         if exit_layer is not None:
             check_exit_layer(exit_layer, model.num_layers)
@@ -72,13 +88,35 @@ class PolicyStore:
             if isinstance(policy, Policy):
                 return policy
             name = (DEFAULT_POLICY if model.num_layers > 1 else "ar") if policy is None else policy.strip()
-            return self.find((name, model.dtype, model.device), partial(make_policy, bound, name))
+            return self._with_draft_weights(bound, name, (name, model.dtype, model.device))
         if policy is not None:
             raise ValueError("give policy, or exit_layer with num_speculations, not both")
         default_exit, default_length = fixed_setting(model.name, model.num_layers)
         chosen_exit = default_exit if exit_layer is None else exit_layer
         chosen_length = default_length if num_speculations is None else num_speculations
         return parse_policy(f"ls:{chosen_exit}-{chosen_length}", num_layers=model.num_layers)
+
+    def _with_draft_weights(self, bound: BoundModel, name: str, key: Hashable) -> Policy:
+        """The policy of this name. Where it chooses what to draft with, it knows the weights that there are now."""
+        model = bound.model
+        policy = self.find(key, partial(make_policy, bound, name))
+        chooser = policy.exit
+        if not isinstance(chooser, AutoExit) or bound.pool.kind == "captured":
+            return policy
+        if bound.draft_weights == "auto" and not model.drafters and not chooser.exits_pay:
+            make_if_likely_to_pay(model)
+        if tuple(sorted(model.drafters)) == chooser.observes.bits:
+            return policy
+        with self._lock:
+            self._kept.pop(key, None)
+
+        def make() -> Policy:
+            made = make_policy(bound, name)
+            assert isinstance(made.exit, AutoExit)
+            made.exit.adopt(chooser)
+            return made
+
+        return self.find(key, make)
 
 
 def make_policy(
@@ -97,13 +135,16 @@ def make_policy(
         num_layers=bound.model.num_layers,
         measure=measure or partial(_measured_cost, bound),
         preverifier=preverifier or bound.preverifiers,
+        draft_bits=() if bound.pool.kind == "captured" else tuple(sorted(bound.model.drafters)),
     )
 
 
 def _measured_cost(bound: BoundModel) -> MeasuredCost:
-    """Costs of the runner in use, or of the eager one if graphs fail while they are timed."""
+    """Costs of the runner in use, or of the eager one if graphs fail while they are timed; and of weights in fewer bits."""
     try:
-        return measured_cost(bound.model, bound.pool.kind)
+        cost = measured_cost(bound.model, bound.pool.kind)
     except CaptureError as error:
         bound.pool.give_up_graphs(error)
-        return measured_cost(bound.model, bound.pool.kind)
+        cost = measured_cost(bound.model, bound.pool.kind)
+    drafters = sorted(bound.model.drafters.items())
+    return replace(cost, rounded=tuple((bits, measured_cost(drafter)) for bits, drafter in drafters))

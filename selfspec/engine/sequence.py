@@ -16,7 +16,8 @@ from torch import Tensor
 from layerskip_models import LayerSkipModel
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import MOST_ROWS, PromptPiece, piece_end, prefill
-from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent, check_exit_layer
+from policies import Plan, Policy, RoundContext, RoundRecord, Shadow, Spent
+from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.engine.agreement import agree_on_seconds, agree_on_stop
@@ -213,10 +214,10 @@ class Sequence:
         if plan.exit_layer is None or (cap < 1 and not copied):
             cap = 0
         else:
-            exit_layer = check_exit_layer(plan.exit_layer, self.model.num_layers)
+            exit_layer = check_draft_layer(plan.exit_layer, self.model.num_layers, plan.bits)
             if self.policy.stopping is not None:
                 self.policy.stopping.start_round(plan)
-                threshold = self.policy.stopping.threshold(exit_layer)
+                threshold = self.policy.stopping.threshold(exit_layer if plan.bits is None else -plan.bits)
         # Rounds that copy teach nothing about exits: which rows were drafted where would have to be told apart.
         learns = plan.learn and not copied and self.observes.learns(self._rows_learned, self._rows_seen)
         watches = learns or bool(self.observes.context_layers)
@@ -235,6 +236,7 @@ class Sequence:
             learns=learns,
             copied=copied,
             match_length=context.match_length,
+            bits=None if exit_layer is None else plan.bits,
         )
         self.stats.learn_seconds += perf_counter() - planning  # what was learned may be worked out only now
         return Planned(plan=plan, seq_round=seq_round, context=context, threshold=threshold)
@@ -298,6 +300,7 @@ class Sequence:
             num_copied=result.num_copied,
             num_tried=len(seq_round.copied),
             copies=tuple(self._copies_seen),
+            bits=seq_round.bits,
         )
         self.stats.add(record)
         self._rows_seen += record.num_accepted + 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.choices import Detail, HeadOutput
+from layerskip_models.draft_weights import drafter_of
 from layerskip_models.kernels.native_forward import STEP_ROWS, NativeForward
 from layerskip_models.kernels.native_linear import only_operators
 from layerskip_models.kv_cache import CacheRows
@@ -37,9 +38,9 @@ class EagerRunner:
         self._native = model.steps()  # None where our kernels don't run all of the model
         self._buffers: list[RowBuffers] = []
         self._together = torch.empty(STEP_ROWS, model.hidden_size, dtype=model.dtype, device=model.device)
-        self._outputs = torch.empty(
-            0
-        )  # [layers, STEP_ROWS, hidden], of a native pass whose rows several policies observe
+        # [layers, STEP_ROWS, hidden], of a native pass whose rows several policies observe.
+        self._outputs = torch.empty(0)
+        self._rounded: dict[int, EagerRunner] = {}
 
     def buffers(self, index: int, rows: int) -> RowBuffers:
         model = self.model
@@ -48,6 +49,13 @@ class EagerRunner:
         found = self._buffers[index]
         if found.hidden.shape[0] < rows:
             found.hidden = torch.empty(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+        return found
+
+    def rounded(self, bits: int) -> EagerRunner:
+        model = drafter_of(self.model, bits)
+        found = self._rounded.get(bits)
+        if found is None or found.model is not model:  # its weights are made anew after the model's have changed
+            found = self._rounded[bits] = EagerRunner(model)
         return found
 
     def states(self, states: HiddenStates, rows: int) -> HiddenStates:

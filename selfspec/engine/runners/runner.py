@@ -28,8 +28,8 @@ class SequenceRound:
 
     cache: holds length - 1 rows. tokens: int64 [1, capacity]; the first `length` are committed, and the last of them is
         `pending`, which no layer has seen yet. Drafts are written after them.
-    exit_layer, max_speculations: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier text, to
-        be checked at the exit or by verification; match_length: how many tokens before them match.
+    exit_layer, max_speculations, bits: of the plan; None and 0 if nothing is drafted. copied: tokens copied from earlier
+        text, to be checked at the exit or by verification; match_length: how many tokens before them match.
     eos: ends a draft. states: keeps hidden states for the policy; None if it looks at none in this round.
     learns: whether the policy learns from the round.
     """
@@ -48,6 +48,7 @@ class SequenceRound:
     learns: bool
     copied: Sequence[int] = ()
     match_length: int = 0
+    bits: int | None = None
 
     @property
     def most_rows(self) -> int:
@@ -118,6 +119,13 @@ class Runner(Protocol):
         Rows follow those that each cache holds for these layers. From layer 0 on, they begin as their tokens; else with
         `hidden`, which then holds the output, unless stop is the last layer. Sets `outputs` or `logits` if there is a head.
         start may equal stop.
+        """
+        ...
+
+    def rounded(self, bits: int) -> Runner:
+        """What runs rows through the model's weights in 8 or 4 bits, on the same caches and buffers.
+
+        Raises ValueError where this runner cannot (`layerskip_models.draft_weights`).
         """
         ...
 

@@ -22,7 +22,7 @@ from selfspec.engine.runners.cuda_graph import first_rounds
 from selfspec.engine.runners.cuda_graph.buffers import NUMBERS, StaticPass, head_outputs
 from selfspec.engine.runners.cuda_graph.paged_attention import whole_pages
 from selfspec.engine.runners.cuda_graph.streams import HostRead, streams_for
-from selfspec.engine.runners.runner import Head, RowBuffers, SequenceRows
+from selfspec.engine.runners.runner import Head, RowBuffers, Runner, SequenceRows
 
 SMALLEST_SPAN = 256
 """Attention with masks looks at this many positions, or a power of two times as many, or the whole cache: these sizes are
@@ -99,6 +99,9 @@ class CudaGraphRunner:
             self.cache.keys[..., start:].zero_()
             self.cache.values[:, :, start:].zero_()
             self._pass.hidden.zero_()
+
+    def rounded(self, bits: int) -> Runner:
+        raise ValueError('captured rounds do not draft in fewer bits: take runner="eager"')
 
     def buffers(self, index: int, rows: int) -> RowBuffers:
         assert index == 0

@@ -1,0 +1,131 @@
+"""A second set of weights to draft with: all layers and the head, rounded to 8 or 4 bits.
+
+A pass through them reads a half or a quarter of what the model's own 16 bits take, so the model can draft for itself whether
+or not it was trained to exit early. What is drafted is verified by the model's own weights, so rounding changes no text.
+Source: ML-SpecQD (arXiv 2503.13565) drafts with 4-bit casts of a model in the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from layerskip_models.compact_linear import Int4Linear
+from layerskip_models.decoder_layer import DecoderLayer, Linear
+from layerskip_models.kernels.native_four_bits import NativeInt4Linear
+from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
+from layerskip_models.linear import LAYOUTS, Layout, PlainLinear, check_layout, eight_bit_layout
+from layerskip_models.model import LayerSkipModel
+
+DRAFT_BITS = (8, 4)
+"""The numbers of bits that drafts can be made in."""
+EIGHT_BIT_LAYERS = 1
+"""How many of the first layers keep 8 bits, like the head, where the others have 4: they lose most (docs/quantised.md)."""
+_making = threading.Lock()
+
+
+def draft_bytes(model: LayerSkipModel, bits: int) -> int:
+    """About how many bytes `drafter` would take."""
+    head = model.hidden_size * model.vocab_size
+    in_eight = EIGHT_BIT_LAYERS if bits == 4 else model.num_layers
+    scales = 0.5 / 8  # of 4 bits: a scale of 16 bits for 32 weights
+    layers = in_eight + (model.num_layers - in_eight) * (0.5 + scales)
+    return int(layers * model.layer_weights + (0 if _has_small_head(model) else head))
+
+
+def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
+    """Why this model cannot draft in so many bits; None if it can."""
+    if bits not in DRAFT_BITS:
+        return f"drafts can be made in {' or '.join(map(str, DRAFT_BITS))} bits, not in {bits}"
+    if model.num_ranks > 1 or len(set(model.layer_devices)) > 1:
+        return "drafts in fewer bits need the whole model in one process, on one device"
+    try:
+        check_layout("int8" if bits == 8 else "int4", torch.empty(0, dtype=model.dtype, device=model.device))
+    except ValueError as error:
+        return f"drafts in fewer bits do not run here: {error}"
+    held = min(
+        _bits_of(linear) for layer in model.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    if held <= bits:
+        return f"the model's own weights have {held} bits: there is nothing to gain from drafts in {bits}"
+    return None
+
+
+def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
+    """The model with its weights rounded to 8 or 4 bits, to draft with. It shares everything else with the model.
+
+    A matrix at a time is in float32 while it is rounded. Raises ValueError where `why_no_drafter` says why.
+    """
+    reason = why_no_drafter(model, bits)
+    if reason is not None:
+        raise ValueError(reason)
+    with torch.inference_mode(False), torch.no_grad():
+        layers = [_rounded(layer, _layout_of(bits, index)) for index, layer in enumerate(model.layers)]
+        head = model.draft_head if _has_small_head(model) else _rounded_linear(model.draft_head, "int8")
+    return model.with_layers(layers, head)
+
+
+def drafter_of(model: LayerSkipModel, bits: int) -> LayerSkipModel:
+    """The model's drafter, made when it is first asked for. Any thread may ask. Raises as `drafter`."""
+    found = model.drafters.get(bits)
+    if found is None:
+        with _making:
+            found = model.drafters.get(bits)
+            if found is None:
+                found = drafter(model, bits)
+                found.prepare(model.rotary.shape[0])
+                model.drafters[bits] = found
+    return found
+
+
+def _has_small_head(model: LayerSkipModel) -> bool:
+    """Whether the head that drafts are chosen with has 8 bits or fewer already."""
+    return _bits_of(model.draft_head) <= 8
+
+
+def _layout_of(bits: int, layer: int) -> Layout:
+    return "int4" if bits == 4 and layer >= EIGHT_BIT_LAYERS else "int8"
+
+
+def _rounded(layer: DecoderLayer, layout: Layout) -> DecoderLayer:
+    return replace(
+        layer,
+        qkv=_rounded_linear(layer.qkv, layout),
+        output=_rounded_linear(layer.output, layout),
+        gate_up=_rounded_linear(layer.gate_up, layout),
+        down=_rounded_linear(layer.down, layout),
+    )
+
+
+def _rounded_linear(linear: Linear, layout: Layout) -> Linear:
+    if _bits_of(linear) <= (4 if layout == "int4" else 8):
+        return linear
+    weight, bias = _weight_of(linear)
+    if layout == "int8":
+        layout = eight_bit_layout(weight)
+    return LAYOUTS[layout](weight, bias)
+
+
+def _weight_of(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    """In float32, [out, in], and the bias."""
+    if isinstance(linear, (NativeLinear, PlainLinear)):
+        return linear.weight.float(), linear.bias
+    raise ValueError(
+        "drafts in fewer bits need weights that can be read back: load the model with layout='plain', or build the kernels"
+    )
+
+
+def _bits_of(linear: Linear) -> int:
+    """Of a weight as it is stored."""
+    if isinstance(linear, (NativeInt4Linear, Int4Linear)):
+        return 4
+    if isinstance(linear, NativeInt8Linear):
+        return 8
+    if isinstance(linear, NativeLinear):
+        return 8 * linear.stored.element_size()
+    if isinstance(linear, PlainLinear):
+        return 8 * linear.weight.element_size()
+    return 8  # FBGEMM's, which cannot be read back

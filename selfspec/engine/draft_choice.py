@@ -1,0 +1,62 @@
+"""Whether a model gets a second set of weights to draft with: as the caller says, or where it is likely to pay."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal, get_args
+
+import psutil
+
+from layerskip_models import LayerSkipModel
+from layerskip_models.draft_weights import draft_bytes, drafter_of, why_no_drafter
+
+DraftWeights = Literal["auto", "none", "int8", "int4"]
+"""auto: in 8 bits, once it is known that no exit pays, if they are read from memory and there is room. none: never. int8,
+int4: from the start."""
+BITS: dict[str, int] = {"int8": 8, "int4": 4}
+_AUTO_BITS = 8
+_ROOM = 3
+"""Free memory that must be there, in multiples of the weights' size."""
+_USUAL_CACHE = 32 << 20
+log = logging.getLogger("selfspec")
+
+
+def check_draft_weights(choice: str) -> DraftWeights:
+    """Raises ValueError for anything else than the names."""
+    for known in get_args(DraftWeights):
+        if choice == known:
+            return known
+    raise ValueError(f"draft_weights must be one of {', '.join(get_args(DraftWeights))}, got {choice!r}")
+
+
+def make_draft_weights(model: LayerSkipModel, choice: DraftWeights) -> None:
+    """Make what was asked for by name. Raises ValueError where it cannot be made."""
+    if choice in BITS:
+        drafter_of(model, BITS[choice])
+
+
+def make_if_likely_to_pay(model: LayerSkipModel) -> None:
+    """Make weights in 8 bits for a model whose exits do not pay; says so in the log, with their size."""
+    size = draft_bytes(model, _AUTO_BITS)
+    if why_no_drafter(model, _AUTO_BITS) is not None or size < _last_cache() or not _is_room_for(size):
+        return
+    drafter_of(model, _AUTO_BITS)
+    log.info(
+        "no exit pays: drafts are made with the weights in %d bits from now on, %d MB", _AUTO_BITS, size // 1_000_000
+    )
+
+
+def _is_room_for(size: int) -> bool:
+    return int(psutil.virtual_memory().available) >= _ROOM * size
+
+
+def _last_cache() -> int:
+    """Bytes of the processor's last cache. What fits in it is not read from memory, so fewer bits gain little."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)
+        except (OSError, ValueError):
+            continue
+    return max(sizes, default=_USUAL_CACHE)
