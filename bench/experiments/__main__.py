@@ -23,7 +23,7 @@ from bench.experiments.record_kinds import STUDIES
 from bench.record import read_record, showing
 from bench.report.record_kinds import KINDS
 from bench.report.table import print_tables
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 app = typer.Typer(
     help="Studies that are not part of the product.",

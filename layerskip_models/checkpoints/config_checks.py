@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.families import Family, family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _COUNTS = (
     "vocab_size",

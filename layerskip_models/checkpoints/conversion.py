@@ -10,11 +10,10 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.as_built import rotary_angles
 from layerskip_models.checkpoints.supported import check_transformers
@@ -37,6 +36,9 @@ from layerskip_models.linear import (
 )
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""

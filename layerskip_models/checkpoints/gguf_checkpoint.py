@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 GGUF_METHOD = "gguf"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -81,6 +77,8 @@ def gguf_weights(path: Path, config: PreTrainedConfig, *, keep_packed: bool) -> 
 
 def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationConfig:
     """How the model of a file generates, from beside the file or from its configuration."""
+    from transformers import GenerationConfig
+
     if (path.parent / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path.parent)
     return GenerationConfig.from_model_config(config)
@@ -91,6 +89,8 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
 
     Raises FileNotFoundError where there is neither, or transformers cannot build it.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     if (path.parent / "tokenizer.json").is_file() or (path.parent / "tokenizer.model").is_file():
         return AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **options)
     # The class that AutoTokenizer finds for a Llama, after it has read the whole file with gguf's own reader.

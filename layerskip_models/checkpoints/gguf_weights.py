@@ -11,12 +11,11 @@ Source: gguf's `quants.py` and `constants.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.gguf_reader import GgufReader
@@ -24,6 +23,9 @@ from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.families import head_dim_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _BYTES = {"Q4_0": 18, "Q4_1": 20}
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.config_checks import built_on_meta
@@ -19,6 +18,9 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
@@ -202,6 +204,8 @@ def load_config(
     file = gguf_file(name)
     if file is not None:
         return check_config(gguf_config(file), name)
+    from transformers import AutoConfig
+
     with clear_errors(name):
         try:
             config = AutoConfig.from_pretrained(
@@ -229,6 +233,8 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
     file = gguf_file(name)
     if file is not None:
         return gguf_tokenizer(file, **options)
+    from transformers import AutoTokenizer
+
     with clear_errors(name):
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)

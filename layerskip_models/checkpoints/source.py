@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors
 from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
@@ -24,6 +23,9 @@ from layerskip_models.four_bits import FourBitWeight
 from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.shard_plan import ShardPlan
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Source:
 
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's, or what follows from its configuration."""
+        from transformers import GenerationConfig
+
         gguf = gguf_file(self.name)
         if gguf is not None:
             return gguf_generation_config(gguf, self.config)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SCALED_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on how long the text is."""
@@ -28,7 +30,9 @@ def _configured(config: Any) -> int:
 class Family:
     """One architecture of transformers. The defaults are Llama's, so a family's file says what it does otherwise.
 
-    title: the models it covers, in a user's words. config, model: transformers' classes.
+    title: the models it covers, in a user's words.
+    model_type: as config.json names it. architecture: what the names of transformers' classes begin with. The classes are
+        imported when they are asked for: that of the model takes a second, and reading a checkpoint does without it.
     ropes: kinds of rotary embedding that can be run.
     qkv, gate_up: linears of `self_attn` and `mlp` whose outputs, one after the other, are queries, keys and values, and gate
         and up.
@@ -42,8 +46,8 @@ class Family:
     """
 
     title: str
-    config: type[PreTrainedConfig]
-    model: type[PreTrainedModel]
+    model_type: str
+    architecture: str
     ropes: tuple[str, ...] = SCALED_ROPES
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -57,6 +61,28 @@ class Family:
     rotates: Callable[[Any, int], bool] = _always
     rotates_part: bool = False
     max_positions: Callable[[Any], int] = _configured
+
+    @property
+    def config(self) -> type[PreTrainedConfig]:
+        """transformers' class of the configuration."""
+        found: type[PreTrainedConfig] = getattr(import_module("transformers"), f"{self.architecture}Config")
+        return found
+
+    @property
+    def model_name(self) -> str:
+        """The name of transformers' class of the model."""
+        return f"{self.architecture}ForCausalLM"
+
+    @property
+    def model(self) -> type[PreTrainedModel]:
+        """transformers' class of the model."""
+        found: type[PreTrainedModel] = getattr(import_module("transformers"), self.model_name)
+        return found
+
+    def has_built(self, model: Any) -> bool:
+        """Whether this is one of its models. Only a class of that name is compared with transformers', which is imported."""
+        named = any(base.__name__ == self.model_name for base in model.__class__.__mro__)
+        return named and isinstance(model, self.model)
 
 
 def listed_windows(config: Any, layer: int) -> int | None:

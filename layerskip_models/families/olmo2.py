@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import Olmo2Config, Olmo2ForCausalLM
-
 from layerskip_models.families.family import Family
 
 OLMO2 = Family(
     title="OLMo 2",
-    config=Olmo2Config,
-    model=Olmo2ForCausalLM,
+    model_type="olmo2",
+    architecture="Olmo2",
     input_norm=None,
     post_attention_norm=None,
     output_norm="post_attention_layernorm",

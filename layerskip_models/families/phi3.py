@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Phi3Config, Phi3ForCausalLM
-
 from layerskip_models.families.family import Family
 
 
@@ -23,8 +21,8 @@ def _max_positions(config: Any) -> int:
 
 PHI3 = Family(
     title="Phi-3, Phi-3.5, Phi-4",
-    config=Phi3Config,
-    model=Phi3ForCausalLM,
+    model_type="phi3",
+    architecture="Phi3",
     ropes=("default", "longrope"),
     qkv=("qkv_proj",),
     gate_up=("gate_up_proj",),

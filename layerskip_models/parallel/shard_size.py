@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
 from layerskip_models.checkpoints.conversion import DRAFT_HEAD_BYTES, arithmetic_dtype
 from layerskip_models.parallel.shard_plan import ShardPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _CHOICE_NUMBERS = 2  # float64, of a row's likeliest token: see `vocabulary.numbers_of`
 

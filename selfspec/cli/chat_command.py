@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import check_sampling, load_generator, notes_console, one_line_errors
+from selfspec.cli.arguments import check_sampling, load_generator
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter, legend, summary_lines
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
     CopyFromOption,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from layerskip_models.parallel.ranks import RankError
 from selfspec.cache.copy_sources import copies_drafts
-from selfspec.cli.arguments import load_generator, notes_console, one_line_errors
+from selfspec.cli.arguments import load_generator
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
 from selfspec.distributed.launch import end_at_once, speaks
 from selfspec.distributed.rank0_engine import watch_workers

@@ -10,7 +10,6 @@ from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import num_threads
@@ -161,6 +160,8 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
 
 def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
     """A round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
+    from transformers import LogitsProcessorList
+
     policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
     context = cache.max_length
     return SequenceRound(
