@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
@@ -133,7 +133,7 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
 
     kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
     names = get_tensor_name_map(kind, config.num_hidden_layers)
-    model = built_on_meta(config, "it")
+    model = shell_of(config, "it")
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
     wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
     there = {tensor.name: [*tensor.shape][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}

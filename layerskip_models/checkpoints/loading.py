@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.conversion import from_transformers
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
 from layerskip_models.checkpoints.quantised import has_few_bits, quantisation_of
@@ -88,11 +88,11 @@ def load_model(
     """
     source = find_source(name_or_path, revision, local_files_only)
     dtype, layout, keep_packed = resolve_layout(source.config, dtype, layout, device)
-    if quantisation_of(source.config) is None:
-        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
-    else:
+    if source.has_every_weight():
         target, chosen = _resolve(source, dtype, device)
         loaded = source.read_model(chosen, layout, lambda module: target, keep_packed=keep_packed)
+    else:  # transformers knows older names, and says what is missing
+        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
 
 
@@ -223,7 +223,7 @@ def load_config(
                 f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
     check_config(config, name)
-    built_on_meta(config, name)
+    shell_of(config, name)
     return config
 
 

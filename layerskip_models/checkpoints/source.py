@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors
-from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
+from layerskip_models.checkpoints.config_checks import shapes_of, shell_of
 from layerskip_models.checkpoints.conversion import WholeOf, convert
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_generation_config, gguf_weights
 from layerskip_models.checkpoints.packed_weights import WHOLE
 from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
+from layerskip_models.checkpoints.shell import RotaryFrequencies
 from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
 from layerskip_models.checkpoints.weight_files import tensor_files
 from layerskip_models.four_bits import FourBitWeight
@@ -66,6 +67,18 @@ class Source:
             keep_packed=keep_packed,
         )
 
+    def has_every_weight(self) -> bool:
+        """Whether the files have the model's weights under their present names. Of quantised weights nobody else has others.
+
+        Raises FileNotFoundError or OSError for files that are missing or damaged.
+        """
+        if quantisation_of(self.config) is not None:
+            return True
+        with clear_errors(self.name):
+            there = tensor_files(self.name, self.origin).keys()
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        return shapes_of(self.config, self.name).keys() - tied <= there
+
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's, or what follows from its configuration."""
         from transformers import GenerationConfig
@@ -95,7 +108,9 @@ class Source:
         """
         with torch.inference_mode(False), torch.no_grad(), self.open(keep_packed) as weights:
             config: Any = self.float_config() if plan is None else plan.local_config()
-            shell: Any = built_on_meta(config, self.name).to(dtype)
+            if quantisation_of(self.config) is None:
+                config.dtype = dtype  # as transformers says it of a model that it has loaded
+            shell: Any = shell_of(config, self.name).to(dtype)
             packed: dict[str, FourBitWeight] = {}  # of the layer that is filled
 
             def fill(name: str, module: nn.Module) -> None:
@@ -116,7 +131,7 @@ class Source:
 
             _fill_ends(shell, fill, tied=config.tie_word_embeddings, has_head="lm_head.weight" in weights.names)
             decoder = shell.model
-            decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device_of("model.embed_tokens"))
+            decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))
             shell.generation_config = self.generation_config()
             return convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
 

@@ -5,13 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SCALED_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on how long the text is."""
+
+
+class Biased(NamedTuple):
+    """Which linears of a layer have biases: queries, keys and values together, attention's output, those of the MLP."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
+def no_biases(config: Any) -> Biased:
+    return Biased()
+
+
+def attention_biases(config: Any) -> Biased:
+    """As a configuration says that has a say about attention only."""
+    return Biased(qkv=config.attention_bias, output=config.attention_bias)
+
+
+def _configured_biases(config: Any) -> Biased:
+    return Biased(qkv=config.attention_bias, output=config.attention_bias, mlp=config.mlp_bias)
 
 
 def _everything(config: Any, layer: int) -> None:
@@ -39,6 +60,8 @@ class Family:
     input_norm, post_attention_norm: norms of a layer before attention and before the MLP; None where there is none.
     output_norm, down_norm: norms of what attention and the MLP add, before it is added.
     query_norm, key_norm: norms in `self_attn`, of every head by itself or of all heads of a row together, as they are wide.
+    norms_all_heads: whether they are as wide as all heads together.
+    biased: of a config, which linears of transformers' model have biases. A model in memory may have others.
     sliding_window: of (config, layer index), how many positions a row attends to, its own among them; None for all.
     rotates: of (config, layer index), whether queries and keys get the rotary embedding.
     rotates_part: whether a configuration may rotate only the first numbers of each head.
@@ -57,6 +80,8 @@ class Family:
     down_norm: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
+    norms_all_heads: bool = False
+    biased: Callable[[Any], Biased] = _configured_biases
     sliding_window: Callable[[Any, int], int | None] = _everything
     rotates: Callable[[Any, int], bool] = _always
     rotates_part: bool = False

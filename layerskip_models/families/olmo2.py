@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerskip_models.families.family import Family
+from layerskip_models.families.family import Family, attention_biases
 
 OLMO2 = Family(
     title="OLMo 2",
@@ -14,4 +14,6 @@ OLMO2 = Family(
     down_norm="post_feedforward_layernorm",
     query_norm="q_norm",
     key_norm="k_norm",
+    norms_all_heads=True,
+    biased=attention_biases,
 )

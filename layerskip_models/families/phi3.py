@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerskip_models.families.family import Family
+from layerskip_models.families.family import Family, no_biases
 
 
 def _max_positions(config: Any) -> int:
@@ -26,6 +26,7 @@ PHI3 = Family(
     ropes=("default", "longrope"),
     qkv=("qkv_proj",),
     gate_up=("gate_up_proj",),
+    biased=no_biases,
     sliding_window=lambda config, layer: config.sliding_window,
     rotates_part=True,
     max_positions=_max_positions,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from layerskip_models.families.family import Family, listed_windows
+from layerskip_models.families.family import Biased, Family, listed_windows
 
-# Biases need no word here: they are taken from any linear that has one.
-QWEN2 = Family(title="Qwen2, Qwen2.5", model_type="qwen2", architecture="Qwen2", sliding_window=listed_windows)
+QWEN2 = Family(
+    title="Qwen2, Qwen2.5",
+    model_type="qwen2",
+    architecture="Qwen2",
+    biased=lambda config: Biased(qkv=True),
+    sliding_window=listed_windows,
+)

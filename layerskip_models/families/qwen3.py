@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerskip_models.families.family import Family, listed_windows
+from layerskip_models.families.family import Family, attention_biases, listed_windows
 
 QWEN3 = Family(
     title="Qwen3",
@@ -10,5 +10,6 @@ QWEN3 = Family(
     architecture="Qwen3",
     query_norm="q_norm",
     key_norm="k_norm",
+    biased=attention_biases,
     sliding_window=listed_windows,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.conversion import DRAFT_HEAD_BYTES, arithmetic_dtype
 from layerskip_models.parallel.shard_plan import ShardPlan
 
@@ -51,7 +51,7 @@ def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dty
     """
     plan = ShardPlan.of(config, rank, ranks)
     local: Any = plan.local_config()
-    shell: Any = built_on_meta(local, "the model")
+    shell: Any = shell_of(local, "the model")
     wide = arithmetic_dtype(dtype, device).itemsize
     stored = dtype.itemsize
     sizes = {"layers": 0, "norms": 0}
