@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from selfspec.cli.garbage import collecting_later
+
 COMMANDS = {
     "generate": (
         "selfspec.cli.generate_command:generate_command",
@@ -94,8 +96,10 @@ class _Command(TyperCommand):
     def imported(self) -> Any:
         """The command itself."""
         module, _, function = self._place.partition(":")
+        with collecting_later():
+            called = getattr(import_module(module), function)
         alone = typer.Typer(add_completion=False)
-        alone.command(self.name, **_OPTIONS.get(str(self.name), {}))(getattr(import_module(module), function))
+        alone.command(self.name, **_OPTIONS.get(str(self.name), {}))(called)
         return typer.main.get_command(alone)
 
 
