@@ -6,8 +6,9 @@ generation_config.json beside the file goes before what the file says, since a G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,30 +50,34 @@ def gguf_file(name: str) -> Path | None:
     return path
 
 
-def gguf_config(path: Path) -> PreTrainedConfig:
-    """The configuration of a GGUF file, marked as such in `quantization_config`.
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufCheckpoint:
+    """A file whose header was read and compared with the model that it describes, once for all that is wanted of it.
 
-    Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
+    config: marked as that of a GGUF file in `quantization_config`. names: the file's tensor for each parameter.
     """
+
+    path: Path
+    reader: GgufReader
+    config: Any
+    names: Mapping[str, str]
+
+    def weights(self, config: PreTrainedConfig, *, keep_packed: bool) -> GgufWeights:
+        """config: without the mark. keep_packed: as in `StoredWeights`."""
+        return GgufWeights(str(self.path), self.reader, config, self.names, keep_packed=keep_packed)
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file."""
     reader = _reader(path)
     with _named(path):
         config = read_config(reader)
-        _tensor_names(reader, config)
+        names = _tensor_names(reader, config)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     few_bits = not types <= _FLOATS.keys()
     config.dtype = torch.bfloat16 if few_bits else _FLOATS[min(types, key=lambda kind: _FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
-    return config
-
-
-def gguf_weights(path: Path, config: PreTrainedConfig, *, keep_packed: bool) -> GgufWeights:
-    """The weights of a file. config: of `gguf_config`, unmarked. keep_packed: as in `StoredWeights`.
-
-    Raises ValueError for tensors that do not fit the model.
-    """
-    reader = _reader(path)
-    with _named(path):
-        return GgufWeights(str(path), reader, config, _tensor_names(reader, config), keep_packed=keep_packed)
+    return GgufCheckpoint(path, reader, config, names)
 
 
 def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationConfig:

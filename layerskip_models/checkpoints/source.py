@@ -13,7 +13,7 @@ from torch import nn
 from layerskip_models.checkpoints.checkpoint_files import clear_errors
 from layerskip_models.checkpoints.config_checks import shapes_of, shell_of
 from layerskip_models.checkpoints.conversion import WholeOf, convert
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_generation_config, gguf_weights
+from layerskip_models.checkpoints.gguf_checkpoint import GgufCheckpoint, gguf_generation_config
 from layerskip_models.checkpoints.packed_weights import WHOLE
 from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 class Source:
     """name: a folder, a .gguf file or a hub name. config: may say how the weights are quantised.
 
-    origin: revision and local_files_only, for transformers.
+    origin: revision and local_files_only, for transformers. gguf: the opened file, if it is one.
     """
 
     name: str
     config: Any
     origin: Mapping[str, Any]
+    gguf: GgufCheckpoint | None = None
 
     def float_config(self) -> PreTrainedConfig:
         """The configuration of the same model with float weights, under the checkpoint's name."""
@@ -56,9 +57,9 @@ class Source:
             yield self._weights(keep_packed)
 
     def _weights(self, keep_packed: bool) -> StoredWeights:
-        config, settings, gguf = unquantised(self.config), quantisation_of(self.config), gguf_file(self.name)
-        if gguf is not None:
-            return gguf_weights(gguf, config, keep_packed=keep_packed)
+        config, settings = unquantised(self.config), quantisation_of(self.config)
+        if self.gguf is not None:
+            return self.gguf.weights(config, keep_packed=keep_packed)
         return SafetensorsWeights(
             self.name,
             tensor_files(self.name, self.origin),
@@ -83,9 +84,8 @@ class Source:
         """The checkpoint's, or what follows from its configuration."""
         from transformers import GenerationConfig
 
-        gguf = gguf_file(self.name)
-        if gguf is not None:
-            return gguf_generation_config(gguf, self.config)
+        if self.gguf is not None:
+            return gguf_generation_config(self.gguf.path, self.config)
         try:
             return GenerationConfig.from_pretrained(self.name, **self.origin)
         except OSError:  # it has none
@@ -115,6 +115,7 @@ class Source:
 
             def fill(name: str, module: nn.Module) -> None:
                 packed.clear()
+                weights.forget()  # what the module before was filled from
                 for own, _ in [*module.named_parameters()]:
                     place, _, kind = own.rpartition(".")
                     full, device = f"{name}.{own}", device_of(name)
@@ -123,6 +124,11 @@ class Source:
                     if weight is not None:
                         packed[f"{name}.{place}"] = weight
                         value = torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
+                    elif plan is None and name.startswith("model.layers."):  # which `convert` copies
+                        value = weights.view(full, dtype, device)
+                    elif plan is None and kind == "weight" and name != "model.norm":
+                        value = weights.view(full, dtype, device)
+                        value = value.clone() if weights.maps else value
                     else:
                         value = weights.read(full, dtype, device, cuts)
                         if plan is not None and plan.added_elsewhere(full):
@@ -133,7 +139,9 @@ class Source:
             decoder = shell.model
             decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))
             shell.generation_config = self.generation_config()
-            return convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
+            model = convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
+            weights.forget()
+            return model
 
 
 def _fill_ends(shell: Any, fill: Callable[[str, nn.Module], None], *, tied: bool, has_head: bool) -> None:

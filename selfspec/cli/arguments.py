@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.checkpoints.progress import telling
 from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
 from layerskip_models.parallel.launched import launched_ranks
 from selfspec import SelfSpecGenerator
+from selfspec.cli.garbage import collecting_later
 from selfspec.cli.notes import one_line_errors
 from selfspec.cli.option_groups import LoadOptions
 from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides
@@ -96,15 +100,20 @@ def encoded_prompts(
 @contextmanager
 def loading(model: str | None, notes: Console) -> Iterator[str]:
     """Show a status line while a checkpoint is loaded; yields its name."""
-    import transformers
-    from huggingface_hub.utils import logging as hub_logging
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # the status line replaces it
-    hub_logging.set_verbosity_error()  # its retries
     name = str(DEMO_PATH) if model is None else model
-    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+    text = f"Loading {'the demo model' if model is None else model} ..."
+    with notes.status(text) as status, collecting_later(), telling(partial(_show_progress, status, text)):
+        import transformers
+        from huggingface_hub.utils import logging as hub_logging
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()  # the status line replaces it
+        hub_logging.set_verbosity_error()  # its retries
         yield name
+
+
+def _show_progress(status: Status, text: str, done: int, total: int) -> None:
+    status.update(f"{text} {done} of {total} layers")
 
 
 class Advance(Protocol):
