@@ -64,8 +64,8 @@ def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dty
     head = vocabulary * stored
     kernels = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16, torch.float32)
     tied = bool(local.tie_word_embeddings)
-    # On our kernels a tied head is a copy in their layout.
-    embedding = 0 if tied and not kernels else vocabulary * stored
+    # On our kernels a tied head is a copy in their layout, which in bfloat16 is the embedding itself.
+    embedding = 0 if tied and (not kernels or dtype == torch.bfloat16) else vocabulary * stored
     draft_head = plan.vocab.size * (local.hidden_size + 4) if kernels and head >= DRAFT_HEAD_BYTES else 0
     num_layers, hidden = int(local.num_hidden_layers), int(local.hidden_size)
     sums = 2 * num_layers + 1 if ranks > 1 else 0  # after attention, after the MLP, and the embedding
