@@ -12,12 +12,11 @@ import copy
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
 
 from layerskip_models.attention import Attention
 from layerskip_models.backends.operators import OperatorLayers
@@ -33,6 +32,9 @@ from layerskip_models.kernels.threads import OneTeam
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from layerskip_models.norm import RMSNorm
 from layerskip_models.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
 
 _NO_TEAM = nullcontext()
 _growing = threading.Lock()  # while any model's rotary table grows

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Cache, PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
 
 CACHE_NAMES = ("cache", "past_key_values")
 """The KV cache since version 5.24, and before."""

@@ -1,12 +1,16 @@
 """LayerSkip self-speculative decoding: one model drafts with its first layers and verifies with the rest."""
 
-from selfspec.batch import BatchError
-from selfspec.engine.engine import Engine
-from selfspec.engine.results import GenerationResult, StepOutput
-from selfspec.engine.sampling import NonFiniteLogitsError
-from selfspec.engine.stats import GenerationStats
-from selfspec.generator import SelfSpecGenerator, Streamer
-from selfspec.integrations.custom_generate import custom_generate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from selfspec.batch import BatchError
+    from selfspec.engine.engine import Engine
+    from selfspec.engine.results import GenerationResult, StepOutput
+    from selfspec.engine.sampling import NonFiniteLogitsError
+    from selfspec.engine.stats import GenerationStats
+    from selfspec.generator import SelfSpecGenerator, Streamer
+    from selfspec.integrations.custom_generate import custom_generate
 
 __version__ = "0.1.0"
 
@@ -22,3 +26,26 @@ __all__ = [
     "__version__",
     "custom_generate",
 ]
+_PLACES = {
+    "BatchError": "selfspec.batch",
+    "Engine": "selfspec.engine.engine",
+    "GenerationResult": "selfspec.engine.results",
+    "GenerationStats": "selfspec.engine.stats",
+    "NonFiniteLogitsError": "selfspec.engine.sampling",
+    "SelfSpecGenerator": "selfspec.generator",
+    "StepOutput": "selfspec.engine.results",
+    "Streamer": "selfspec.generator",
+    "custom_generate": "selfspec.integrations.custom_generate",
+}
+"""The module of each name, which is imported when the name is first asked for: `selfspec get` needs none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

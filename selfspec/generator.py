@@ -7,17 +7,14 @@ from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from layerskip_models import LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.exits.lean import ExitsChoice
-from layerskip_models.parallel.shard_loading import load_shard
-from layerskip_models.parallel.spread_loading import load_spread
 from policies import Policy, RoundRecord
 from policies.bounds import check_layers
 from selfspec.batch import DEFAULT_BATCH_SIZE, BatchError, check_all, completed
@@ -33,7 +30,7 @@ from selfspec.engine.draft_choice import DraftWeights
 from selfspec.engine.engine import Engine
 from selfspec.engine.model_source import BoundModel, ModelSource
 from selfspec.engine.policy_store import PolicyStore
-from selfspec.engine.request import GenerationHost, Request, check_context, check_ids, make_request, refuse_unknown
+from selfspec.engine.request import Request, check_context, check_ids, make_request, refuse_unknown
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.runners.choice import CaptureError, RunnerChoice, RunnerName
 from selfspec.engine.torch_mode import engine_mode
@@ -41,6 +38,9 @@ from selfspec.messages import Messages, encode_messages
 from selfspec.options import GenerationOptions, SpeculationOptions, spelled_out
 from selfspec.pacer.inference import PreVerifiers
 from selfspec.stream import GenerationStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | list[int] | Tensor | Messages
 
@@ -133,10 +133,15 @@ class SelfSpecGenerator:
         if device_map is not None:
             if device_map != "auto" or device != "auto" or divides(tensor_parallel):
                 raise ValueError("device_map must be 'auto' or None, and goes without device and tensor_parallel")
+            from layerskip_models.parallel.spread_loading import load_spread
+
             model: LayerSkipModel = load_spread(name_or_path, dtype=dtype, exits=exits, **options)
+        elif divides(tensor_parallel):
+            from layerskip_models.parallel.shard_loading import load_shard
+
+            model = load_shard(name_or_path, dtype=dtype, device=device, exits=exits, **options)
         else:
-            load = load_shard if divides(tensor_parallel) else load_model
-            model = load(name_or_path, dtype=dtype, device=device, exits=exits, **options)
+            model = load_model(name_or_path, dtype=dtype, device=device, exits=exits, **options)
         if kv_dtype != "auto":
             model = model.with_kv_dtype(kv_dtype)
         tokenizer = load_tokenizer(name_or_path, **options)
@@ -275,6 +280,8 @@ class SelfSpecGenerator:
 
         options: those of `generate`, except `streamer`. Others are refused.
         """
+        from selfspec.engine.generation_host import GenerationHost
+
         if prompt is not None and messages is not None:
             raise TypeError("give a prompt or messages, not both")
         refuse_unknown(options)

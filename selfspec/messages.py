@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation as in transformers and OpenAI's API: a list of {"role": "user", "content": "..."}, oldest first."""
@@ -91,6 +91,8 @@ def conversation_ids(
 
 
 def _ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, **options: bool) -> list[int]:
+    from jinja2 import TemplateError
+
     def render(conversation: Sequence[Mapping[str, Any]], tokenize: bool) -> Any:
         return tokenizer.apply_chat_template(
             [dict(message) for message in conversation],

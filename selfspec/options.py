@@ -9,14 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
 from torch import Generator
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from layerskip_models.option_fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Range
 from policies import Policy
 from selfspec.cache.copy_sources import CopyFrom
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 POLICY_HELP = (
     'For example "auto", "del", "ls:3-6" (exit after 3 layers, draft 6), "spide:3,tau=0.7", "del+dv", "ar" (plain decoding); '
@@ -98,10 +100,8 @@ def described(group: Any) -> dict[str, tuple[Any, Option]]:
     }
 
 
-OPTIONS = described(GenerationOptions)
-NAMES = tuple(get_type_hints(GenerationOptions))
-NOT_IN_CONFIG = frozenset(name for name in NAMES if not hasattr(GenerationConfig(), name))
-"""Options that are not fields of transformers' GenerationConfig."""
+OPTIONS = described(WrittenOptions)
+NAMES = tuple(GenerationOptions.__annotations__)
 
 
 def check_ranges(options: Mapping[str, Any]) -> None:
@@ -124,10 +124,16 @@ def spelled_out(function: _Function) -> _Function:
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     assert last.kind is last.VAR_KEYWORD
-    hints = get_type_hints(GenerationOptions)
+    written = get_type_hints(WrittenOptions)
+    hints = {name: written.get(name, _as_written(hint)) for name, hint in GenerationOptions.__annotations__.items()}
     options = [
-        inspect.Parameter(name, last.KEYWORD_ONLY, default=False if hint is bool else None, annotation=hint)
+        inspect.Parameter(name, last.KEYWORD_ONLY, default=False if hint == "bool" else None, annotation=hint)
         for name, hint in hints.items()
     ]
     function.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
     return function
+
+
+def _as_written(hint: Any) -> Any:
+    """A type as the source has it: transformers' classes are not imported to show their names."""
+    return getattr(hint, "__forward_arg__", hint)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
 from selfspec.engine.results import GenerationResult, StepOutput
 from selfspec.streaming import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class GenerationStream(Iterator[str | list[int]]):

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from policies import RoundRecord
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Fate = Literal["target", "accepted", "copied", "corrected", "bonus", "rejected"]
 """Where a token comes from. target: the full model, without drafts. accepted: a draft of the exit. copied: an accepted draft

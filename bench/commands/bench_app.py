@@ -22,7 +22,7 @@ from bench.commands.sweep_command import sweep
 from bench.record import read_record, showing
 from bench.report.compare_records import compare_records
 from bench.report.table import print_tables
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 app = typer.Typer(
     help="Measure self-speculative decoding: against transformers, and over exit layers and lengths.",

@@ -41,7 +41,7 @@ from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.linear import Layout
 from policies import FixedExit, RoundContext, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 from selfspec.defaults import DEFAULT_POLICY, fixed_policy
 
 

@@ -38,7 +38,7 @@ from layerskip_models.checkpoints.loading import (
     resolve_dtype,
 )
 from layerskip_models.checkpoints.synthetic import PREFIX, SHAPES, parse_synthetic, synthetic_llama
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 _LLAMA_CPP_PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 _errors = Console(stderr=True)

@@ -9,7 +9,8 @@ import typer
 
 from bench.record import read_record, record_name, showing
 from bench.report.markdown import fill_markers, markdown
-from selfspec.cli.arguments import checked_output_file, one_line_errors
+from selfspec.cli.arguments import checked_output_file
+from selfspec.cli.notes import one_line_errors
 
 
 def report(

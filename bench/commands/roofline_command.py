@@ -21,7 +21,7 @@ from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
 from policies import parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 from selfspec.engine.calibrate import learning_seconds, measured_cost, timed_context
 
 _LEARNING_ROWS = (1, 4)

@@ -13,7 +13,8 @@ from bench.commands.run_command import run
 from bench.record import read_record
 from layerskip_models.checkpoints.loading import resolve_device
 from layerskip_models.checkpoints.synthetic import PREFIX, parse_synthetic
-from selfspec.cli.arguments import checked_output_folder, one_line_errors
+from selfspec.cli.arguments import checked_output_folder
+from selfspec.cli.notes import one_line_errors
 
 GPU_SHAPES = ("llama3.2-1B", "llama3-8B", "llama2-7B")
 CPU_SHAPES = ("small", "medium")

@@ -20,10 +20,11 @@ from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
 from bench.experiments.record_kinds import STUDIES
+from bench.experiments.start_up.start_up_command import start_up
 from bench.record import read_record, showing
 from bench.report.record_kinds import KINDS
 from bench.report.table import print_tables
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 app = typer.Typer(
     help="Studies that are not part of the product.",
@@ -49,6 +50,7 @@ app.command()(copy_index)
 app.command()(attention)
 app.command()(busy)
 app.command()(ranks)
+app.command()(start_up)
 app.command()(report)
 
 

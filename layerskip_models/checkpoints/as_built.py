@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from layerskip_models.checkpoints.config_checks import built_on_meta
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MERGE = "merge adapters into the weights first (PEFT: model = model.merge_and_unload())"
 _INSTEAD = "or decode with transformers' own generate"
@@ -106,6 +107,8 @@ def _check_global_hooks() -> None:
 
 def _check_attention(config: PreTrainedConfig) -> None:
     """An attention function that somebody registered may compute anything."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # a second: not for those who pass no such model
+
     chosen = config._attn_implementation
     if chosen is None or chosen == "eager" or "/" in chosen:  # with a slash it is a kernel from the hub
         return

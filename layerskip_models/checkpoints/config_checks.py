@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
+from layerskip_models.checkpoints.shell import Shell
 from layerskip_models.checkpoints.typed_fields import is_int
 from layerskip_models.families import Family, family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _COUNTS = (
     "vocab_size",
@@ -63,9 +66,19 @@ def built_on_meta(config: Any, name: str) -> PreTrainedModel:
         ) from error
 
 
+def shell_of(config: Any, name: str) -> Shell:
+    """The parameters of the model that transformers would build, without memory. Errors as in `built_on_meta`."""
+    try:
+        return Shell(copy.deepcopy(config))
+    except Exception as error:  # of any kind: numbers that don't go together fail anywhere
+        raise ValueError(
+            f"the configuration of {name} builds no model ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
+
+
 def shapes_of(config: Any, name: str) -> dict[str, torch.Size]:
     """The shape of every tensor of the model that transformers would build. Errors as in `built_on_meta`."""
-    return {tensor: value.shape for tensor, value in built_on_meta(config, name).state_dict().items()}
+    return {tensor: value.shape for tensor, value in shell_of(config, name).state_dict().items()}
 
 
 def _check_windows(config: Any, family: Family, name: str) -> None:

@@ -10,17 +10,19 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.as_built import rotary_angles
+from layerskip_models.checkpoints.progress import tell
 from layerskip_models.checkpoints.supported import check_transformers
 from layerskip_models.decoder_layer import DecoderLayer, interleave_heads
 from layerskip_models.families import family_of, head_dim_of
 from layerskip_models.four_bits import FourBitWeight
+from layerskip_models.kernels.native_linear import NativeInt8Linear
+from layerskip_models.kernels.pages import expect_large_pages
 from layerskip_models.linear import (
     COMPACT,
     LAYOUTS,
@@ -37,6 +39,9 @@ from layerskip_models.linear import (
 )
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
@@ -141,6 +146,7 @@ def convert(
         )
         if release:
             _release(layer)
+        tell(index + 1, len(decoder.layers))
 
     embedding = decoder.embed_tokens.weight.detach()
     head_weight = model.lm_head.weight.detach()
@@ -148,14 +154,15 @@ def convert(
     if not release and not share:
         embedding = embedding.clone()
         head_weight = embedding if tied else head_weight.clone()
-    head_weight = head_weight.to(dtype)
-    head_layout = layout_of(head_weight)
+    head_weight, head_layout = in_its_layout(head_weight, dtype, layout_of)
     head = LAYOUTS[head_layout](head_weight, None)
     draft_head = None
     if head_layout == "native" and head.num_bytes >= DRAFT_HEAD_BYTES:
-        draft_head = LAYOUTS["int8"](head_weight, None)
+        draft_head = NativeInt8Linear(head_weight)
     if tied and isinstance(head, PlainLinear):
         embedding = head.weight  # one copy serves both
+    elif embedding.dtype != stored:  # as the file has it, see `StoredWeights.view`
+        embedding = embedding if head_layout in COMPACT else embedding.to(stored)
     elif (
         dtype == stored and head_layout in COMPACT and torch.equal(embedding.bfloat16().to(embedding.dtype), embedding)
     ):
@@ -236,7 +243,13 @@ def convert_layer(
         """Weights or biases of the linears of a projection as one; a new tensor, unless they are shared."""
         if share:
             return together(parts)
-        value = torch.cat([part.detach() for part in parts])
+        values = [part.detach() for part in parts]
+        if len({one.dtype for one in values}) > 1:
+            values = [one.to(dtype) for one in values]
+        value = values[0].new_empty(sum(len(one) for one in values), *values[0].shape[1:])
+        expect_large_pages(value)
+        for room, one in zip(value.split([len(one) for one in values]), values):
+            room.copy_(one)
         if interleaved and kind == "qkv":
             value[:turned] = reordered(value[:turned])
         return value
@@ -265,8 +278,8 @@ def convert_layer(
             projections[kind] = four_bit_linear(whole, bias)
             continue
         full = [linear.weight if four_bits is None else four_bits.values() for linear, four_bits in zip(linears, own)]
-        weight = fused(kind, full).to(dtype)
-        layout, norm_before = layout_of(weight), before.get(kind)
+        weight, layout = in_its_layout(fused(kind, full), dtype, layout_of)
+        norm_before = before.get(kind)
         factors = None if norm_before is None or layout in COMPACT else norm_before.fold()
         if factors is not None:
             weight.mul_(factors)
@@ -283,6 +296,14 @@ def convert_layer(
         rotated=family.rotates(config, index),
         interleaved=interleaved,
     )
+
+
+def in_its_layout(weight: Tensor, dtype: torch.dtype, layout_of: Callable[[Tensor], Layout]) -> tuple[Tensor, Layout]:
+    """A weight in the dtype that it is computed in, and its layout. Our kernels keep bfloat16."""
+    if weight.dtype == torch.bfloat16 and layout_of(weight.new_empty(0, dtype=dtype)) == "native":
+        return weight, "native"
+    weight = weight.to(dtype)
+    return weight, layout_of(weight)
 
 
 def _norm(weight: Tensor, config: PreTrainedConfig, dtype: torch.dtype, share: bool) -> RMSNorm:

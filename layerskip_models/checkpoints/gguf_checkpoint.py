@@ -6,24 +6,21 @@ generation_config.json beside the file goes before what the file says, since a G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
 
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.gguf_metadata import ROPE_FACTORS, architecture_of, read_config
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.gguf_weights import GgufWeights
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 GGUF_METHOD = "gguf"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -53,34 +50,40 @@ def gguf_file(name: str) -> Path | None:
     return path
 
 
-def gguf_config(path: Path) -> PreTrainedConfig:
-    """The configuration of a GGUF file, marked as such in `quantization_config`.
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufCheckpoint:
+    """A file whose header was read and compared with the model that it describes, once for all that is wanted of it.
 
-    Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file.
+    config: marked as that of a GGUF file in `quantization_config`. names: the file's tensor for each parameter.
     """
+
+    path: Path
+    reader: GgufReader
+    config: Any
+    names: Mapping[str, str]
+
+    def weights(self, config: PreTrainedConfig, *, keep_packed: bool) -> GgufWeights:
+        """config: without the mark. keep_packed: as in `StoredWeights`."""
+        return GgufWeights(str(self.path), self.reader, config, self.names, keep_packed=keep_packed)
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Raises ValueError for what is not read, or where something would be left out; OSError for a damaged file."""
     reader = _reader(path)
     with _named(path):
         config = read_config(reader)
-        _tensor_names(reader, config)
+        names = _tensor_names(reader, config)
     types = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     few_bits = not types <= _FLOATS.keys()
     config.dtype = torch.bfloat16 if few_bits else _FLOATS[min(types, key=lambda kind: _FLOATS[kind].itemsize)]
     config.quantization_config = {"quant_method": GGUF_METHOD, "few_bits": few_bits, "types": sorted(types)}
-    return config
-
-
-def gguf_weights(path: Path, config: PreTrainedConfig, *, keep_packed: bool) -> GgufWeights:
-    """The weights of a file. config: of `gguf_config`, unmarked. keep_packed: as in `StoredWeights`.
-
-    Raises ValueError for tensors that do not fit the model.
-    """
-    reader = _reader(path)
-    with _named(path):
-        return GgufWeights(str(path), reader, config, _tensor_names(reader, config), keep_packed=keep_packed)
+    return GgufCheckpoint(path, reader, config, names)
 
 
 def gguf_generation_config(path: Path, config: PreTrainedConfig) -> GenerationConfig:
     """How the model of a file generates, from beside the file or from its configuration."""
+    from transformers import GenerationConfig
+
     if (path.parent / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path.parent)
     return GenerationConfig.from_model_config(config)
@@ -91,6 +94,8 @@ def gguf_tokenizer(path: Path, **options: Any) -> PreTrainedTokenizerBase:
 
     Raises FileNotFoundError where there is neither, or transformers cannot build it.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     if (path.parent / "tokenizer.json").is_file() or (path.parent / "tokenizer.model").is_file():
         return AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **options)
     # The class that AutoTokenizer finds for a Llama, after it has read the whole file with gguf's own reader.
@@ -133,7 +138,7 @@ def _tensor_names(reader: GgufReader, config: PreTrainedConfig) -> dict[str, str
 
     kind = next(key for key, value in MODEL_ARCH_NAMES.items() if value == architecture_of(reader))
     names = get_tensor_name_map(kind, config.num_hidden_layers)
-    model = built_on_meta(config, "it")
+    model = shell_of(config, "it")
     shapes = {name: [*parameter.shape] for name, parameter in model.named_parameters()}
     wanted = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
     there = {tensor.name: [*tensor.shape][::-1] for tensor in reader.tensors if tensor.name != ROPE_FACTORS}

@@ -85,7 +85,7 @@ def read_config(reader: GgufReader) -> Any:
     keys = read_keys(reader)
     vocab_size = keys.get("vocab_size") or reader.length("tokenizer.ggml.tokens")
     try:
-        config: Any = FAMILIES[kind].model.config_class(
+        config: Any = FAMILIES[kind].config(
             num_hidden_layers=keys["block_count"],
             max_position_embeddings=keys["context_length"],
             hidden_size=keys["embedding_length"],

@@ -10,6 +10,7 @@ description of each tensor, then the tensors, each at a multiple of the file's a
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,12 @@ class GgufReader:
             return None
         kind, _, length = struct.unpack_from("<IIQ", self._view, self._places[key])
         return int(length) if kind == _ARRAY else None
+
+    def forget(self) -> None:
+        """Give back the memory of what was read from the tensors. It is read from the file again where it is needed."""
+        mapped = getattr(self._bytes, "_mmap", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def _fits(self, count: int, least: int) -> None:
         if count * least > len(self._view) - self._at:

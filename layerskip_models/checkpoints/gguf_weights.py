@@ -11,12 +11,11 @@ Source: gguf's `quants.py` and `constants.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from layerskip_models.checkpoints.gguf_metadata import architecture_of
 from layerskip_models.checkpoints.gguf_reader import GgufReader
@@ -24,6 +23,9 @@ from layerskip_models.checkpoints.packed_weights import Cut
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.families import head_dim_of
 from layerskip_models.four_bits import CHUNK, FourBitWeight, pack_nibbles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _BYTES = {"Q4_0": 18, "Q4_1": 20}
 
@@ -33,6 +35,8 @@ class GgufWeights(StoredWeights):
 
     names: the tensor in the file of each parameter, which has the parameter's shape.
     """
+
+    maps = False
 
     def __init__(
         self,
@@ -44,10 +48,14 @@ class GgufWeights(StoredWeights):
         keep_packed: bool,
     ) -> None:
         super().__init__(name, keep_packed)
+        self._reader = reader
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._tensors = {name: tensors[stored] for name, stored in names.items()}
         self._config, self._permuted = config, architecture_of(reader) == "llama"
         self.names = self._tensors.keys()
+
+    def forget(self) -> None:
+        self._reader.forget()
 
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
         name = f"{module}.weight"
@@ -63,7 +71,11 @@ class GgufWeights(StoredWeights):
         from gguf import dequantize
 
         data, skipped = self._data(name, cut)
-        found = torch.from_numpy(np.array(dequantize(data, self._tensors[name].tensor_type)))
+        kind = self._tensors[name].tensor_type
+        if kind.name == "Q8_0":
+            found = floats_of_eight_bits(torch.from_numpy(data))
+        else:
+            found = torch.from_numpy(np.array(dequantize(data, kind)))
         return found if cut is None or cut[0] == 0 else found[:, skipped : skipped + len(cut[1])]
 
     def _data(self, name: str, cut: Cut) -> tuple[np.ndarray, int]:
@@ -84,6 +96,13 @@ class GgufWeights(StoredWeights):
             data = data[:, first // block * width : -(-inputs.stop // block) * width]
         own = slice(rows.start, rows.stop)
         return np.array(data[own] if order is None else data[order[own].numpy()]), inputs.start - first
+
+
+def floats_of_eight_bits(data: Tensor) -> Tensor:
+    """A tensor of type Q8_0 in float32, [out, in]: what gguf computes, on all cores. data: uint8 [out, bytes of a row]."""
+    blocks = data.unflatten(1, (-1, 34))
+    scales = blocks[..., :2].contiguous().view(torch.float16).float()
+    return (blocks[..., 2:].view(torch.int8) * scales).flatten(1)
 
 
 def four_bits_of_blocks(data: Tensor, kind: str) -> FourBitWeight:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_config, gguf_file, gguf_tokenizer
+from layerskip_models.checkpoints.finite import is_finite
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_tokenizer, open_gguf
 from layerskip_models.checkpoints.quantised import has_few_bits, quantisation_of
 from layerskip_models.checkpoints.source import Source
 from layerskip_models.checkpoints.supported import DTYPES, check_config
@@ -19,6 +19,9 @@ from layerskip_models.exits.lean import ExitsChoice, with_exits
 from layerskip_models.families import family_of
 from layerskip_models.linear import Layout, check_layout
 from layerskip_models.model import LayerSkipModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO_PATH = Path(__file__).parent.parent / "demo"
 """The checkpoint that ships with the package."""
@@ -86,19 +89,23 @@ def load_model(
     """
     source = find_source(name_or_path, revision, local_files_only)
     dtype, layout, keep_packed = resolve_layout(source.config, dtype, layout, device)
-    if quantisation_of(source.config) is None:
-        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
-    else:
+    if source.has_every_weight():
         target, chosen = _resolve(source, dtype, device)
         loaded = source.read_model(chosen, layout, lambda module: target, keep_packed=keep_packed)
+    else:  # transformers knows older names, and says what is missing
+        loaded = from_transformers(_load_transformers(source, dtype, device), layout=layout, release=True)
     return with_exits(loaded, exits).with_kv_dtype(kv_dtype)
 
 
 def find_source(name_or_path: str | Path, revision: str | None, local_files_only: bool) -> Source:
     """A checkpoint with its checked configuration; arguments and errors as in `load_model`."""
     name = resolve_checkpoint(name_or_path)
-    config = load_config(name, revision=revision, local_files_only=local_files_only)
-    return Source(name, config, {"revision": revision, "local_files_only": local_files_only})
+    origin: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    file = gguf_file(name)
+    if file is None:
+        return Source(name, _folder_config(name, **origin), origin)
+    opened = open_gguf(file)
+    return Source(name, check_config(opened.config, name), origin, opened)
 
 
 def resolve_layout(
@@ -186,8 +193,7 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
 def _check_finite(model: PreTrainedModel, name: str) -> None:
     """ValueError if a weight is NaN or infinite: nothing could be decoded with it."""
     for parameter_name, parameter in model.named_parameters():
-        # A sum shows a NaN at the cost of reading; only where it is not finite every element is looked at.
-        if not bool(parameter.sum(dtype=torch.float32).isfinite()) and not bool(parameter.isfinite().all()):
+        if not is_finite(parameter.detach()):
             raise ValueError(
                 f"{name} holds NaN or infinite weights, first in {parameter_name}: "
                 "the checkpoint is damaged or its training diverged; load another one"
@@ -198,10 +204,12 @@ def load_config(
     name_or_path: str | Path, *, revision: str | None = None, local_files_only: bool = False
 ) -> PreTrainedConfig:
     """The checked configuration of a checkpoint; errors as in `load_model`."""
-    name = resolve_checkpoint(name_or_path)
-    file = gguf_file(name)
-    if file is not None:
-        return check_config(gguf_config(file), name)
+    return find_source(name_or_path, revision, local_files_only).config
+
+
+def _folder_config(name: str, *, revision: str | None, local_files_only: bool) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     with clear_errors(name):
         try:
             config = AutoConfig.from_pretrained(
@@ -219,7 +227,7 @@ def load_config(
                 f"a folder with config.json and *.safetensors ({' '.join(str(error).split())})"
             ) from error
     check_config(config, name)
-    built_on_meta(config, name)
+    shell_of(config, name)
     return config
 
 
@@ -229,6 +237,8 @@ def load_tokenizer(name_or_path: str | Path, **options: object) -> PreTrainedTok
     file = gguf_file(name)
     if file is not None:
         return gguf_tokenizer(file, **options)
+    from transformers import AutoTokenizer
+
     with clear_errors(name):
         try:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)

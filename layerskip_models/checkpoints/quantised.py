@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from layerskip_models.checkpoints.gguf_checkpoint import GGUF_METHOD
 from layerskip_models.checkpoints.schemes import ORIGINAL, schemes_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 READABLE = (
     "compressed-tensors (pack-quantized, int-quantized) and GPTQ with 4- or 8-bit integer weights, and GGUF files"

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig
 
 from layerskip_models.checkpoints.checkpoint_files import clear_errors
-from layerskip_models.checkpoints.config_checks import built_on_meta, shapes_of
+from layerskip_models.checkpoints.config_checks import shapes_of, shell_of
 from layerskip_models.checkpoints.conversion import WholeOf, convert
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_generation_config, gguf_weights
+from layerskip_models.checkpoints.gguf_checkpoint import GgufCheckpoint, gguf_generation_config
 from layerskip_models.checkpoints.packed_weights import WHOLE
 from layerskip_models.checkpoints.quantised import quantisation_of, unquantised
 from layerskip_models.checkpoints.schemes import schemes_of
+from layerskip_models.checkpoints.shell import RotaryFrequencies
 from layerskip_models.checkpoints.stored_weights import SafetensorsWeights, StoredWeights
 from layerskip_models.checkpoints.weight_files import tensor_files
 from layerskip_models.four_bits import FourBitWeight
@@ -25,17 +25,21 @@ from layerskip_models.linear import Layout
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.shard_plan import ShardPlan
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """name: a folder, a .gguf file or a hub name. config: may say how the weights are quantised.
 
-    origin: revision and local_files_only, for transformers.
+    origin: revision and local_files_only, for transformers. gguf: the opened file, if it is one.
     """
 
     name: str
     config: Any
     origin: Mapping[str, Any]
+    gguf: GgufCheckpoint | None = None
 
     def float_config(self) -> PreTrainedConfig:
         """The configuration of the same model with float weights, under the checkpoint's name."""
@@ -53,9 +57,9 @@ class Source:
             yield self._weights(keep_packed)
 
     def _weights(self, keep_packed: bool) -> StoredWeights:
-        config, settings, gguf = unquantised(self.config), quantisation_of(self.config), gguf_file(self.name)
-        if gguf is not None:
-            return gguf_weights(gguf, config, keep_packed=keep_packed)
+        config, settings = unquantised(self.config), quantisation_of(self.config)
+        if self.gguf is not None:
+            return self.gguf.weights(config, keep_packed=keep_packed)
         return SafetensorsWeights(
             self.name,
             tensor_files(self.name, self.origin),
@@ -64,11 +68,24 @@ class Source:
             keep_packed=keep_packed,
         )
 
+    def has_every_weight(self) -> bool:
+        """Whether the files have the model's weights under their present names. Of quantised weights nobody else has others.
+
+        Raises FileNotFoundError or OSError for files that are missing or damaged.
+        """
+        if quantisation_of(self.config) is not None:
+            return True
+        with clear_errors(self.name):
+            there = tensor_files(self.name, self.origin).keys()
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        return shapes_of(self.config, self.name).keys() - tied <= there
+
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's, or what follows from its configuration."""
-        gguf = gguf_file(self.name)
-        if gguf is not None:
-            return gguf_generation_config(gguf, self.config)
+        from transformers import GenerationConfig
+
+        if self.gguf is not None:
+            return gguf_generation_config(self.gguf.path, self.config)
         try:
             return GenerationConfig.from_pretrained(self.name, **self.origin)
         except OSError:  # it has none
@@ -91,11 +108,14 @@ class Source:
         """
         with torch.inference_mode(False), torch.no_grad(), self.open(keep_packed) as weights:
             config: Any = self.float_config() if plan is None else plan.local_config()
-            shell: Any = built_on_meta(config, self.name).to(dtype)
+            if quantisation_of(self.config) is None:
+                config.dtype = dtype  # as transformers says it of a model that it has loaded
+            shell: Any = shell_of(config, self.name).to(dtype)
             packed: dict[str, FourBitWeight] = {}  # of the layer that is filled
 
             def fill(name: str, module: nn.Module) -> None:
                 packed.clear()
+                weights.forget()  # what the module before was filled from
                 for own, _ in [*module.named_parameters()]:
                     place, _, kind = own.rpartition(".")
                     full, device = f"{name}.{own}", device_of(name)
@@ -104,6 +124,11 @@ class Source:
                     if weight is not None:
                         packed[f"{name}.{place}"] = weight
                         value = torch.zeros((), dtype=dtype, device=device).expand(weight.shape)
+                    elif plan is None and name.startswith("model.layers."):  # which `convert` copies
+                        value = weights.view(full, dtype, device)
+                    elif plan is None and kind == "weight" and name != "model.norm":
+                        value = weights.view(full, dtype, device)
+                        value = value.clone() if weights.maps else value
                     else:
                         value = weights.read(full, dtype, device, cuts)
                         if plan is not None and plan.added_elsewhere(full):
@@ -112,9 +137,11 @@ class Source:
 
             _fill_ends(shell, fill, tied=config.tie_word_embeddings, has_head="lm_head.weight" in weights.names)
             decoder = shell.model
-            decoder.rotary_emb = type(decoder.rotary_emb)(config).to(device_of("model.embed_tokens"))
+            decoder.rotary_emb = RotaryFrequencies(config).to(device_of("model.embed_tokens"))
             shell.generation_config = self.generation_config()
-            return convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
+            model = convert(shell, config, layout, release=True, packed=packed, fill=fill, whole_of=whole_of)
+            weights.forget()
+            return model
 
 
 def _fill_ends(shell: Any, fill: Callable[[str, nn.Module], None], *, tied: bool, has_head: bool) -> None:

@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from layerskip_models.checkpoints.finite import is_finite
+from layerskip_models.checkpoints.mapped_safetensors import MappedSafetensors
 from layerskip_models.checkpoints.packed_weights import NUMBERS, WHOLE, Cut, dequantise, in_four_bits, modules_of
 from layerskip_models.checkpoints.schemes import ORIGINAL, SchemeOf
 from layerskip_models.four_bits import FourBitWeight
@@ -30,6 +32,8 @@ class StoredWeights(ABC):
     """
 
     names: Collection[str]
+    maps: bool = True
+    """Whether `floats` and `view` may give the mapped file's own memory."""
 
     def __init__(self, name: str, keep_packed: bool) -> None:
         self.name, self._keep_packed = name, keep_packed
@@ -49,13 +53,26 @@ class StoredWeights(ABC):
         """
         parts = [self.floats(name, cut) for cut in cuts]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
-        value = value.to(device=device, dtype=dtype, copy=True).contiguous()
-        if not bool(value.isfinite().all()):
+        return self._checked(name, value.to(device=device, dtype=dtype, copy=self.maps).contiguous())
+
+    def _checked(self, name: str, value: Tensor) -> Tensor:
+        if not is_finite(value):
             raise ValueError(
                 f"{self.name} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
                 "diverged; load another one"
             )
         return value
+
+    def view(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A parameter as `read` gives it, or in the file's own memory and bfloat16 if `dtype` is float32, which is wider.
+
+        To be copied before `forget` is called, and not written to. Errors as in `read`.
+        """
+        return self.read(name, dtype, device)
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Give back the memory of what was read from mapped files, and is not a tensor of its own."""
 
     def read_packed(self, module: str, cuts: Sequence[Cut] = WHOLE) -> FourBitWeight | None:
         """As `read`, for a matrix of a layer that stays in 4 bits; None if it does not stay so."""
@@ -91,6 +108,7 @@ class SafetensorsWeights(StoredWeights):
         super().__init__(name, keep_packed)
         self._where, self._shapes, self._scheme_of = where, shapes, scheme_of
         self._open: dict[Path, Any] = {}
+        self._mapped: dict[Path, MappedSafetensors] = {}
         self._quantised = modules_of(where)
         taken = {f"{module}.{part}" for module, parts in self._quantised.items() for part in parts}
         weights = {f"{module}.weight" for module in self._quantised}
@@ -142,10 +160,30 @@ class SafetensorsWeights(StoredWeights):
             return self._read(dequantise, module, cut)
         dim, kept = (0, None) if cut is None else (cut[0], slice(cut[1].start, cut[1].stop))
         stored = self._slice(name)
+        whole = self._in_file(name) if kept is None else None
+        if whole is not None:
+            return whole
         found: Tensor = stored[...] if kept is None else stored[kept] if dim == 0 else stored[:, kept]
         if not found.is_floating_point():
             raise ValueError(f"{name} is of {found.dtype}, and nothing says what it stands for: {ORIGINAL}")
         return found
+
+    def _in_file(self, name: str) -> Tensor | None:
+        path = self._where[name]
+        if path not in self._mapped:
+            self._mapped[path] = MappedSafetensors(path)
+        return self._mapped[path].tensor(name)
+
+    def view(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type == "cpu" and not self._quantised:
+            value = self.floats(name)
+            if value.dtype == dtype or (value.dtype, dtype) == (torch.bfloat16, torch.float32):
+                return self._checked(name, value)
+        return self.read(name, dtype, device)
+
+    def forget(self) -> None:
+        for file in self._mapped.values():
+            file.forget()
 
     def four_bits(self, module: str, cut: Cut = None) -> FourBitWeight | None:
         return self._read(in_four_bits, module, cut) if module in self._quantised else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from layerskip_models.checkpoints.as_built import MERGE, check_as_built
 from layerskip_models.checkpoints.config_checks import check_fields
 from layerskip_models.checkpoints.quantised import check_quantisation, quantisation_of
 from layerskip_models.families import FAMILIES, find_family
 from layerskip_models.families.unsupported import need_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 LAYERSKIP_CHECKPOINTS = (
     "facebook/layerskip-llama2-7B",
@@ -51,13 +53,13 @@ def check_config(config: Any, name: str) -> PreTrainedConfig:
 
 
 def _supported() -> str:
-    names = (f"{family.model.__name__} ({family.title})" for family in FAMILIES.values())
+    names = (f"{family.model_name} ({family.title})" for family in FAMILIES.values())
     return f"supported are {', '.join(names)}; trained for early exit are {', '.join(LAYERSKIP_CHECKPOINTS)}"
 
 
 def check_transformers(model: Any) -> PreTrainedConfig:
     """The configuration of a model in memory; ValueError if `from_transformers` cannot copy it."""
-    if not any(isinstance(model, family.model) for family in FAMILIES.values()):
+    if not any(family.has_built(model) for family in FAMILIES.values()):
         if hasattr(model, "merge_and_unload"):
             raise ValueError(f"a {type(model).__name__} holds adapters beside the weights: {MERGE}")
         kind = getattr(getattr(model, "config", None), "model_type", None)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import cached_file
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KIND = ".safetensors"
@@ -42,6 +41,8 @@ def files_of(name: str, origin: Mapping[str, Any]) -> tuple[list[Path], set[str]
 
     Raises FileNotFoundError for one that is missing, OSError for a damaged index.
     """
+
+    from transformers.utils import cached_file
 
     def find(file: str) -> Path | None:
         found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **origin)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from layerskip_models.families.family import Family
 from layerskip_models.families.llama import LLAMA
@@ -22,8 +20,11 @@ from layerskip_models.families.qwen2 import QWEN2
 from layerskip_models.families.qwen3 import QWEN3
 from layerskip_models.families.smollm3 import SMOLLM3
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.config.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3)}
+    {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, SMOLLM3)}
 )
 """By model_type."""
 

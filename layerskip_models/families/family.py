@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedModel
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SCALED_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on how long the text is."""
+
+
+class Biased(NamedTuple):
+    """Which linears of a layer have biases: queries, keys and values together, attention's output, those of the MLP."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
+def no_biases(config: Any) -> Biased:
+    return Biased()
+
+
+def attention_biases(config: Any) -> Biased:
+    """As a configuration says that has a say about attention only."""
+    return Biased(qkv=config.attention_bias, output=config.attention_bias)
+
+
+def _configured_biases(config: Any) -> Biased:
+    return Biased(qkv=config.attention_bias, output=config.attention_bias, mlp=config.mlp_bias)
 
 
 def _everything(config: Any, layer: int) -> None:
@@ -28,13 +51,17 @@ def _configured(config: Any) -> int:
 class Family:
     """One architecture of transformers. The defaults are Llama's, so a family's file says what it does otherwise.
 
-    title: the models it covers, in a user's words. config, model: transformers' classes.
+    title: the models it covers, in a user's words.
+    model_type: as config.json names it. architecture: what the names of transformers' classes begin with. The classes are
+        imported when they are asked for: that of the model takes a second, and reading a checkpoint does without it.
     ropes: kinds of rotary embedding that can be run.
     qkv, gate_up: linears of `self_attn` and `mlp` whose outputs, one after the other, are queries, keys and values, and gate
         and up.
     input_norm, post_attention_norm: norms of a layer before attention and before the MLP; None where there is none.
     output_norm, down_norm: norms of what attention and the MLP add, before it is added.
     query_norm, key_norm: norms in `self_attn`, of every head by itself or of all heads of a row together, as they are wide.
+    norms_all_heads: whether they are as wide as all heads together.
+    biased: of a config, which linears of transformers' model have biases. A model in memory may have others.
     sliding_window: of (config, layer index), how many positions a row attends to, its own among them; None for all.
     rotates: of (config, layer index), whether queries and keys get the rotary embedding.
     rotates_part: whether a configuration may rotate only the first numbers of each head.
@@ -42,8 +69,8 @@ class Family:
     """
 
     title: str
-    config: type[PreTrainedConfig]
-    model: type[PreTrainedModel]
+    model_type: str
+    architecture: str
     ropes: tuple[str, ...] = SCALED_ROPES
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -53,10 +80,34 @@ class Family:
     down_norm: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
+    norms_all_heads: bool = False
+    biased: Callable[[Any], Biased] = _configured_biases
     sliding_window: Callable[[Any, int], int | None] = _everything
     rotates: Callable[[Any, int], bool] = _always
     rotates_part: bool = False
     max_positions: Callable[[Any], int] = _configured
+
+    @property
+    def config(self) -> type[PreTrainedConfig]:
+        """transformers' class of the configuration."""
+        found: type[PreTrainedConfig] = getattr(import_module("transformers"), f"{self.architecture}Config")
+        return found
+
+    @property
+    def model_name(self) -> str:
+        """The name of transformers' class of the model."""
+        return f"{self.architecture}ForCausalLM"
+
+    @property
+    def model(self) -> type[PreTrainedModel]:
+        """transformers' class of the model."""
+        found: type[PreTrainedModel] = getattr(import_module("transformers"), self.model_name)
+        return found
+
+    def has_built(self, model: Any) -> bool:
+        """Whether this is one of its models. Only a class of that name is compared with transformers', which is imported."""
+        named = any(base.__name__ == self.model_name for base in model.__class__.__mro__)
+        return named and isinstance(model, self.model)
 
 
 def listed_windows(config: Any, layer: int) -> int | None:

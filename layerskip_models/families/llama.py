@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from layerskip_models.families.family import Family
 
-LLAMA = Family(title="Llama 2, Llama 3, CodeLlama", config=LlamaConfig, model=LlamaForCausalLM)
+LLAMA = Family(title="Llama 2, Llama 3, CodeLlama", model_type="llama", architecture="Llama")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import MistralConfig, MistralForCausalLM
-
-from layerskip_models.families.family import Family
+from layerskip_models.families.family import Family, no_biases
 
 MISTRAL = Family(
     title="Mistral 7B, Mistral Nemo",
-    config=MistralConfig,
-    model=MistralForCausalLM,
+    model_type="mistral",
+    architecture="Mistral",
+    biased=no_biases,
     sliding_window=lambda config, layer: config.sliding_window,
 )

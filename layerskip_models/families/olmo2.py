@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from transformers import Olmo2Config, Olmo2ForCausalLM
-
-from layerskip_models.families.family import Family
+from layerskip_models.families.family import Family, attention_biases
 
 OLMO2 = Family(
     title="OLMo 2",
-    config=Olmo2Config,
-    model=Olmo2ForCausalLM,
+    model_type="olmo2",
+    architecture="Olmo2",
     input_norm=None,
     post_attention_norm=None,
     output_norm="post_attention_layernorm",
     down_norm="post_feedforward_layernorm",
     query_norm="q_norm",
     key_norm="k_norm",
+    norms_all_heads=True,
+    biased=attention_biases,
 )

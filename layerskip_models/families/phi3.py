@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Phi3Config, Phi3ForCausalLM
-
-from layerskip_models.families.family import Family
+from layerskip_models.families.family import Family, no_biases
 
 
 def _max_positions(config: Any) -> int:
@@ -23,11 +21,12 @@ def _max_positions(config: Any) -> int:
 
 PHI3 = Family(
     title="Phi-3, Phi-3.5, Phi-4",
-    config=Phi3Config,
-    model=Phi3ForCausalLM,
+    model_type="phi3",
+    architecture="Phi3",
     ropes=("default", "longrope"),
     qkv=("qkv_proj",),
     gate_up=("gate_up_proj",),
+    biased=no_biases,
     sliding_window=lambda config, layer: config.sliding_window,
     rotates_part=True,
     max_positions=_max_positions,

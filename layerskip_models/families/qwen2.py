@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from layerskip_models.families.family import Biased, Family, listed_windows
 
-from layerskip_models.families.family import Family, listed_windows
-
-# Biases need no word here: they are taken from any linear that has one.
-QWEN2 = Family(title="Qwen2, Qwen2.5", config=Qwen2Config, model=Qwen2ForCausalLM, sliding_window=listed_windows)
+QWEN2 = Family(
+    title="Qwen2, Qwen2.5",
+    model_type="qwen2",
+    architecture="Qwen2",
+    biased=lambda config: Biased(qkv=True),
+    sliding_window=listed_windows,
+)

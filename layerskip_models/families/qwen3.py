@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from layerskip_models.families.family import Family, listed_windows
+from layerskip_models.families.family import Family, attention_biases, listed_windows
 
 QWEN3 = Family(
     title="Qwen3",
-    config=Qwen3Config,
-    model=Qwen3ForCausalLM,
+    model_type="qwen3",
+    architecture="Qwen3",
     query_norm="q_norm",
     key_norm="k_norm",
+    biased=attention_biases,
     sliding_window=listed_windows,
 )

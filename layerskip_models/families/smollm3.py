@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
-
 from layerskip_models.families.family import Family, listed_windows
 
 SMOLLM3 = Family(
     title="SmolLM3",
-    config=SmolLM3Config,
-    model=SmolLM3ForCausalLM,
+    model_type="smollm3",
+    architecture="SmolLM3",
     sliding_window=listed_windows,
     rotates=lambda config, layer: bool(config.no_rope_layers[layer]),
 )

@@ -15,13 +15,14 @@ from torch import Tensor
 from layerskip_models.choices import Choices, Detail, choices_in_pieces, empty_choices
 from layerskip_models.kernels import library
 from layerskip_models.kernels.library import KINDS, Matrix
-from layerskip_models.kernels.pages import use_large_pages
+from layerskip_models.kernels.pages import expect_large_pages, use_large_pages
 from layerskip_models.kernels.threads import keep, num_threads
 from layerskip_models.norm import RMSNorm
 
 MOST_ROWS = 128
 """Most rows per call, which bounds the scratch. With this many, reading the weights costs next to nothing."""
 _CONVERTED = 1 << 23  # numbers converted at a time for PyTorch's product: few enough that no new memory is mapped
+_ROUNDED = 1 << 20  # numbers rounded to 8 bits at a time, which fit into a cache
 _operators_only: ContextVar[bool] = ContextVar("operators_only", default=False)
 
 
@@ -269,6 +270,13 @@ class NativeInt8Linear(NativeLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None) -> None:
-        weight = weight.float()
-        scale = (weight.abs().amax(dim=1) if peaks is None else peaks).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        self._set((weight / scale.unsqueeze(1)).round_().to(torch.int8), scale, bias)
+        rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        expect_large_pages(rounded)
+        step = max(_ROUNDED // max(weight.shape[1], 1), 1)
+        for first in range(0, len(weight), step):
+            part, own = weight[first : first + step].float(), slice(first, first + step)
+            peak = part.abs().amax(dim=1) if peaks is None else peaks[own]
+            torch.div(peak.clamp_min(torch.finfo(torch.float32).tiny), 127, out=scale[own])
+            rounded[own] = (part / scale[own].unsqueeze(1)).round_()
+        self._set(rounded, scale, bias)

@@ -11,7 +11,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerskip_models.parallel.ranks import Ranks, local_rank
+from layerskip_models.parallel.launched import local_rank
+from layerskip_models.parallel.ranks import Ranks
 
 _TASKS, _GLOO = Path("/proc/self/task"), "gloo"
 _TOPOLOGY = Path("/sys/devices/system/cpu")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerskip_models.parallel.collectives import gather, sum_in_place
+from layerskip_models.parallel.launched import launched_rank
 
 TIMEOUT_SECONDS = 120.0
 """How long a rank waits for the others, unless SELFSPEC_RANK_TIMEOUT says otherwise."""
@@ -29,21 +30,6 @@ _Value = TypeVar("_Value")
 
 class RankError(RuntimeError):
     """The processes of one model cannot go on together. The message says why, and what to do."""
-
-
-def launched_ranks() -> int:
-    """How many processes were launched together with this one (torchrun says so); 1 for a process by itself."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def launched_rank() -> int:
-    """Which of them this is, from 0."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_rank() -> int:
-    """Which it is of those on this machine, from 0: the number of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def timeout_seconds() -> float:

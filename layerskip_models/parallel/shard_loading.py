@@ -15,7 +15,8 @@ from layerskip_models.four_bits import CHUNK
 from layerskip_models.linear import Layout, Whole
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.parallel.cores import share_cores
-from layerskip_models.parallel.ranks import Ranks, local_rank
+from layerskip_models.parallel.launched import local_rank
+from layerskip_models.parallel.ranks import Ranks
 from layerskip_models.parallel.shard_plan import ShardPlan
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
-from layerskip_models.checkpoints.config_checks import built_on_meta
+from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.conversion import DRAFT_HEAD_BYTES, arithmetic_dtype
 from layerskip_models.parallel.shard_plan import ShardPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _CHOICE_NUMBERS = 2  # float64, of a row's likeliest token: see `vocabulary.numbers_of`
 
@@ -49,7 +51,7 @@ def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dty
     """
     plan = ShardPlan.of(config, rank, ranks)
     local: Any = plan.local_config()
-    shell: Any = built_on_meta(local, "the model")
+    shell: Any = shell_of(local, "the model")
     wide = arithmetic_dtype(dtype, device).itemsize
     stored = dtype.itemsize
     sizes = {"layers": 0, "norms": 0}
@@ -62,8 +64,8 @@ def shard_size(config: PreTrainedConfig, rank: int, ranks: int, dtype: torch.dty
     head = vocabulary * stored
     kernels = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16, torch.float32)
     tied = bool(local.tie_word_embeddings)
-    # On our kernels a tied head is a copy in their layout.
-    embedding = 0 if tied and not kernels else vocabulary * stored
+    # On our kernels a tied head is a copy in their layout, which in bfloat16 is the embedding itself.
+    embedding = 0 if tied and (not kernels or dtype == torch.bfloat16) else vocabulary * stored
     draft_head = plan.vocab.size * (local.hidden_size + 4) if kernels and head >= DRAFT_HEAD_BYTES else 0
     num_layers, hidden = int(local.num_hidden_layers), int(local.hidden_size)
     sums = 2 * num_layers + 1 if ranks > 1 else 0  # after attention, after the MLP, and the embedding

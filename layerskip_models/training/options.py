@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from layerskip_models.option_fields import parameters_of
-from layerskip_models.parallel.ranks import launched_rank
+from layerskip_models.parallel.launched import launched_rank
 from layerskip_models.training.training_config import TrainingConfig
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from policies import ObservationSpec, Policy
 from selfspec.cache.copy_index import CopyStore
 from selfspec.engine.runners.choice import RunnerName
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CopyFrom = CopyStore | Sequence[str | list[int] | Tensor]
 

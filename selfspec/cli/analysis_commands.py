@@ -14,16 +14,9 @@ from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.analysis.quality import SAMPLE, quality_lines
 from selfspec.analysis.shape_report import shape_lines, training_lines
 from selfspec.analysis.trace_plot import plot_trace, trace_lines
-from selfspec.cli.arguments import (
-    checked_output_file,
-    load_full_weights,
-    load_generator,
-    load_reference,
-    notes_console,
-    one_line_errors,
-    progress,
-)
+from selfspec.cli.arguments import checked_output_file, load_full_weights, load_generator, load_reference, progress
 from selfspec.cli.display import write_trace
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
     DeviceOptions,
     LoadOptions,

@@ -1,45 +1,34 @@
-"""What the commands share: loading a checkpoint with a status line, progress bars, and errors in one line."""
+"""What the commands share: loading a checkpoint with a status line, progress bars, and checks of what was given."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-import transformers
-import typer
-from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from layerskip_models import DEMO_PATH, LayerSkipModel, load_model, load_tokenizer
 from layerskip_models.checkpoints.loading import load_config, load_transformers
+from layerskip_models.checkpoints.progress import telling
 from layerskip_models.checkpoints.quantised import has_few_bits
 from layerskip_models.output_paths import output_file, output_folder
-from layerskip_models.parallel.ranks import RankError, launched_ranks
-from selfspec import NonFiniteLogitsError, SelfSpecGenerator
+from layerskip_models.parallel.launched import launched_ranks
+from selfspec import SelfSpecGenerator
+from selfspec.cli.garbage import collecting_later
+from selfspec.cli.notes import one_line_errors
 from selfspec.cli.option_groups import LoadOptions
-from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides, speaks
+from selfspec.distributed.launch import TensorParallel, be_silent_unless_first, divides
 from selfspec.engine.request import check_ids
 from selfspec.options import SamplingOptions
-from selfspec.visible_text import visible
 
-
-class NotesConsole(Console):
-    """Standard error. Control characters become visible, because the text may come from a model or a stranger."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"stderr": True, "highlight": False, "markup": False, "soft_wrap": True, **options})
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(visible(one) if isinstance(one, str) else one for one in objects), **options)
-
-
-def notes_console(quiet: bool = False) -> Console:
-    """Standard error, for everything but the generated text."""
-    return NotesConsole(quiet=quiet or not speaks())
+if TYPE_CHECKING:
+    import transformers
 
 
 def load_generator(
@@ -111,12 +100,20 @@ def encoded_prompts(
 @contextmanager
 def loading(model: str | None, notes: Console) -> Iterator[str]:
     """Show a status line while a checkpoint is loaded; yields its name."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # the status line replaces it
-    hub_logging.set_verbosity_error()  # its retries
     name = str(DEMO_PATH) if model is None else model
-    with notes.status(f"Loading {'the demo model' if model is None else model} ..."):
+    text = f"Loading {'the demo model' if model is None else model} ..."
+    with notes.status(text) as status, collecting_later(), telling(partial(_show_progress, status, text)):
+        import transformers
+        from huggingface_hub.utils import logging as hub_logging
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()  # the status line replaces it
+        hub_logging.set_verbosity_error()  # its retries
         yield name
+
+
+def _show_progress(status: Status, text: str, done: int, total: int) -> None:
+    status.update(f"{text} {done} of {total} layers")
 
 
 class Advance(Protocol):
@@ -158,25 +155,3 @@ def check_sampling(defaults: transformers.GenerationConfig, options: SamplingOpt
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"{flags} has no effect on greedy decoding: add --do-sample, or leave it out")
     return not do_sample
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Print an error in one line. Exit status 2 for errors that the user can fix, 1 for a model that fails."""
-    try:
-        yield
-    except BrokenPipeError:  # `| head`: typer ends quietly
-        raise
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
-    except (NonFiniteLogitsError, torch.OutOfMemoryError, RankError) as error:
-        _fail(error, 1)
-    except (ValueError, TypeError, OSError) as error:
-        _fail(error, 2)
-
-
-def _fail(error: Exception, status: int) -> NoReturn:
-    if speaks():
-        typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
-    raise typer.Exit(status) from None

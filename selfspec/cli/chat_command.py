@@ -14,9 +14,10 @@ import torch
 from rich.console import Console
 
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import check_sampling, load_generator, notes_console, one_line_errors
+from selfspec.cli.arguments import check_sampling, load_generator
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter, legend, summary_lines
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import (
     ChatTemplateOption,
     CopyFromOption,
@@ -26,7 +27,9 @@ from selfspec.cli.option_groups import (
     option,
     with_groups,
 )
+from selfspec.cli.preparation import Preparation
 from selfspec.cli.text_input import read_copy_files, store_of_files
+from selfspec.defaults import DEFAULT_POLICY
 from selfspec.distributed.launch import from_first, speaks
 from selfspec.messages import has_template, template_of
 from selfspec.options import SamplingOptions
@@ -79,8 +82,12 @@ def chat_command(
         options: dict[str, Any] = {**sampling}
         if (seed := options.pop("seed")) is not None:  # one random generator for all answers
             options["generator"] = torch.Generator(generator.model.device).manual_seed(seed)
-        with notes.status("Calibrating ..."):  # only if the policy uses measured costs
-            chosen = generator.resolve_policy(policy)
+        preparation = None
+        if policy is None and not copy_texts and Preparation.helps(generator):
+            chosen, preparation = None, Preparation(generator)
+        else:
+            with notes.status("Calibrating ..."):  # only if the policy uses measured costs
+                chosen = generator.resolve_policy(policy)
         writer = TextWriter(Console(highlight=False))
         conversation = Conversation(
             generator,
@@ -95,20 +102,29 @@ def chat_command(
             conversation.load(chat.load)
         if chat.system is not None:
             conversation.system = chat.system
-        conversation.use_policy(generator.policy.name if policy is None else policy)
-        session = Chat(conversation, writer, notes)
+        conversation.policy = DEFAULT_POLICY if chosen is None else policy or chosen.name
+        session = Chat(conversation, writer, notes, preparation)
         notes.print(_greeting(model, generator))
         if chat.show_drafts:
             session.command("/drafts")
         read_line = _line_reader()
-        session.run(lambda prompt: from_first(generator.model, lambda: read_line(prompt)))
+        if preparation is not None:
+            preparation.start()
+        try:
+            session.run(lambda prompt: from_first(generator.model, lambda: read_line(prompt)))
+        finally:
+            if preparation is not None:
+                preparation.stop()
 
 
 class Chat:
     """Reads lines and carries them out: commands, and messages to answer."""
 
-    def __init__(self, conversation: Conversation, writer: TextWriter, notes: Console) -> None:
+    def __init__(
+        self, conversation: Conversation, writer: TextWriter, notes: Console, preparation: Preparation | None = None
+    ) -> None:
         self._conversation, self._writer, self._notes = conversation, writer, notes
+        self._preparation = preparation
 
     def run(self, read_line: Callable[[str], str]) -> None:
         """Run until /exit or the end of the input. Ctrl-C at the prompt drops the line."""
@@ -168,6 +184,8 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         conversation = self._conversation
+        if self._preparation is not None:
+            self._preparation.wait(self._notes)
         try:
             conversation.ask(question)
         finally:

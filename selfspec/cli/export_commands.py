@@ -16,14 +16,8 @@ from layerskip_models.exits.adapter import ExitAdapter
 from layerskip_models.exits.folder import adapters_beside, check_fits, load_adapters
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.draft_agreement import DraftAgreement, draft_agreement, own_texts
-from selfspec.cli.arguments import (
-    checked_output_folder,
-    encoded_prompts,
-    load_generator,
-    notes_console,
-    one_line_errors,
-    progress,
-)
+from selfspec.cli.arguments import checked_output_folder, encoded_prompts, load_generator, progress
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import DeviceOption, ExitsOption, LoadOptions
 from selfspec.cli.text_input import CODE_PROMPT, EXAMPLE_PROMPT, read_prompt
 from selfspec.defaults import DEFAULT_POLICY

@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from transformers import StoppingCriteriaList
 
-from layerskip_models.parallel.ranks import launched_ranks
+from layerskip_models.parallel.launched import launched_ranks
 from selfspec import GenerationResult, SelfSpecGenerator
 from selfspec.analysis.comparison import Comparison, compare, warm_up
 from selfspec.analysis.explain import explain, explanation_lines, watching_all_layers
 from selfspec.analysis.replay import plain_and_watched
 from selfspec.batch import DEFAULT_BATCH_SIZE
-from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator, notes_console, one_line_errors
+from selfspec.cli.arguments import check_sampling, checked_output_file, load_generator
 from selfspec.cli.batch_file import generate_file, read_prompts, store_for_lines
 from selfspec.cli.display import (
     PROMPT_STYLE,
@@ -30,6 +30,7 @@ from selfspec.cli.display import (
     write_trace,
 )
 from selfspec.cli.interrupt import InterruptCriteria
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import CopyFromOption, LoadOptions, ModelOption, option, with_groups
 from selfspec.cli.shared_prompts import generate_shared
 from selfspec.cli.text_input import PromptArgument, read_copy_files, read_prompt, store_of_files

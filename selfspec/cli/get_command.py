@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from layerskip_models.checkpoints.named_models import NAMED_MODELS, download
-from selfspec.cli.arguments import notes_console, one_line_errors
+from selfspec.cli.notes import notes_console, one_line_errors
 
 _NAMES = "; ".join(f"{name}: {model.about}, {model.megabytes} MB" for name, model in NAMED_MODELS.items())
 

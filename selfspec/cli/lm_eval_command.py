@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import typer
 
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 
 def lm_eval_command(context: typer.Context) -> None:

@@ -10,24 +10,63 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+
+from selfspec.cli.garbage import collecting_later
 
 COMMANDS = {
-    "generate": "selfspec.cli.generate_command:generate_command",
-    "chat": "selfspec.cli.chat_command:chat_command",
-    "get": "selfspec.cli.get_command:get_command",
-    "trace": "selfspec.cli.analysis_commands:trace_command",
-    "inspect": "selfspec.cli.analysis_commands:inspect_command",
-    "verify": "selfspec.cli.analysis_commands:verify_command",
-    "serve": "selfspec.cli.serve_command:serve_command",
-    "train": "layerskip_models.training.loop:train_command",
-    "train-pacer": "selfspec.cli.training_commands:train_pacer_command",
-    "train-exit": "selfspec.cli.training_commands:train_exit_command",
-    "export-hub": "selfspec.cli.export_commands:export_hub_command",
-    "export-draft": "selfspec.cli.export_commands:export_draft_command",
-    "lm-eval": "selfspec.cli.lm_eval_command:lm_eval_command",
+    "generate": (
+        "selfspec.cli.generate_command:generate_command",
+        "Continue a prompt: print the text as it is generated, then a summary of what speculation did.",
+    ),
+    "chat": (
+        "selfspec.cli.chat_command:chat_command",
+        "Talk to a model. /help lists the commands; Ctrl-C stops an answer and keeps the conversation.",
+    ),
+    "get": (
+        "selfspec.cli.get_command:get_command",
+        "Download a model that can then be used by its short name, for example: selfspec chat smollm2.",
+    ),
+    "trace": (
+        "selfspec.cli.analysis_commands:trace_command",
+        "Decode a prompt greedily and show every round: exit layer, drafts and their fate, threshold, estimated acceptance.",
+    ),
+    "inspect": (
+        "selfspec.cli.analysis_commands:inspect_command",
+        "Say whether a checkpoint is worth self-speculating with: agreement per layer, speed-up predicted and measured.",
+    ),
+    "verify": (
+        "selfspec.cli.analysis_commands:verify_command",
+        "Check on this machine that the engine's output equals that of the model as transformers runs it.",
+    ),
+    "serve": (
+        "selfspec.cli.serve_command:serve_command",
+        "Serve a model to OpenAI clients: chat, completions, streams, metrics.",
+    ),
+    "train": (
+        "layerskip_models.training.loop:train_command",
+        "Train a Llama with the LayerSkip recipe: layer dropout and early-exit loss.",
+    ),
+    "train-pacer": (
+        "selfspec.cli.training_commands:train_pacer_command",
+        "Train Pacer's pre-verifier for a LayerSkip checkpoint.",
+    ),
+    "train-exit": (
+        "selfspec.cli.training_commands:train_exit_command",
+        "Train exit adapters for a frozen checkpoint: its drafts get better, and its output stays the same.",
+    ),
+    "export-hub": (
+        "selfspec.cli.export_commands:export_hub_command",
+        "Write a folder that transformers decodes from with selfspec (from_pretrained, pipeline, transformers serve).",
+    ),
+    "export-draft": (
+        "selfspec.cli.export_commands:export_draft_command",
+        "Write the first layers of a model, its norm and head as a small checkpoint, for engines that take a draft model.",
+    ),
+    "lm-eval": ("selfspec.cli.lm_eval_command:lm_eval_command", "Run lm-evaluation-harness with --model selfspec."),
 }
-"""Where the function of each command is. Only the module of the command that is called gets imported."""
+"""Where the function of each command is, and its line in the list of commands. Only the module of the command that is called
+gets imported, none for the list."""
 _OPTIONS: dict[str, dict[str, Any]] = {
     "lm-eval": {
         "add_help_option": False,
@@ -41,11 +80,26 @@ class _Commands(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
+        return _Command(cmd_name) if cmd_name in COMMANDS else None
+
+
+class _Command(TyperCommand):
+    """A command whose module is imported when it is called; until then it has a name and a line of help."""
+
+    def __init__(self, name: str) -> None:
+        self._place, summary = COMMANDS[name]
+        super().__init__(name, help=summary)
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self.imported().make_context(info_name, args, parent, **extra)
+
+    def imported(self) -> Any:
+        """The command itself."""
+        module, _, function = self._place.partition(":")
+        with collecting_later():
+            called = getattr(import_module(module), function)
         alone = typer.Typer(add_completion=False)
-        alone.command(cmd_name, **_OPTIONS.get(cmd_name, {}))(getattr(import_module(module), name))
+        alone.command(self.name, **_OPTIONS.get(str(self.name), {}))(called)
         return typer.main.get_command(alone)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from layerskip_models.parallel.ranks import RankError
 from selfspec.cache.copy_sources import copies_drafts
-from selfspec.cli.arguments import load_generator, notes_console, one_line_errors
+from selfspec.cli.arguments import load_generator
+from selfspec.cli.notes import notes_console, one_line_errors
 from selfspec.cli.option_groups import LoadOptions, ModelArgument, option, with_groups
 from selfspec.distributed.launch import end_at_once, speaks
 from selfspec.distributed.rank0_engine import watch_workers
@@ -36,18 +37,25 @@ def serve_command(load: LoadOptions, serve: ServeOptions, listen: ListenOptions,
         if load.draft_weights == "auto":  # nobody must wait while they are made
             load = replace(load, draft_weights="none")
         listening = open_socket(listen.host, listen.port) if speaks() else None
-        generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache, tensor_parallel="auto")
+        try:
+            generator = load_generator(model, load, notes, prefix_cache=serve.prefix_cache, tensor_parallel="auto")
+        except BaseException:
+            if listening is not None:
+                listening.close()
+            raise
         if listening is None:
             run_server_worker(generator, settings)
             return
         with notes.status("Calibrating ..."):
+            import selfspec.engine.generation_host  # noqa: F401 (else the first request waits for this import)
+
             app = make_app(generator, settings, watch_workers(generator))
         own = generator.resolve_policy(serve.policy)
         if settings.copy_from and not copies_drafts(own.observes, generator.runner):
             notes.print(f"policy {own.name!r} copies nothing: only requests that name one that does use --copy-from")
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         address = f"http://{host}:{listening.getsockname()[1]}"
-        started = f"serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
+        started = f"ready: serving {settings.model_name} at {address}/v1 (Ctrl-C ends it)"
         try:
             run(app, listening, grace_seconds=listen.grace_seconds, on_start=lambda: notes.print(started))
         except RankError as error:

@@ -7,13 +7,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
-import torch
-
-from layerskip_models import LayerSkipModel
-from layerskip_models.parallel.ranks import launched_rank, launched_ranks, local_rank
+from layerskip_models.parallel.launched import launched_rank, launched_ranks, local_rank
 from selfspec.visible_text import visible
+
+if TYPE_CHECKING:
+    from layerskip_models import LayerSkipModel
 
 TensorParallel = Literal["auto"] | int | None
 """Number of processes that share a model: "auto" for all that were launched together, None for one."""
@@ -39,6 +39,8 @@ def divides(tensor_parallel: TensorParallel) -> bool:
 
 def own_device(device: str) -> str:
     """The device of one of several processes that each hold a whole model: with "auto" the GPU of its number, if any."""
+    import torch
+
     if device != "auto" or not torch.cuda.is_available():
         return device
     return f"cuda:{local_rank() % torch.cuda.device_count()}"

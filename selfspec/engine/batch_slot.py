@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from policies import Policy, RoundRecord
 from selfspec.engine.agreement import agree_on_call
@@ -20,6 +19,9 @@ from selfspec.engine.sampling import NonFiniteLogitsError
 from selfspec.engine.sequence import Sequence
 from selfspec.engine.shadow import compute_shadow
 from selfspec.engine.torch_mode import engine_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,7 +10,6 @@ from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessorList
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.kernels.threads import num_threads
@@ -36,12 +35,21 @@ _measuring = threading.Lock()
 _measured: WeakKeyDictionary[LayerSkipModel, dict[RunnerName, MeasuredCost]] = WeakKeyDictionary()
 
 
-def measured_cost(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
-    """The model's costs on its device: calibrated on the first call, remembered as long as the model lives."""
+class StoppedError(Exception):
+    """A calibration was stopped."""
+
+
+def measured_cost(
+    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
+) -> MeasuredCost:
+    """The model's costs on its device: calibrated on the first call, remembered as long as the model lives.
+
+    stopped: asked between timings; raises StoppedError once it says so.
+    """
     with _measuring:  # two calibrations at once would time each other
         costs = _measured.setdefault(model, {})
         if runner not in costs:
-            costs[runner] = calibrate(model, runner)
+            costs[runner] = calibrate(model, runner, stopped)
         return costs[runner]
 
 
@@ -54,7 +62,9 @@ def use_cost(model: LayerSkipModel, cost: MeasuredCost, runner: RunnerName = "ea
         _measured.setdefault(model, {})[runner] = replace(cost, fixed=True)
 
 
-def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCost:
+def calibrate(
+    model: LayerSkipModel, runner: RunnerName = "eager", stopped: Callable[[], bool] = lambda: False
+) -> MeasuredCost:
     """Time layers and head over several numbers of rows, and a draft step. All calls take turns; the lower quartile counts.
 
     Two rounds of timings at least, then more for up to 0.6 s: under a second for the demo checkpoint. Numbers of rows between
@@ -71,7 +81,7 @@ def calibrate(model: LayerSkipModel, runner: RunnerName = "eager") -> MeasuredCo
         make = _captured_calls if runner == "captured" else _eager_calls
         # From many rows to one, so that a pass over one comes soon after another pass, as in decoding, and finds in a cache
         # what of the weights fits there.
-        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model)
+        *passes, draft = _timed(make(model.with_adapters({}), cache, rows_timed[::-1]), model, stopped)
         adapter_seconds = _adapter_seconds(model, cache, runner) if model.adapters else ()
     layers, heads = passes[-2::-2], passes[::-2]
     if runner == "eager" and model.steps() is not None:  # the first of each two calls has the second one in it
@@ -161,6 +171,8 @@ def _captured_calls(model: LayerSkipModel, cache: KVCache, rows_timed: Sequence[
 
 def _round_of_drafts(model: LayerSkipModel, cache: KVCache, exit_layer: int) -> SequenceRound:
     """A round of `_DRAFTS` drafts at one exit, at the end of a text. The policy asks for each confidence."""
+    from transformers import LogitsProcessorList
+
     policy = Policy(FixedExit(exit_layer, _DRAFTS, num_layers=model.num_layers), NeverStop())
     context = cache.max_length
     return SequenceRound(
@@ -202,13 +214,16 @@ def learning_seconds(model: LayerSkipModel, layers: tuple[int, ...], rows: tuple
         return dict(zip(rows, _timed([learn(count) for count in rows], model)))
 
 
-def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[float]:
+def _timed(
+    calls: list[Callable[[], object]], model: LayerSkipModel, stopped: Callable[[], bool] = lambda: False
+) -> list[float]:
     """Seconds of each call: the lower quartile, since a busy machine only ever adds. The calls take turns.
 
     Where several processes hold the model, each makes the same calls and uses rank 0's times.
     """
     device = model.device
     for call in calls:
+        _go_on(stopped)
         call()
     seconds: list[list[float]] = [[] for _ in calls]
     started = perf_counter()
@@ -216,12 +231,18 @@ def _timed(calls: list[Callable[[], object]], model: LayerSkipModel) -> list[flo
         if repeat >= 2 and agree_on_seconds(model, perf_counter() - started) > _SECONDS:
             break
         for call, times in zip(calls, seconds):
+            _go_on(stopped)
             synchronize(device)
             start = perf_counter()
             call()
             synchronize(device)
             times.append(perf_counter() - start)
     return model.agree([sorted(times)[len(times) // 4] for times in seconds])
+
+
+def _go_on(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise StoppedError
 
 
 def synchronize(device: torch.device) -> None:

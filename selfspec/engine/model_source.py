@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.checkpoints.conversion import why_not_shared
@@ -19,6 +19,9 @@ from selfspec.engine.draft_choice import DraftWeights, check_draft_weights, make
 from selfspec.engine.runners.choice import RunnerChoice, resolve_runner
 from selfspec.engine.weight_watch import WeightWatch
 from selfspec.pacer.inference import PreVerifiers
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,31 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
-from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
-from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from layerskip_models.families import family_of
 from selfspec.cache.copy_index import CopyStore
 from selfspec.cache.prefix_cache import ANYONE, Owner
 from selfspec.engine.stopping import StopConditions
 from selfspec.messages import are_messages, encode_messages
-from selfspec.options import NAMES, NOT_IN_CONFIG, check_ranges
+from selfspec.options import NAMES, check_ranges
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+
+    from selfspec.engine.generation_host import GenerationHost
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """Used when neither the call nor a configuration gives a length (transformers would stop at 20 tokens in all)."""
@@ -63,14 +55,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 }
 """GenerationConfig fields that do not apply to this engine, with the values that turn them off."""
 
-_COUNTS_ITS_CALLS: dict[type, str] = {
-    SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: "classifier-free guidance",
-    DiaEOSDelayPatternLogitsProcessor: "Dia's delay of the last token",
-}
-"""Processors of transformers whose result depends on earlier calls. Drafting adds calls."""
-
-_ANY_CONFIG = GenerationConfig()
 _MEANT = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -83,17 +67,24 @@ _MEANT = {
 """What other libraries call these arguments."""
 
 
-class GenerationHost(GenerationMixin):
-    """Lets transformers' own code prepare a call without a transformers model in memory."""
+@cache
+def config_fields() -> frozenset[str]:
+    """The fields of transformers' GenerationConfig."""
+    from transformers import GenerationConfig
 
-    def __init__(self, config: PreTrainedConfig, generation_config: GenerationConfig, device: torch.device) -> None:
-        self.config = config
-        self.generation_config = generation_config
-        self._device = device
+    return frozenset(vars(GenerationConfig()))
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
+
+@cache
+def counts_its_calls() -> Mapping[type, str]:
+    """Processors of transformers whose result depends on earlier calls. Drafting adds calls."""
+    from transformers.generation import logits_process as theirs
+
+    return {
+        theirs.SynthIDTextWatermarkLogitsProcessor: "a SynthID watermark",
+        theirs.UnbatchedClassifierFreeGuidanceLogitsProcessor: "classifier-free guidance",
+        theirs.DiaEOSDelayPatternLogitsProcessor: "Dia's delay of the last token",
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,7 +175,7 @@ def refuse_unknown(names: Iterable[str]) -> None:
             continue
         if name in _REFUSED:
             raise ValueError(f"{name} does not apply to self-speculative decoding of one sequence: leave it out")
-        if hasattr(_ANY_CONFIG, name):
+        if name in config_fields():
             raise TypeError(
                 f"generate() has no argument {name!r}: set it in a GenerationConfig and pass that as generation_config"
             )
@@ -207,7 +198,7 @@ def refuse_fields(config: GenerationConfig, allowed: Container[str] = ()) -> Non
 def refuse_processors(processors: Iterable[object]) -> None:
     """Raise ValueError for a logits processor known not to be a pure function of text and scores."""
     for processor in processors:
-        for kind, called in _COUNTS_ITS_CALLS.items():
+        for kind, called in counts_its_calls().items():
             if isinstance(processor, kind):
                 raise ValueError(
                     f"{called} keeps a state that its every call changes ({kind.__name__}), and drafts call it more often "
@@ -268,10 +259,13 @@ def make_request(
     options: `GenerationOptions`. Those that are None were not given. How to speculate is not decided here.
     Raises ValueError (TypeError for a wrong type) that names the argument, its range and the remedy.
     """
+    from transformers import LogitsProcessorList, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
     generation_config, generator = options.get("generation_config"), options.get("generator")
     logits_processor, stopping_criteria = options.get("logits_processor"), options.get("stopping_criteria")
     check_ranges(options)
-    fields = {name: value for name, value in options.items() if value is not None and name not in NOT_IN_CONFIG}
+    fields = {name: value for name, value in options.items() if value is not None and name in config_fields()}
     never_stops = isinstance(fields.get("eos_token_id"), (list, tuple)) and not fields["eos_token_id"]
     if never_stops:
         del fields["eos_token_id"]

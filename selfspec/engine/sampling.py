@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
-PREFIX_FREE = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-"""Processors whose result does not depend on the text so far, so that all rows can be processed in one call."""
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
+
+@cache
+def prefix_free() -> frozenset[type]:
+    """Processors whose result does not depend on the text so far, so that all rows can be processed in one call."""
+    from transformers.generation import logits_process as theirs
+
+    return frozenset(
+        {
+            theirs.EpsilonLogitsWarper,
+            theirs.EtaLogitsWarper,
+            theirs.InfNanRemoveLogitsProcessor,
+            theirs.LogitNormalization,
+            theirs.MinPLogitsWarper,
+            theirs.SuppressTokensLogitsProcessor,
+            theirs.TemperatureLogitsWarper,
+            theirs.TopKLogitsWarper,
+            theirs.TopPLogitsWarper,
+            theirs.TypicalLogitsWarper,
+        }
+    )
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -62,7 +62,7 @@ class Sampler:
         self.processors = processors
         self.generator = generator
         self._rewinds = rewinds
-        self.prefix_free = all(type(p) in PREFIX_FREE for p in processors)
+        self.prefix_free = all(type(p) in prefix_free() for p in processors)
 
     @property
     def do_sample(self) -> bool:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import (
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.generation.stopping_criteria import EosTokenCriteria
+
+if TYPE_CHECKING:
+    from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
 StopReason = Literal["eos", "stop_string", "max_time", "stopping_criteria", "length"]
 """Why a text ended: an end-of-sequence token, a stop string, the time limit, another criterion, or max_new_tokens."""
@@ -75,6 +70,9 @@ def _holds(answer: object) -> bool:
 
 
 def _reason_of(criterion: StoppingCriteria) -> StopReason:
+    from transformers import MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+    from transformers.generation.stopping_criteria import EosTokenCriteria
+
     if isinstance(criterion, StopStringCriteria):
         return "stop_string"
     if isinstance(criterion, MaxTimeCriteria):

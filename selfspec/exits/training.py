@@ -22,7 +22,7 @@ from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import FOLDER, config_for, save_adapters
 from layerskip_models.output_paths import output_folder
-from layerskip_models.parallel.ranks import launched_ranks
+from layerskip_models.parallel.launched import launched_ranks
 from layerskip_models.text_files import write_text
 from layerskip_models.training.resumable_run import (
     ResumableRun,

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from selfspec.engine.sampling import PREFIX_FREE
+from selfspec.engine.sampling import prefix_free
 
 _ROW_BY_ROW = (
     logits_process.ExponentialDecayLengthPenalty,
@@ -115,7 +115,7 @@ class RowProcessor(LogitsProcessor):
 def row_processor(processor: Any, row: BatchRow) -> Any:
     """What does for one row what the processor does for the batch."""
     # Prefix-free processors do not see the text, and the engine runs them over many positions at once.
-    if row.alone or type(processor) in PREFIX_FREE:
+    if row.alone or type(processor) in prefix_free():
         return processor
     if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor:
         ignored = processor.prompt_ignore_length  # for each row, if there is padding

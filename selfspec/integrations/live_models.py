@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary, proxy
 
-from transformers import PreTrainedModel
-
 from selfspec.generator import SelfSpecGenerator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _generators: WeakKeyDictionary[PreTrainedModel, SelfSpecGenerator] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -24,5 +25,5 @@ def generator_of(model: PreTrainedModel) -> SelfSpecGenerator:
     with _lock:
         found = _generators.get(model)
         if found is None:
-            found = _generators[model] = SelfSpecGenerator(cast(PreTrainedModel, proxy(model)))
+            found = _generators[model] = SelfSpecGenerator(cast("PreTrainedModel", proxy(model)))
         return found

@@ -13,12 +13,10 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from layerskip_models.checkpoints.conversion import convert_layer
 from layerskip_models.checkpoints.fingerprint import fingerprint, same_weights
@@ -30,6 +28,9 @@ from layerskip_models.linear import Layout, PlainLinear
 from layerskip_models.model import LayerSkipModel
 from layerskip_models.norm import RMSNorm
 from policies.bounds import MOST_DRAFTS
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedConfig
 
 FOLDER = "pacer"
 """The name of the folder, next to the weights, that holds a checkpoint's own pre-verifier."""
@@ -80,6 +81,8 @@ class PreVerifierConfig:
             raise ValueError("a pre-verifier needs at least one exit layer, max_drafts >= 1 and block >= 1")
 
     def llama_config(self) -> LlamaConfig:
+        from transformers import LlamaConfig
+
         return LlamaConfig(**self.layer, attn_implementation="sdpa")
 
 
@@ -107,6 +110,8 @@ class PreVerifierModule(nn.Module):
     calibration: Tensor
 
     def __init__(self, config: PreVerifierConfig) -> None:
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
         super().__init__()
         llama = config.llama_config()
         self.config = config
@@ -170,6 +175,8 @@ class LeanPreVerifier:
     """
 
     def __init__(self, module: PreVerifierModule, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import GenerationConfig
+
         self.config, llama = module.config, module.config.llama_config()
         layout: Layout = "native" if native_works(device, dtype) else "plain"
 

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from layerskip_models import from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import NotesConsole, notes_console, one_line_errors
 from selfspec.cli.chat_command import COMMANDS, Chat
 from selfspec.cli.conversation import Conversation
 from selfspec.cli.display import TextWriter
 from selfspec.cli.main import app
+from selfspec.cli.notes import NotesConsole, notes_console, one_line_errors
 from selfspec.messages import ChatTemplate
 from selfspec.stop_text import StopTrimmer, before_stop
 from selfspec.streaming import Fate

@@ -43,7 +43,8 @@ def test_every_output_option_is_checked_before_the_command_starts() -> None:
     for app in (bench.commands.bench_app.app, bench.experiments.__main__.app, selfspec.cli.main.app):
         group: Any = get_command(app)
         for name in group.list_commands(None):
-            for parameter in group.get_command(None, name).params:
+            command = group.get_command(None, name)
+            for parameter in (command.imported() if hasattr(command, "imported") else command).params:
                 if parameter.name in ("output", "output_dir", "trace") and name not in (
                     "train",
                     "train-pacer",

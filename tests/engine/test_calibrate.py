@@ -45,7 +45,7 @@ def test_every_time_is_that_of_its_number_of_rows(monkeypatch: pytest.MonkeyPatc
         ran.append(1.0 * len(hidden))
         return choices(self, hidden, *rest)
 
-    def timed(calls: list[Callable[[], object]], device: torch.device) -> list[float]:
+    def timed(calls: list[Callable[[], object]], *rest: object) -> list[float]:
         seconds = []
         for call in calls[:-1]:
             ran.clear()

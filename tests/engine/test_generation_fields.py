@@ -19,7 +19,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from selfspec import SelfSpecGenerator
-from selfspec.engine.request import _COUNTS_ITS_CALLS
+from selfspec.engine.request import counts_its_calls
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 PROMPT = [5, 1, 7, 5, 1]
@@ -138,6 +138,6 @@ def test_no_other_processor_of_transformers_writes_to_itself() -> None:
             stores = (n for n in places if isinstance(n.ctx, ast.Store))
             if method.name not in setting_up and any(ast.unparse(n).startswith("self.") for n in stores):
                 stateful.add(kind.name)
-    named = {kind.__name__ for kind in _COUNTS_ITS_CALLS}
+    named = {kind.__name__ for kind in counts_its_calls()}
     assert named <= stateful
     assert stateful - named - once == {"WhisperNoSpeechDetection"}  # of speech; once: arguments brought to their form

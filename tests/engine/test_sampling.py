@@ -33,7 +33,7 @@ from policies import ObservationSpec, Policy
 from scripted_policies import ScriptedExit
 from selfspec import NonFiniteLogitsError, SelfSpecGenerator
 from selfspec.engine.runners.choice import RunnerName
-from selfspec.engine.sampling import PREFIX_FREE, Sampler
+from selfspec.engine.sampling import Sampler, prefix_free
 from tiny_llama import request_for, tiny_llama
 
 WARPERS: dict[type[LogitsProcessor], Callable[[], LogitsProcessor]] = {
@@ -92,7 +92,7 @@ def test_processors_see_every_prefix_of_the_text_and_its_drafts(do_sample: bool)
 
 
 def test_every_prefix_free_processor_is_tried_here() -> None:
-    assert set(WARPERS) == set(PREFIX_FREE)
+    assert set(WARPERS) == prefix_free()
 
 
 @given(

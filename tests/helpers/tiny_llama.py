@@ -15,7 +15,8 @@ from layerskip_models.compact_linear import half_works
 from layerskip_models.kernels.check import native_works
 from layerskip_models.linear import Layout
 from selfspec import SelfSpecGenerator
-from selfspec.engine.request import GenerationHost, Request, make_request
+from selfspec.engine.generation_host import GenerationHost
+from selfspec.engine.request import Request, make_request
 from selfspec.engine.runners.choice import RunnerName
 from tests.fuzz.fuzz_models import ROPES, random_model, word_tokenizer
 from tests.fuzz.random_adapters import adapted

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from layerskip_models import load_model
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.gguf_checkpoint import gguf_config
+from layerskip_models.checkpoints.gguf_checkpoint import open_gguf
 from layerskip_models.checkpoints.gguf_reader import GgufReader
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.families import FAMILIES
@@ -207,7 +207,7 @@ def test_our_reader_finds_what_ggufs_own_finds(kind: str, tmp_path: Path) -> Non
 def test_our_configuration_is_what_transformers_reads(kind: str, tmp_path: Path) -> None:
     """All fields of it, but those that transformers leaves at their defaults where the file says something."""
     path = write(tmp_path, model_of(kind, num_key_value_heads=2))
-    ours, theirs = gguf_config(path), AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    ours, theirs = open_gguf(path).config, AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
     assert type(ours) is type(theirs)
     own = {"quantization_config", "dtype", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window"}
     own |= {"_name_or_path", "_model_name_or_path", "architectures", "rope_parameters"}

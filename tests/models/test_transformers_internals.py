@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 import selfspec.engine.request
-from selfspec.engine.request import GenerationHost
+from selfspec.engine.generation_host import GenerationHost
 
 CALLED_WITH: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "_prepare_generation_config": ((None,), ()),

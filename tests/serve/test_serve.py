@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -22,10 +23,12 @@ import pytest
 import torch
 from openai import OpenAI
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from layerskip_models import DEMO_PATH
 from running_server import RunningServer, running_server
 from selfspec import SelfSpecGenerator
+from selfspec.cli.main import app
 from selfspec.engine.engine import Engine
 from selfspec.engine.results import StepOutput
 
@@ -491,6 +494,38 @@ def test_a_key_a_full_queue_and_an_orderly_end(offline: SelfSpecGenerator) -> No
         running.thread.join(30)
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
+
+
+def test_the_command_says_when_it_is_ready() -> None:
+    """One line, the first: the model is loaded by then, and the port answers a request that comes at once."""
+    command = [sys.executable, "-m", "selfspec.cli.main", "serve", "--port", "0"]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
+    try:
+        assert started.stderr is not None
+        line = started.stderr.readline()
+        said = re.fullmatch(r"ready: serving demo at http://127\.0\.0\.1:(\d+)/v1 \(Ctrl-C ends it\)\n", line)
+        assert said is not None, line
+        request = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(said[1])), timeout=30) as connection:
+            connection.sendall(request)
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b'"demo"' in answer
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(30) in (0, -signal.SIGTERM)
+        assert started.stderr.read() == ""
+    finally:
+        started.kill()
+        started.wait()
+        assert started.stderr is not None
+        started.stderr.close()
+
+
+def test_nothing_is_ready_before_the_model_is_loaded() -> None:
+    """A model that cannot be loaded ends the command, and no line says that it serves."""
+    result = CliRunner().invoke(app, ["serve", "no/such/folder/./", "--port", "0"])
+    assert result.exit_code == 2
+    assert "ready" not in result.output
 
 
 def test_the_command_serves_and_ends_at_sigterm(offline: SelfSpecGenerator) -> None:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.engines.servers import selfspec_server
 from layerskip_models import DEMO_PATH
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 from tests.soak import serving_soak as serving
 from tests.soak.hostile_clients import OPTIONS, HostileTrial
 from tests.soak.soak import MOST_RSS, Soak

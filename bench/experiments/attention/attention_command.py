@@ -15,7 +15,7 @@ from bench.record import RecordWriter
 from bench.sweep import parse_range
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_layers import KV_DTYPES
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in KV_DTYPES}
 

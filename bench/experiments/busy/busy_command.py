@@ -24,7 +24,7 @@ from bench.record import RecordWriter
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH, from_transformers
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 _STARTING = 30.0  # seconds that a cell may last beyond its own: a token of an engine that has come to a halt
 _LONGEST = 600.0

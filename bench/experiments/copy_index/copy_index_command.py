@@ -12,7 +12,7 @@ from bench.experiments.copy_index.index_cost import microseconds_per_token, text
 from bench.report.table import Table, print_tables
 from bench.sweep import parse_range
 from layerskip_models import DEMO_PATH
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 
 def copy_index(

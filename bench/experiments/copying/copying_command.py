@@ -18,7 +18,8 @@ from bench.experiments.copying.make_texts import held_out_prompts, read_passages
 from bench.report.table import Table, number, print_tables
 from layerskip_models import DEMO_PATH
 from layerskip_models.training.documents import END_OF_TEXT
-from selfspec.cli.arguments import checked_output_folder, one_line_errors
+from selfspec.cli.arguments import checked_output_folder
+from selfspec.cli.notes import one_line_errors
 from selfspec.engine.stats import ratio
 
 

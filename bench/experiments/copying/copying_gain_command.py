@@ -34,7 +34,7 @@ from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH, from_transformers
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 from selfspec.engine.calibrate import use_cost
 
 POLICIES = ("auto:copy=off", "auto", "copy:10")

@@ -27,7 +27,7 @@ from layerskip_models import DEMO_PATH
 from layerskip_models.exits.adapter import FORM as DRAFTED
 from layerskip_models.training.documents import DEFAULT_EXCLUDES
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 from selfspec.exits.settings import ExitTraining
 
 

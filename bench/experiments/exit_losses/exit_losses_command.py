@@ -15,7 +15,7 @@ from bench.experiments.exit_losses.study import Study, arms_and_seeds, parse_arm
 from bench.provenance import provenance, weights_digest
 from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 ARMS = ("uniform", "cumulative:0.5", "full:0.3", "full:0.5", "full:0.7")
 BEFORE = "before training"

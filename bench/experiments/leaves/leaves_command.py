@@ -21,7 +21,7 @@ from bench.report.table import Table, print_tables
 from layerskip_models import DEMO_PATH
 from policies import LayerCost, parse_policy
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 from selfspec.engine.calibrate import use_cost
 
 BOUNDS = (1.01, 0.9, 0.7, 0.5, 0.3)

@@ -32,7 +32,7 @@ from layerskip_models import DEMO_PATH, load_model
 from layerskip_models.kernels.threads import usable_cores
 from layerskip_models.parallel.shard_loading import load_shard
 from selfspec import SelfSpecGenerator
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.notes import one_line_errors
 
 _WARM = 16
 

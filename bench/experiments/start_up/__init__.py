@@ -1,0 +1,1 @@
+"""How long commands take until they do something."""

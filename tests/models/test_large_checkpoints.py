@@ -1,0 +1,58 @@
+"""A 7B's weights: loaded within little more memory than they need, layer by layer, and how fast beside a plain read.
+
+SELFSPEC_LARGE_LAYERS: how many of its 32 layers the checkpoint has; without it as many as half of the free memory and the
+free disk hold.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from large_checkpoints import LAYERS, loaded, read_speed, write_gguf, write_safetensors
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of its memory from Linux"),
+]
+BASES = {
+    write_safetensors: 700 << 20,  # PyTorch, transformers' parts, and one layer with what it is made from
+    write_gguf: 2800 << 20,  # beside these the embedding and the head in float32, of 8 bits in the file
+}
+
+
+def num_layers(folder: Path, layer_bytes: int) -> int:
+    room = min(psutil.virtual_memory().available // 2, shutil.disk_usage(folder).free // 3)
+    return int(os.environ.get("SELFSPEC_LARGE_LAYERS", max(2, min(LAYERS, room // layer_bytes - 3))))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    shutil.rmtree(tmp_path)  # pytest would keep three of them
+
+
+@pytest.mark.parametrize(
+    ("write", "layer_bytes"), [(write_safetensors, 405 << 20), (write_gguf, 215 << 20)], ids=["bfloat16", "Q8_0"]
+)
+def test_loading_takes_the_memory_of_the_model(
+    write: Callable[[Path, int], Path], layer_bytes: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = num_layers(folder, layer_bytes)
+    path = write(folder, layers)
+    size = path.stat().st_size
+    reading = read_speed(path, cached=False)
+    found = loaded(path if path.suffix == ".gguf" else folder)
+    speed = size / found["seconds"]
+    with capsys.disabled():
+        print(
+            f"\n{path.name}, {layers} layers, {size / 1e9:.1f} GB: loaded at {speed / 1e9:.2f} GB/s, "
+            f"{speed / reading:.2f} of a plain read from the disk; peak {found['peak'] / size:.2f} of the file"
+        )
+    assert found["layers_shown"] == [*range(1, layers + 1)]
+    assert found["peak"] <= 1.15 * size + BASES[write]

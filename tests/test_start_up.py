@@ -1,0 +1,75 @@
+"""What a process imports before it does anything. The clock is left out: a package more is what makes a start slow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from selfspec.cli.main import COMMANDS, app
+
+HEAVY = (
+    "accelerate", "fastapi", "gguf", "llguidance", "matplotlib", "pandas", "scipy", "sklearn", "sympy", "tokenizers",
+    "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transformers",
+)  # fmt: skip
+MODELLING = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.llama.modeling_llama")
+
+
+def loaded(code: str, *names: str) -> set[str]:
+    """Which of these modules are loaded in a process of its own that has run the code."""
+    show = f"import sys; sys.stderr.write(' '.join(name for name in {names!r} if name in sys.modules))"
+    command = [sys.executable, "-c", f"{code}\n{show}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return {*done.stderr.split()}
+
+
+def called(*arguments: str) -> str:
+    """Code that runs the command `selfspec` to its end."""
+    return (
+        "import sys\nfrom selfspec.cli.main import main\n"
+        f"sys.argv = ['selfspec', *{arguments!r}]\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
+    )
+
+
+def test_the_package_is_its_names_until_one_is_used() -> None:
+    assert not loaded("import layerskip_models, selfspec", "torch", "numpy", *HEAVY)
+
+
+def test_the_generator_needs_torch_and_no_transformers() -> None:
+    found = loaded("from selfspec import SelfSpecGenerator", "torch", *HEAVY, *MODELLING)
+    assert found == {"torch"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["get", "--help"]], ids=" ".join)
+def test_commands_that_run_no_model_import_none(arguments: list[str]) -> None:
+    assert not loaded(called(*arguments), "torch", "numpy", *HEAVY)
+
+
+def test_getting_a_model_imports_none() -> None:
+    get = (
+        "from pathlib import Path\nimport layerskip_models.checkpoints.named_models as named\n"
+        "named.NamedModel.find = lambda self: Path('there')\n"
+    )
+    assert not loaded(get + called("get", "smollm2"), "torch", "numpy", *HEAVY)
+
+
+def test_every_public_name_is_there() -> None:
+    code = (
+        "import layerskip_models, selfspec\n"
+        "for package in (layerskip_models, selfspec):\n"
+        "    assert {*package.__all__} <= {*dir(package)}\n"
+        "    for name in package.__all__:\n        getattr(package, name)\n"
+        "    assert not hasattr(package, 'nothing')"
+    )
+    loaded(code)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_each_says_itself(name: str) -> None:
+    group = typer.main.get_command(app)
+    listed = group.get_command(None, name)  # type: ignore[attr-defined]
+    own = " ".join(listed.imported().help.strip().split("\n\n")[0].split())
+    assert listed.help == own
