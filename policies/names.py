@@ -230,12 +230,10 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
     other_values = _values(other, STOPPINGS[other], other_arguments)
     if name == "bits" and other in _OF_EXITS:
         raise ValueError(f"{other!r} learns from exits in full: after 'bits' take {', '.join(_ANY_DRAFT)}")
-    if name == "bits" and other == "spide":
-        if {"shadow", "learn_every", "prompt_rows"} & other_values.keys():
-            raise ValueError(
-                "after 'bits' spide learns from drafts alone: leave out shadow=, learn_every= and prompt_rows="
-            )
-        other_values = {**other_values, "shadow": False}
+    if name == "bits" and other == "spide" and {"shadow", "learn_every", "prompt_rows"} & other_values.keys():
+        raise ValueError(
+            "after 'bits' spide learns from drafts alone: leave out shadow=, learn_every= and prompt_rows="
+        )
     if "on_stop" in values:
         raise ValueError(f"on_stop= changes nothing before +{other}, which ends the drafts instead")
     stopping: StoppingPolicy | None = None
@@ -250,7 +248,9 @@ def _with_other_stopping(setup: Setup, name: str, arguments: str, tail: str) -> 
     if built.exit_layers == ():
         raise ValueError(f"{name!r} drafts nothing here: no stopping policy can follow it")
     if stopping is None:
-        stopping = STOPPINGS[other].build(replace(setup, exit_layers=built.exit_layers), **other_values)
+        drafts_in = built.observes.bits[0] if name == "bits" else None
+        setup = replace(setup, exit_layers=built.exit_layers, drafts_in=drafts_in)
+        stopping = STOPPINGS[other].build(setup, **other_values)
     _check_schedule(values, built.observes, stopping.observes, f"before +{other}")
     _check_schedule(other_values, stopping.observes, built.observes, f"after {name!r}")
     return built, stopping

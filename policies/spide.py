@@ -20,8 +20,8 @@ PROMPT_ROWS = 0
 class SpideStopping(NeverStop):
     """Stop, keeping the token, when the reliability Gamma = product of table rates over the draft falls to tau or below.
 
-    layers: exit layers to keep tables for; the drafting one learns from its drafts in every round. tau in (0, 1); the paper
-    uses 0.5 to 0.9. bins: "doubt" or the paper's, see `policies.acceptance_table`.
+    layers: exit layers to keep tables for, or the place where weights in fewer bits draft (`RoundRecord.place`); the drafting
+    one learns from its drafts in every round. tau in (0, 1); the paper uses 0.5 to 0.9. bins: "doubt" or the paper's, see `policies.acceptance_table`.
     shadow: whether all layers learn from shadow tokens, too, those of one row in learn_every; None where there are several
     layers. A lone layer's drafts say nearly all that its shadow tokens would. prompt_rows: how many of the prompt's last
     rows teach it, whatever `shadow` says; more, if another policy asks for more.
@@ -50,7 +50,8 @@ class SpideStopping(NeverStop):
         check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
         if bins not in BINS:
             raise ValueError(f"bins must be one of {', '.join(BINS)}, got {bins!r}")
-        candidates = check_layers(tuple(layers), num_layers)
+        places = tuple(layers)
+        candidates = places if min(places, default=1) < 0 else check_layers(places, num_layers)
         self._shadow = len(candidates) > 1 if shadow is None else shadow
         self.table = AcceptanceTable(candidates, bins=BINS[bins], prior_count=prior_count)
         self.observes = ObservationSpec(confidence=True)
@@ -66,6 +67,8 @@ class SpideStopping(NeverStop):
 
     @classmethod
     def from_args(cls, setup: Setup, **options: Any) -> SpideStopping:
+        if setup.drafts_in is not None:
+            return cls((-setup.drafts_in,), num_layers=setup.num_layers, shadow=False, prompt_rows=0, **options)
         built = cls(setup.layers_to_learn, num_layers=setup.num_layers, **options)
         if "learn_every" in options and not built.learns_from_shadow_tokens:
             raise ValueError("learn_every= changes nothing without shadow tokens: say shadow=on")
@@ -81,7 +84,7 @@ class SpideStopping(NeverStop):
 
     def stop_after_draw(self, row: DraftRow, token: int) -> bool:
         assert row.confidence is not None
-        self.reliability *= self.table.rate(row.exit_layer, row.confidence)
+        self.reliability *= self.table.rate(row.place, row.confidence)
         return self.reliability <= self.tau or row.num_drafted + 1 >= self.max_length
 
     def threshold(self, exit_layer: int) -> float:

@@ -405,3 +405,18 @@ def test_the_statistic_has_its_false_alarm_rate() -> None:
     alarms = sum(trial(weights) < 0.05 for _ in range(400))
     assert 5 <= alarms <= 40  # binomial(400, .05): outside this with probability below 2e-4
     assert all(trial(biased) < FALSE_ALARMS for _ in range(20))
+
+
+@pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+@pytest.mark.parametrize(
+    "name",
+    ["bits:8-3", "bits:4-2", "bits:4-3,layer=2", "bits:4-4+svip:threshold=1", "bits:8-3+spide", "copy:3+bits:4-2"],
+)
+def test_drafts_in_fewer_bits_keep_the_models_law(name: str, llama: LlamaForCausalLM) -> None:
+    """Rounded weights have another distribution; it must show in no text."""
+    model = from_transformers(llama, layout="native")
+    policy = parse_policy(name, num_layers=NUM_LAYERS)
+    prompt = REPEATING if "copy" in name else PROMPT
+    law = enumerated_law(model, policy, 3, top_k=2, prompt=prompt)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
+    assert distance(law, exact_law(llama, 3, top_k=2, prompt=prompt)) < 1e-5

@@ -1,0 +1,253 @@
+"""Drafts with the model's weights in 8 or 4 bits change no text, leave nothing in the cache, and follow the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, why_no_drafter
+from layerskip_models.kernels.check import native_works
+from layerskip_models.kernels.native_linear import NativeInt8Linear
+from policies import MeasuredCost
+from policies.auto.policy import AutoExit
+from selfspec import SelfSpecGenerator
+from selfspec.engine import draft_choice, policy_store
+from selfspec.engine.runners.runner import Runner, SequenceRound
+from tiny_llama import tiny_llama
+
+pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
+LAYERS = 4
+NAMES = (
+    "bits:8-1", "bits:8-5", "bits:4-3", "bits:4-4,layer=2", "bits:8-3,layer=1", "bits:4-12+dv", "bits:8-6+svip",
+    "bits:4-6+adaedl", "bits:8-6+spide", "bits:4-6+fs", "copy:3+bits:8-2",
+)  # fmt: skip
+PROMPTS = ([3, 5, 7, 3, 5], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7])
+LENGTH = 24
+
+
+@cache
+def llama() -> LlamaForCausalLM:
+    """Wide enough for groups of 4 bits; its last layers say much, so that rounded drafts are often wrong."""
+    return tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=3.0, seed=6)
+
+
+@pytest.fixture
+def generator() -> SelfSpecGenerator:
+    return SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+
+
+def texts(generator: SelfSpecGenerator, policy: str, **options: Any) -> list[list[int]]:
+    return [
+        generator.generate(prompt, max_new_tokens=LENGTH, policy=policy, **options).new_tokens for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_texts_are_the_models_own(generator: SelfSpecGenerator, policy: str) -> None:
+    assert texts(generator, policy) == texts(generator, "ar")
+
+
+def test_rounded_drafts_are_accepted_and_rejected(generator: SelfSpecGenerator) -> None:
+    """Or the tests here would prove nothing. The fewer bits, the more is rejected."""
+    rates = []
+    for bits in (8, 4):
+        stats = [generator.generate(prompt, max_new_tokens=LENGTH, policy=f"bits:{bits}-4").stats for prompt in PROMPTS]
+        drafted, accepted = sum(one.num_drafted for one in stats), sum(one.num_accepted for one in stats)
+        assert 0 < accepted < drafted
+        rates.append(accepted / drafted)
+    assert rates[0] > rates[1]
+
+
+def test_texts_in_company_are_those_alone(generator: SelfSpecGenerator) -> None:
+    """Texts that draft in other bits, at exits, or not at all, in the same passes."""
+    policies = ["bits:8-3", "bits:4-4", "ls:2-3", "ar", "bits:4-3,layer=2", "copy:3"]
+    prompts = [list(PROMPTS[index % 3]) for index in range(len(policies))]
+    together = generator.generate_batch(prompts, max_new_tokens=LENGTH, policy=policies, batch_size=len(policies))
+    for prompt, result in zip(prompts, together):
+        assert result.new_tokens == generator.generate(prompt, max_new_tokens=LENGTH, policy="ar").new_tokens
+
+
+def test_what_was_kept_of_a_text_is_of_the_full_model() -> None:
+    """A second turn goes on from rows that a text with rounded drafts has left."""
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache="10MB")
+    first = generator.generate([3, 5, 7], max_new_tokens=LENGTH, policy="bits:4-4")
+    longer = [3, 5, 7, *first.new_tokens, 2]
+    second = generator.generate(longer, max_new_tokens=LENGTH, policy="bits:4-4")
+    assert second.stats.num_reused_tokens > 3
+    fresh = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+    assert second.new_tokens == fresh.generate(longer, max_new_tokens=LENGTH, policy="ar").new_tokens
+
+
+@pytest.mark.parametrize("policy", ["bits:4-3", "bits:8-4,layer=2", "bits:4-6+svip", "copy:3+bits:8-2"])
+def test_nothing_that_a_draft_wrote_is_read_by_verification(
+    generator: SelfSpecGenerator, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys, values and states of drafted rows are NaN when verification begins."""
+    expected = texts(generator, "ar")
+    original = policy_round_drafts()
+    poisoned = 0
+
+    def poisoning(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> Any:
+        nonlocal poisoned
+        drafts = original(runner, seq_rounds)
+        for draft in drafts:
+            if draft.seq_round.bits is not None:
+                poisoned += 1
+                start = draft.seq_round.length - 1
+                draft.seq_round.cache.values[:, :, start:] = torch.nan
+                draft.seq_round.cache.keys[..., start:] = torch.nan
+                draft.rows.hidden.fill_(torch.nan)
+        return drafts
+
+    monkeypatch.setattr("selfspec.engine.round.make_drafts", poisoning)
+    assert texts(generator, policy) == expected
+    assert poisoned > 3
+
+
+def policy_round_drafts() -> Any:
+    from selfspec.engine.draft import make_drafts
+
+    return make_drafts
+
+
+def test_weights_that_are_nonsense_draft_nonsense(generator: SelfSpecGenerator) -> None:
+    """A drafter of another model, and one whose numbers overflow: texts stay, drafts are rejected or not drawn."""
+    expected = texts(generator, "ar")
+    for scale in (1.0, float("inf")):
+        other = tiny_llama(
+            num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=1.5, seed=6
+        )
+        with torch.no_grad():
+            other.model.layers[1].mlp.down_proj.weight.mul_(scale if scale < 2 else 1e30)
+        wrong = drafter(from_transformers(other, layout="native"), 8)
+        wrong.prepare(64)
+        generator.model.drafters[8] = wrong
+        assert texts(generator, "bits:8-4") == expected
+        assert texts(generator, "bits:8-4", logits_processor=[lambda ids, scores: scores * 1.0]) == expected
+
+
+def test_new_weights_have_new_drafters() -> None:
+    """After an update the drafts are the new model's: accepted nearly always, in 8 bits."""
+    model = tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=1.5, seed=5)
+    generator = SelfSpecGenerator(model, prefix_cache=0, draft_weights="int8")
+    generator.generate(PROMPTS[0], max_new_tokens=LENGTH, policy="bits:8-4")
+    before = generator.model.drafters[8]
+    other = tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=1.5, seed=9)
+    model.load_state_dict(other.state_dict())
+    result = generator.generate(PROMPTS[0], max_new_tokens=LENGTH, policy="bits:8-4")
+    assert generator.model.drafters[8] is not before
+    assert result.new_tokens == generator.generate(PROMPTS[0], max_new_tokens=LENGTH, policy="ar").new_tokens
+    assert result.stats.num_accepted > 0.8 * result.stats.num_drafted
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("bits:5-3", "8 or 4 bits, not in 5"),
+        ("bits:8-0", "num_speculations"),
+        ("bits:8-3,layer=9", "exit_layer must be in"),
+        ("bits:8", "a number of bits and a length"),
+        ("bits:8-5+del", "learns from exits in full"),
+        ("bits:8-5+pacer", "learns from exits in full"),
+        ("bits:8-5+spide:prompt_rows=4", "learns from drafts alone"),
+    ],
+)
+def test_what_cannot_be_is_refused(generator: SelfSpecGenerator, policy: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generator.generate(PROMPTS[0], max_new_tokens=4, policy=policy)
+
+
+def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:
+    eight = from_transformers(llama(), layout="int8")
+    assert "8 bits: there is nothing to gain" in str(why_no_drafter(eight, 8))
+    assert why_no_drafter(eight, 4) is None
+    with pytest.raises(ValueError, match="float32"):
+        drafter(from_transformers(llama().double(), layout="plain"), 8)
+    llama.cache_clear()
+    with pytest.raises(ValueError, match="draft_weights is 'none'"):
+        SelfSpecGenerator(from_transformers(llama()), draft_weights="none").generate([1], policy="bits:8-3")
+    with pytest.raises(ValueError, match="runner='eager'"):
+        SelfSpecGenerator(from_transformers(llama()), runner="captured").generate([1], policy="bits:8-3")
+    with pytest.raises(ValueError, match="one of auto, none, int8, int4"):
+        SelfSpecGenerator(from_transformers(llama()), draft_weights="int2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_their_size_is_known_beforehand(bits: int) -> None:
+    model = from_transformers(llama(), layout="native")
+    made = drafter(model, bits)
+    size = sum(
+        linear.num_bytes for layer in made.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    assert draft_bytes(model, bits) == pytest.approx(size + made.draft_head.num_bytes, rel=0.1)
+
+
+def cost_of(layers: int, share: float) -> MeasuredCost:
+    """Seconds per layer; drafts at exits cost so much that none pays."""
+    return MeasuredCost(
+        num_layers=layers, layer_seconds=(share, 1.02 * share, 1.04 * share), head_seconds=(share, share), fixed=True
+    )
+
+
+@pytest.fixture
+def made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(model: LayerSkipModel, runner: str = "eager") -> MeasuredCost:
+        return cost_of(model.num_layers, 0.3 if isinstance(model.layers[0].down, NativeInt8Linear) else 1.0)
+
+    monkeypatch.setattr(policy_store, "measured_cost", measured)
+
+
+@pytest.mark.usefixtures("made_up_costs")
+def test_auto_drafts_with_what_is_there() -> None:
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights="int8", prefix_cache=0)
+    exit_policy = generator.policy.exit
+    assert isinstance(exit_policy, AutoExit)
+    assert exit_policy.observes.bits == (8,)
+    drafted = 0
+    for prompt in PROMPTS:
+        result = generator.generate(prompt, max_new_tokens=LENGTH, trace=True)
+        assert result.new_tokens == generator.generate(prompt, max_new_tokens=LENGTH, policy="ar").new_tokens
+        assert result.trace is not None
+        drafted += sum(record.num_drafted for record in result.trace if record.bits == 8)
+    assert drafted > 20
+    assert exit_policy.learner.table.seen[-8] != [0.0] * len(exit_policy.learner.table.seen[-8])
+
+
+@pytest.mark.usefixtures("made_up_costs")
+def test_auto_makes_them_once_no_exit_pays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(draft_choice, "_last_cache", lambda: 0)
+    monkeypatch.setattr(AutoExit, "exits_pay", property(lambda self: self.learner.known < 5))
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+    with caplog.at_level(logging.INFO, "selfspec"):
+        generator.generate(PROMPTS[2], max_new_tokens=LENGTH)
+        assert not generator.model.drafters
+        known = generator.policy.exit.learner.known  # type: ignore[attr-defined]
+        generator.generate(PROMPTS[0], max_new_tokens=LENGTH)
+    assert list(generator.model.drafters) == [8]
+    assert [record.getMessage() for record in caplog.records if "no exit pays" in record.getMessage()] != []
+    assert generator.policy.exit.learner.known >= known > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lacks", ["room", "size", "wish"])
+@pytest.mark.usefixtures("made_up_costs")
+def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    monkeypatch.setattr(draft_choice, "_last_cache", lambda: 1 << 40 if lacks == "size" else 0)
+    monkeypatch.setattr(draft_choice, "_is_room_for", lambda size: lacks != "room")
+    monkeypatch.setattr(AutoExit, "exits_pay", False)
+    weights: Any = "none" if lacks == "wish" else "auto"
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights=weights, prefix_cache=0)
+    generator.generate(PROMPTS[0], max_new_tokens=LENGTH)
+    assert not generator.model.drafters
+
+
+def test_a_drafter_is_made_once(generator: SelfSpecGenerator) -> None:
+    model = generator.model
+    assert drafter_of(model, 8) is drafter_of(model, 8)
+    assert drafter_of(model.with_kv_dtype("bfloat16"), 8) is drafter_of(model, 8)
