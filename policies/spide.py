@@ -20,8 +20,9 @@ PROMPT_ROWS = 0
 class SpideStopping(NeverStop):
     """Stop, keeping the token, when the reliability Gamma = product of table rates over the draft falls to tau or below.
 
-    layers: exit layers to keep tables for, or the place where weights in fewer bits draft (`RoundRecord.place`); the drafting
-    one learns from its drafts in every round. tau in (0, 1); the paper uses 0.5 to 0.9. bins: "doubt" or the paper's, see `policies.acceptance_table`.
+    layers: exit layers to keep tables for, or the place where weights in fewer bits draft (`RoundRecord.place`). The one that
+        drafts learns from its drafts in every round. tau in (0, 1); the paper uses 0.5 to 0.9.
+    bins: "doubt" or the paper's, see `policies.acceptance_table`.
     shadow: whether all layers learn from shadow tokens, too, those of one row in learn_every; None where there are several
     layers. A lone layer's drafts say nearly all that its shadow tokens would. prompt_rows: how many of the prompt's last
     rows teach it, whatever `shadow` says; more, if another policy asks for more.

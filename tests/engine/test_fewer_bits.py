@@ -223,7 +223,7 @@ def test_auto_drafts_with_what_is_there() -> None:
 @pytest.mark.usefixtures("made_up_costs")
 def test_auto_makes_them_once_no_exit_pays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(draft_choice, "_last_cache", lambda: 0)
-    monkeypatch.setattr(AutoExit, "exits_pay", property(lambda self: self.learner.known < 5))
+    monkeypatch.setattr(AutoExit, "exits_pay", property(lambda self: self.learner.known == 0))
     generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
     with caplog.at_level(logging.INFO, "selfspec"):
         generator.generate(PROMPTS[2], max_new_tokens=LENGTH)
