@@ -53,8 +53,11 @@ def chat(
     ] = True,
     openvino: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder with the model as OpenVINO stores it, for OpenVINO GenAI; repeatable."),
+        typer.Option(help="Folder with the model as OpenVINO stores it, for OpenVINO GenAI, too; repeatable."),
     ] = None,
+    openvino_file: Annotated[
+        bool, typer.Option("--openvino-file/--no-openvino-file", help="Give the file to OpenVINO GenAI, too.")
+    ] = True,
     loads: Annotated[int, typer.Option(min=1, help="How often each engine is loaded, in a new process each time.")] = 3,
     peer_timeout: PeerTimeoutOption = 600,
     output: options.OutputOption = None,
@@ -77,8 +80,9 @@ def chat(
         }
         if llama_cpp and _installed("llama.cpp", "llama_cpp", "llama-cpp-python"):
             makers["llama.cpp"] = partial(llama_cpp_peer, path, longest)
-        if openvino and _installed("OpenVINO GenAI", "openvino_genai", "openvino-genai"):
-            makers |= {f"OpenVINO GenAI {folder.name}": partial(openvino_peer, folder) for folder in openvino}
+        exported = [*([path] if openvino_file else []), *(openvino or [])]
+        if exported and _installed("OpenVINO GenAI", "openvino_genai", "openvino-genai"):
+            makers |= {f"OpenVINO GenAI {place.name}": partial(openvino_peer, place) for place in exported}
         earlier = [load_once(name, make, peer_timeout) for _ in range(loads - 1) for name, make in makers.items()]
         (own_name, own), *others = makers.items()
         ours = start(own_name, own, peer_timeout, running)

@@ -50,15 +50,19 @@ def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
     return _loaded(make, "llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
 
 
-def openvino_peer(folder: Path) -> Peer:
-    """OpenVINO GenAI on an exported folder. What it rounds is asked in another process, whose memory does not count."""
+def openvino_peer(path: Path) -> Peer:
+    """OpenVINO GenAI on a GGUF file or an exported folder. What it rounds is asked in another process, whose memory does not
+    count."""
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version  # its package is optional
 
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
-        return OpenVinoEngine(folder), {}
+        return OpenVinoEngine(path), {}
 
-    asked = "import sys; from bench.engines import openvino_genai as peer; print(peer.openvino_rounding(sys.argv[1]))"
-    answer = subprocess.run([sys.executable, "-c", asked, str(folder)], capture_output=True, text=True, check=True)
+    asked = (
+        "import sys, pathlib; from bench.engines.openvino_genai import openvino_rounding; "
+        "print(openvino_rounding(pathlib.Path(sys.argv[1])))"
+    )
+    answer = subprocess.run([sys.executable, "-c", asked, str(path)], capture_output=True, text=True, check=True)
     return _loaded(make, "openvino_genai", answer.stdout.strip(), {"openvino": openvino_version()})
 
 

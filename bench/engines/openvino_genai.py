@@ -1,12 +1,14 @@
-"""OpenVINO GenAI as an engine to compare with: a folder that optimum-intel exported, on the CPU.
+"""OpenVINO GenAI as an engine to compare with, on the CPU: a GGUF file, or a folder that optimum-intel exported.
 
-Its own defaults hold, but for the number of threads. It is given token ids, and its own clock tells the time of the first
-token, so that no Python is called back while it generates.
+Its own defaults hold, but for the number of threads, and that no prompt is kept for the next call. It is given token ids, and
+its own clock tells the time of the first token, so that no Python is called back while it generates.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
@@ -18,24 +20,29 @@ from torch import Tensor
 from bench.engines.own import Generation
 from layerskip_models.kernels.threads import num_threads
 
+MODEL = "openvino_model.xml"
 SETTINGS = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION")
 """What tells how it computes: its arithmetic, the inputs that share a scale where rows are rounded to 8 bits, its cache."""
 
 
 class OpenVinoEngine:
-    """Greedy decoding by `openvino_genai.LLMPipeline`. folder: an exported model; the name of the folder is the engine's.
+    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
 
-    Raises RuntimeError, as OpenVINO does, for a folder that it cannot load.
+    Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
     """
 
     arithmetic: torch.dtype | None = None
 
-    def __init__(self, folder: Path) -> None:
-        self.name, self.label = f"openvino:{folder.name}", f"OpenVINO GenAI {folder.name}"
+    def __init__(self, path: Path) -> None:
+        self.name, self.label = openvino_name(path), f"OpenVINO GenAI, {openvino_name(path).removeprefix('openvino:')}"
         self.weights: str | None = self.label
-        if not (folder / "openvino_model.xml").is_file():
-            raise FileNotFoundError(f"{folder} has no openvino_model.xml: export a model into it (docs/benchmarks.md)")
-        self._pipeline = openvino_genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=num_threads())
+        if path.suffix != ".gguf" and not (path / MODEL).is_file():
+            raise FileNotFoundError(f"{path.name} has no {MODEL}: export a model into it (docs/benchmarks.md)")
+        scheduling = openvino_genai.SchedulerConfig()
+        scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=num_threads()
+        )
 
     def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
         """See `TimedEngine`."""
@@ -66,17 +73,26 @@ def openvino_version() -> str:
     return f"{openvino.get_version()}, GenAI {openvino_genai.get_version()}"
 
 
-def openvino_rounding(folder: Path) -> str:
-    """What an exported model's weights are stored as, and how this processor computes with them by default."""
-    core = openvino.Core()
-    model = core.read_model(folder / "openvino_model.xml")
-    stored = sorted({op.get_element_type().get_type_name() for op in model.get_ops() if _is_matrix(op)})
-    compiled = core.compile_model(model, "CPU")
-    found = {name: compiled.get_property(name) for name in SETTINGS}
-    arithmetic, group, cache = (found[name] for name in SETTINGS)
+def openvino_name(path: Path) -> str:
+    """What a record calls the engine on this file or folder."""
+    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name}"
+
+
+def openvino_rounding(path: Path) -> str:
+    """What a model's weights are stored as, and how this processor computes with them by default."""
+    with TemporaryDirectory() as made:
+        folder = path if path.is_dir() else Path(made)
+        if folder is not path:  # it converts the file when it loads it, and can keep the result
+            copied = Path(shutil.copy(path, folder))
+            openvino_genai.LLMPipeline(str(copied), "CPU", enable_save_ov_model=True)
+        core = openvino.Core()
+        model = core.read_model(folder / MODEL)
+        stored = sorted({op.get_element_type().get_type_name() for op in model.get_ops() if _is_matrix(op)})
+        compiled = core.compile_model(model, "CPU")
+        arithmetic, group, cache = (compiled.get_property(name) for name in SETTINGS)
     names = [kind.get_type_name() if hasattr(kind, "get_type_name") else str(kind) for kind in (arithmetic, cache)]
-    rows = f"rows to 8 bits, {group} inputs sharing a scale" if group else "rows not"
-    return f"weights to {' and '.join(stored)}; {rows}; arithmetic {names[0]}; keys and values {names[1]}"
+    rows = f"rows to 8 bits, {group} inputs sharing a scale" if group else "no rows"
+    return f"weights kept as {' and '.join(stored)}; {rows}; arithmetic {names[0]}; keys and values {names[1]}"
 
 
 def _is_matrix(op: openvino.Node) -> bool:
