@@ -12,7 +12,14 @@ from typing import Annotated
 import typer
 
 from bench.commands import bench_options as options
-from bench.commands.loaded_peers import llama_cpp_peer, load_once, loading_line, openvino_peer, own_peer
+from bench.commands.loaded_peers import (
+    llama_cpp_peer,
+    load_once,
+    loading_line,
+    openvino_peer,
+    openvino_rounding_of,
+    own_peer,
+)
 from bench.commands.preparation import (
     configuration,
     exit_if_outputs_differ,
@@ -48,6 +55,12 @@ def chat(
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy to run beside plain decoding; repeatable. Default: auto.")
     ] = None,
+    kept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy to run without forgetting between prompts, as in ordinary use; repeatable. Default: auto."
+        ),
+    ] = None,
     llama_cpp: Annotated[
         bool, typer.Option("--llama-cpp/--no-llama-cpp", help="Give the file to llama.cpp, too.")
     ] = True,
@@ -76,13 +89,17 @@ def chat(
         samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
         makers: dict[str, Callable[[], Peer]] = {
-            f"selfspec {name}": partial(own_peer, path, name) for name in ("ar", *(policy or [DEFAULT_POLICY]))
+            f"selfspec {name}": partial(own_peer, path, name, False) for name in ("ar", *(policy or [DEFAULT_POLICY]))
         }
+        makers |= {f"selfspec {name}, kept": partial(own_peer, path, name, True) for name in kept or [DEFAULT_POLICY]}
         if llama_cpp and _installed("llama.cpp", "llama_cpp", "llama-cpp-python"):
             makers["llama.cpp"] = partial(llama_cpp_peer, path, longest)
         exported = [*([path] if openvino_file else []), *(openvino or [])]
         if exported and _installed("OpenVINO GenAI", "openvino_genai", "openvino-genai"):
-            makers |= {f"OpenVINO GenAI {place.name}": partial(openvino_peer, place) for place in exported}
+            makers |= {
+                f"OpenVINO GenAI {place.name}": partial(openvino_peer, place, openvino_rounding_of(place))
+                for place in exported
+            }
         earlier = [load_once(name, make, peer_timeout) for _ in range(loads - 1) for name, make in makers.items()]
         (own_name, own), *others = makers.items()
         ours = start(own_name, own, peer_timeout, running)

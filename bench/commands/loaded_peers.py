@@ -27,12 +27,12 @@ _WHOLE_NUMBERS = ("vnni", "amx")
 """The kernels on which rows become whole numbers (docs/kernels.md)."""
 
 
-def own_peer(path: Path, policy: str) -> Peer:
-    """selfspec with one policy."""
+def own_peer(path: Path, policy: str, kept: bool) -> Peer:
+    """selfspec with one policy. kept: it goes on learning from prompt to prompt."""
 
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         model = load_model(path, device="cpu")
-        return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy), {"dtype": model.dtype}
+        return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept), {"dtype": model.dtype}
 
     found = provenance(torch.device("cpu"), torch.float32)
     rows = "rows to 16 bits, for the head to 24" if found["kernels"] in _WHOLE_NUMBERS else "no rows"
@@ -50,20 +50,24 @@ def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
     return _loaded(make, "llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
 
 
-def openvino_peer(path: Path) -> Peer:
-    """OpenVINO GenAI on a GGUF file or an exported folder. What it rounds is asked in another process, whose memory does not
-    count."""
+def openvino_peer(path: Path, rounding: str) -> Peer:
+    """OpenVINO GenAI on a GGUF file or an exported folder. rounding: see `openvino_rounding_of`."""
     from bench.engines.openvino_genai import OpenVinoEngine, openvino_version  # its package is optional
 
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         return OpenVinoEngine(path), {}
 
+    return _loaded(make, "openvino_genai", rounding, {"openvino": openvino_version()})
+
+
+def openvino_rounding_of(path: Path) -> str:
+    """What OpenVINO rounds, asked in a process of its own, whose memory does not count; "unknown" if it fails there."""
     asked = (
         "import sys, pathlib; from bench.engines.openvino_genai import openvino_rounding; "
         "print(openvino_rounding(pathlib.Path(sys.argv[1])))"
     )
-    answer = subprocess.run([sys.executable, "-c", asked, str(path)], capture_output=True, text=True, check=True)
-    return _loaded(make, "openvino_genai", answer.stdout.strip(), {"openvino": openvino_version()})
+    answer = subprocess.run([sys.executable, "-c", asked, str(path)], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
 
 
 def loading_line(peer: PeerProcess) -> Line:

@@ -87,12 +87,16 @@ def openvino_rounding(path: Path) -> str:
             openvino_genai.LLMPipeline(str(copied), "CPU", enable_save_ov_model=True)
         core = openvino.Core()
         model = core.read_model(folder / MODEL)
-        stored = sorted({op.get_element_type().get_type_name() for op in model.get_ops() if _is_matrix(op)})
+        stored = {op.get_element_type().get_type_name() for op in model.get_ops() if _is_matrix(op)}
         compiled = core.compile_model(model, "CPU")
         arithmetic, group, cache = (compiled.get_property(name) for name in SETTINGS)
+    few = sorted(
+        kind for kind in stored if kind.startswith(("u", "i"))
+    )  # beside them floats are scales, or the embedding
     names = [kind.get_type_name() if hasattr(kind, "get_type_name") else str(kind) for kind in (arithmetic, cache)]
-    rows = f"rows to 8 bits, {group} inputs sharing a scale" if group else "no rows"
-    return f"weights kept as {' and '.join(stored)}; {rows}; arithmetic {names[0]}; keys and values {names[1]}"
+    rows = f"rows to 8 bits, {group} inputs sharing a scale" if few and group else f"rows to {names[0]}"
+    kept = f"{' and '.join(few)} with whole zero points" if few else " and ".join(sorted(stored))
+    return f"weights kept as {kept}; {rows}; arithmetic in {names[0]}; keys and values to {names[1]}"
 
 
 def _is_matrix(op: openvino.Node) -> bool:

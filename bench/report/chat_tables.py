@@ -13,7 +13,6 @@ from bench.report.table import UNKNOWN, Table, counted, cross_table, names, numb
 from selfspec.engine.stats import mean
 
 LLAMA_CPP = "llama.cpp"
-AUTO = "selfspec:auto"
 Figure = Callable[[Line], float]
 
 
@@ -33,14 +32,6 @@ def answer_speed(line: Line) -> float:
 
 
 FIGURES: dict[str, Figure] = {"prompt": prompt_speed, "decoding": decode_speed, "whole answer": answer_speed}
-COMPARISONS = (
-    ("plain decoding", PLAIN, LLAMA_CPP, "decoding"),
-    ("prompt", PLAIN, LLAMA_CPP, "prompt"),
-    ("`auto`", AUTO, LLAMA_CPP, "decoding"),
-    ("`auto`", AUTO, PLAIN, "decoding"),
-    ("`auto`, whole answer", AUTO, PLAIN, "whole answer"),
-)
-"""What is compared: the name of the row, the engine, the one that it is compared with, the figure."""
 
 
 def chat_headline(lines: Sequence[Line]) -> str:
@@ -102,14 +93,25 @@ def _speed_table(name: str, title: str, samples: Samples, kinds: dict[str, str],
     )
 
 
+def _comparisons(samples: Samples) -> dict[tuple[str, str, str], str]:
+    """Engine, the one that it is compared with, and the figure -> what the row is called."""
+    found = {
+        (PLAIN, LLAMA_CPP, "decoding"): "plain ÷ llama.cpp, decoding",
+        (PLAIN, LLAMA_CPP, "prompt"): "plain ÷ llama.cpp, prompts",
+    }
+    for name, label in samples.engines.items():
+        if name.startswith("selfspec:") and name != PLAIN:
+            short = label.removeprefix("selfspec, ")
+            found[name, PLAIN, "decoding"] = f"{short} ÷ plain, decoding"
+            found[name, PLAIN, "whole answer"] = f"{short} ÷ plain, whole answers"
+    return {row: text for row, text in found.items() if {row[0], row[1]} <= samples.engines.keys()}
+
+
 def _ratio_table(samples: Samples, kinds: dict[str, str]) -> Table:
     """Ratios within a repeat on a prompt; the median of a prompt's; then median and quartiles over prompts."""
-    chosen = [row for row in COMPARISONS if row[1] in samples.engines and row[2] in samples.engines]
-    against = {PLAIN: "plain decoding", LLAMA_CPP: "llama.cpp"}
-    rows = {row: f"{row[0]} ÷ {against[row[2]]}" for row in chosen}
 
-    def cell(row: tuple[str, str, str, str], kind: str) -> str:
-        _, ours, theirs, figure = row
+    def cell(row: tuple[str, str, str], kind: str) -> str:
+        ours, theirs, figure = row
         found = list(_paired(_of(samples, ours, kind), _of(samples, theirs, kind), FIGURES[figure]).values())
         if len(found) == 1:
             return f"{found[0]:.2f}"
@@ -117,7 +119,7 @@ def _ratio_table(samples: Samples, kinds: dict[str, str]) -> Table:
         return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
     title = "Ratios of speeds in runs side by side: median over prompts, and in brackets the quartiles"
-    return cross_table("ratios", title, "", rows, kinds, cell)
+    return cross_table("ratios", title, "speeds", _comparisons(samples), kinds, cell)
 
 
 def _paired(ours: Sequence[Line], theirs: Sequence[Line], figure: Figure) -> dict[str, float]:

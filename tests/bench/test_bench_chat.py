@@ -117,8 +117,8 @@ def test_medians_by_hand() -> None:
 
 def test_ratios_are_of_runs_side_by_side() -> None:
     # Both repeats of a prompt have the same ratio, though their times differ fourfold: 2 for a and b, 3 for c.
-    assert cells("ratios")["plain decoding ÷ llama.cpp"] == ("2.00 (2.00–2.00)", "3.00", "2.00 (2.00–2.50)")
-    assert cells("ratios")["prompt ÷ llama.cpp"] == ("2.00 (2.00–2.00)", "2.00", "2.00 (2.00–2.00)")
+    assert cells("ratios")["plain ÷ llama.cpp, decoding"] == ("2.00 (2.00–2.00)", "3.00", "2.00 (2.00–2.50)")
+    assert cells("ratios")["plain ÷ llama.cpp, prompts"] == ("2.00 (2.00–2.00)", "2.00", "2.00 (2.00–2.00)")
     assert not any("auto" in name for name in cells("ratios"))
 
 
@@ -163,12 +163,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "llama.cpp is left out: it needs llama-cpp-python; pip install llama-cpp-python" in result.stderr
     assert "OpenVINO GenAI is left out: it needs openvino-genai; pip install openvino-genai" in result.stderr
     lines = read_record(tmp_path / "chat.jsonl")
-    assert list(lines[0]["engines"]) == ["selfspec:ar", "selfspec:auto"]
+    assert list(lines[0]["engines"]) == ["selfspec:ar", "selfspec:auto", "selfspec:auto:kept"]
     loading = [line for line in lines if line["kind"] == "loading"]
-    assert [line["engine"] for line in loading] == ["selfspec:ar", "selfspec:auto"] * 2
+    assert [line["engine"] for line in loading] == [*lines[0]["engines"]] * 2
     assert all(line["load_seconds"] > 0 and line["import_seconds"] > 0 for line in loading)
     runs = [line for line in lines if line["kind"] == "sample"]
-    assert len(runs) == 2 * 3 * 2 and all(2 <= line["num_new_tokens"] <= 6 for line in runs)
+    assert len(runs) == 3 * 3 * 2 and all(2 <= line["num_new_tokens"] <= 6 for line in runs)
     assert {line["first_difference"] for line in lines if line["kind"] == "output"} == {None}
     assert str(tmp_path) not in json.dumps(lines)
     folder = CliRunner().invoke(app, ["chat", "--model", "synthetic", "--prompts", str(prompts)])
