@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from selfspec.messages import encode_messages
+
 METRICS = ("number", "choice", "rouge", "none")
 """How an answer can be scored: by its final number, by a letter, by the words it shares with the reference, or not at all."""
 SHIPPED_PROMPTS = Path(__file__).parent / "prompts"
@@ -44,12 +46,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedPrompt:
-    """A prompt as token ids, int64 [n] on the CPU. origin: the prompt as text, None for one that was made of ids."""
+    """A prompt as token ids, int64 [n] on the CPU. origin: the prompt as text, None for one that was made of ids.
+
+    answer_tokens: how many tokens its answer has, None for as many as a run asks for.
+    """
 
     id: str
     task: str
     ids: Tensor
     origin: Prompt | None = None
+    answer_tokens: int | None = None
+
+    def new_tokens(self, most: int) -> int:
+        """How many tokens to continue it by in a run that asks for `most`."""
+        return most if self.answer_tokens is None else min(self.answer_tokens, most)
 
 
 def shipped_names() -> list[str]:
@@ -137,6 +147,23 @@ def encode_prompts(
         ids = torch.tensor(tokenizer(prompt.prompt, verbose=False)["input_ids"], dtype=torch.long)
         encoded.append(EncodedPrompt(id=prompt.id, task=prompt.task, ids=ids[-max_tokens:], origin=prompt))
     return encoded
+
+
+def chat_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_tokens: int, num_samples: int
+) -> list[EncodedPrompt]:
+    """Messages of a user in the tokenizer's chat template, the tasks taking turns; longer ones are left out.
+
+    Raises ValueError where the tokenizer has no template, or no message has at most `max_tokens` tokens with it.
+    """
+    found = {prompt: encode_messages([{"role": "user", "content": prompt.prompt}], tokenizer) for prompt in prompts}
+    fitting = [prompt for prompt, ids in found.items() if len(ids) <= max_tokens]
+    if not fitting:
+        raise ValueError(f"no prompt has at most {max_tokens} tokens with the chat template")
+    return [
+        EncodedPrompt(id=prompt.id, task=prompt.task, ids=torch.tensor(found[prompt], dtype=torch.long), origin=prompt)
+        for prompt in select_prompts(fitting, num_samples)
+    ]
 
 
 def digest(prompts: Sequence[EncodedPrompt]) -> str:

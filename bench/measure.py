@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -90,6 +90,13 @@ def tried(
         return None
 
 
+def until_end(prompt: EncodedPrompt, engine: TimedEngine, max_new_tokens: int, end: int | None) -> EncodedPrompt:
+    """The prompt with the length of an engine's answer, which the token `end` ends; at least 2: decoding takes time."""
+    tokens = engine.generate(prompt.ids, max_new_tokens).tokens
+    size = tokens.index(end) + 1 if end in tokens else len(tokens)
+    return replace(prompt, answer_tokens=max(size, 2))
+
+
 def warm_up(
     engines: Sequence[TimedEngine],
     prompt: EncodedPrompt,
@@ -102,7 +109,7 @@ def warm_up(
     """Run every engine at full length, the path that is timed. lost: as in `measure_prompt`."""
     for engine in engines:
         for _ in range(warmups):
-            tried(engine, engines, lost, partial(engine.generate, prompt.ids, max_new_tokens))
+            tried(engine, engines, lost, partial(engine.generate, prompt.ids, prompt.new_tokens(max_new_tokens)))
             advance(engine.label)
 
 
@@ -127,8 +134,10 @@ def measure_prompt(
     says with which engine it begins.
 
     write: called with a "sample" for each timed run and an "output" for each engine.
-    Raises RuntimeError if an engine does not return exactly `max_new_tokens` tokens.
+    Raises RuntimeError if an engine does not return exactly as many tokens as it was asked for: `max_new_tokens`, or fewer
+    where the prompt's answer is shorter.
     """
+    max_new_tokens = prompt.new_tokens(max_new_tokens)
     outputs: dict[str, list[int]] = {}
     changed: dict[str, int] = {engine.name: 0 for engine in engines}
     for repeat in range(repeats):

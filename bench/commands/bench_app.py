@@ -11,6 +11,7 @@ import typer
 from transformers.utils import logging
 
 from bench.commands.batch_command import batch
+from bench.commands.chat_command import chat
 from bench.commands.context_command import context
 from bench.commands.peers_command import peers
 from bench.commands.report_command import report
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(peers)
+app.command()(chat)
 app.command()(shapes)
 app.command()(sweep)
 app.command()(roofline)

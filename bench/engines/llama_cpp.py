@@ -1,4 +1,4 @@
-"""llama.cpp as an engine to compare with, through the package llama-cpp-python: the same weights, written as GGUF.
+"""llama.cpp as an engine to compare with, through the package llama-cpp-python: a GGUF file, or weights written as one.
 
 Its C functions are called directly, so that no Python of that package is timed, and with llama.cpp's own defaults (a KV cache
 in float16 among them) but for the number of threads.
@@ -29,29 +29,32 @@ _ARITHMETIC = {"F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": None, "Q4_0
 logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # else it prints how it loads
 
 
-class LlamaCppEngine:
-    """Greedy decoding of a transformers model's weights by llama.cpp, on as many threads as our kernels use.
+class LlamaCppFile:
+    """Greedy decoding of a GGUF file by llama.cpp, on as many threads as our kernels use.
 
-    kind: "BF16", "F16", "Q8_0" or "Q4_0", as in `write_gguf`. max_tokens: of prompt and continuation together.
-    The GGUF file is written to the temporary folder (TMPDIR) and removed once it is loaded.
+    name, label, weights, arithmetic: see `TimedEngine`. max_tokens: of prompt and continuation together.
     Raises RuntimeError if llama.cpp cannot load it.
     """
 
-    def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:
-        self.name = f"llama.cpp:{kind}"
-        self.label = f"llama.cpp {kind}"
-        self.weights = kind if _ARITHMETIC[kind] is None else None
-        self.arithmetic = _ARITHMETIC[kind]
-        self._vocab_size = network.config.vocab_size
+    def __init__(
+        self,
+        path: Path,
+        max_tokens: int,
+        *,
+        name: str = "llama.cpp",
+        label: str = "llama.cpp",
+        weights: str | None = "the file's, rows in 8 bits",
+        arithmetic: torch.dtype | None = None,
+    ) -> None:
+        self.name, self.label = name, label
+        self.weights, self.arithmetic = weights, arithmetic
         self._max_tokens = max_tokens
         settings = llama_cpp.llama_model_default_params()
         settings.n_gpu_layers = 0
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            write_gguf(network, path, kind)
-            self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         if not self._model:
-            raise RuntimeError(f"llama.cpp did not load the weights as {kind}")
+            raise RuntimeError(f"{label} did not load {path.name}")
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._greedy = llama_cpp.llama_sampler_init_greedy()
         self._context = self._new_context()
         weakref.finalize(self, _free, self._greedy, self._context, self._model)
@@ -101,6 +104,28 @@ class LlamaCppEngine:
         """See `TimedEngine`."""
         self._begin(ids.tolist())
         return torch.tensor(llama_cpp.llama_get_logits_ith(self._context, -1)[: self._vocab_size])
+
+
+class LlamaCppEngine(LlamaCppFile):
+    """The same on a transformers model's weights.
+
+    kind: "BF16", "F16", "Q8_0" or "Q4_0", as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and
+    removed once it is loaded.
+    """
+
+    def __init__(self, network: LlamaForCausalLM, kind: str, max_tokens: int) -> None:
+        arithmetic = _ARITHMETIC[kind]
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_gguf(network, path, kind)
+            super().__init__(
+                path,
+                max_tokens,
+                name=f"llama.cpp:{kind}",
+                label=f"llama.cpp {kind}",
+                weights=kind if arithmetic is None else None,
+                arithmetic=arithmetic,
+            )
 
 
 def _free(sampler: Any, context: Any, model: Any) -> None:

@@ -174,7 +174,7 @@ class SelfSpecEngine:
         policy = self._generator.resolve_policy(self._policy)
         policy.reset()
         if self._kept:
-            if prompt is not self._prompt:
+            if self._prompt is None or not torch.equal(prompt, self._prompt):  # a copy, where it came through a pipe
                 self._prompt, self._known = prompt, self._learned
             if self._known is not None:
                 policy.restore(self._known)

@@ -89,6 +89,12 @@ class PeerProcess:
             self._process.join()
         Path(self._path).unlink(missing_ok=True)
 
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def call(self, engine: int, method: str, *arguments: Any) -> Any:
         """What a method of one of the engines returns. Raises EngineLostError if there is no answer."""
         if self._lost is not None:

@@ -10,6 +10,7 @@ import typer
 from bench.commands.report_command import report
 from bench.experiments.attention.attention_command import attention
 from bench.experiments.busy.busy_command import busy
+from bench.experiments.chat_prompts.chat_prompts_command import chat_prompts
 from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
@@ -40,6 +41,7 @@ def with_the_studies_tables() -> None:
     KINDS.update(STUDIES)
 
 
+app.command()(chat_prompts)
 app.command()(copying_texts)
 app.command()(copying_accuracy)
 app.command()(copying_gain)

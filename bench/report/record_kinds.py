@@ -13,6 +13,7 @@ from typing import Any
 from bench.record import Line
 from bench.report.at_exit_layer import exit_layer_tables
 from bench.report.batch_tables import batch_headline, batch_tables
+from bench.report.chat_tables import chat_headline, chat_tables
 from bench.report.context_tables import context_headline, context_tables
 from bench.report.glance import by_precision, context_glance, engine_glance, roofline_glance, sweep_glance
 from bench.report.roofline_tables import roofline_headline, roofline_tables
@@ -83,6 +84,17 @@ class RecordKind:
 KINDS: dict[str, RecordKind] = {
     "run": RecordKind(tables=run_tables, page_tables=exit_layer_tables, glance=engine_glance, spread=True),
     "peers": RecordKind(tables=run_tables, page_tables=by_precision, glance=engine_glance, spread=True),
+    "chat": RecordKind(
+        tables=chat_tables,
+        headline=chat_headline,
+        headings={
+            "engines": "Engines side by side",
+            "decode": "Decoding by kind of prompt",
+            "prompts": "Prompts by kind",
+            "ratios": "Ratios by kind",
+            "rounding": "What is rounded",
+        },
+    ),
     "sweep": RecordKind(tables=sweep_tables, headline=sweep_headline, glance=sweep_glance, spread=True),
     "roofline": RecordKind(tables=roofline_tables, headline=roofline_headline, glance=roofline_glance),
     "context": RecordKind(tables=context_tables, headline=context_headline, glance=context_glance),

@@ -139,26 +139,30 @@ INLINE __m512i weights_4(const uint8_t *p) {
   return _mm512_and_si512(_mm512_srlv_epi64(pairs, down), _mm512_set1_epi8(15));
 }
 
-/* What an output's offsets add to it: each offset times the sum of its group's inputs. sums: of every 32 inputs. */
-INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
-  int64_t each = m->group / 32, count = m->in / 32, at = output * (m->in / m->group);
-  __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  __m512i place = _mm512_srli_epi32(lanes, each == 1 ? 0 : each == 2 ? 1 : 2);
-  __m512 total = _mm512_setzero_ps();
-  for (int64_t i = 0; i < count; i += 16) {
-    int64_t left = min(16, count - i), first = at + i / each;
-    __mmask16 here = (1u << left) - 1, groups = (1u << (left + each - 1) / each) - 1;
-    __m512 offsets = _mm512_maskz_loadu_ps(groups, m->offsets + first);
-    total = _mm512_fmadd_ps(_mm512_permutexvar_ps(place, offsets), _mm512_maskz_loadu_ps(here, sums + i), total);
+/* Add an output's offsets to the lanes of R totals: each offset times the sum of its group's inputs. sums: of every 32 inputs,
+ * for each row. */
+#define ADD_OFFSETS(R) \
+  INLINE void add_offsets_##R(const Matrix *m, int64_t output, const float *sums, vf *totals) { \
+    const int64_t each = m->group / 32, count = m->in / 32, apart = 2 * chunks_of_inputs(m->in); \
+    const float *offsets = m->offsets + output * (m->in / m->group); \
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); \
+    const __m512i place = _mm512_srli_epi32(lanes, each == 1 ? 0 : each == 2 ? 1 : 2); \
+    for (int64_t i = 0; i < count; i += 16) { \
+      const int64_t left = min(16, count - i); \
+      const __mmask16 here = (1u << left) - 1, groups = (1u << (left + each - 1) / each) - 1; \
+      const __m512 offset = _mm512_permutexvar_ps(place, _mm512_maskz_loadu_ps(groups, offsets + i / each)); \
+      UNROLL for (int r = 0; r < R; r++) \
+        totals[r] = (vf)_mm512_fmadd_ps(offset, _mm512_maskz_loadu_ps(here, sums + r * apart + i), (__m512)totals[r]); \
+    } \
   }
-  return _mm512_reduce_add_ps(total);
-}
+ADD_OFFSETS(1) ADD_OFFSETS(2) ADD_OFFSETS(3) ADD_OFFSETS(4)
 
 #define SCALES 16 /* group scales converted to float32 at once */
 
-/* DOTS_8 for 4-bit weights: sums are exact within a group, and groups are added in order. */
-#define DOTS_4(R) \
-  static void dots_4_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
+/* DOTS_8 for 4-bit weights: sums are exact within a group, and groups are added in order. Weights with offsets are 0 to 15 as they
+ * are, and need no correction. */
+#define DOTS_4(R, NAME, OFFSETS) \
+  static void NAME##_##R(const Matrix *m, int64_t first, int64_t stride, const char *x, Fetch fetch, float *y) { \
     vf total[4][R]; \
     const uint8_t *w = (const uint8_t *)m->weight + first * (m->in / 2); \
     const int64_t chunks = m->in / CHUNK_INPUTS, num_groups = m->in / m->group, apart = stride ? num_groups : 0; \
@@ -171,7 +175,10 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
       const __mmask16 there = (1u << min(SCALES, num_groups - from)) - 1; \
       __m512 scales[4]; \
       if (fetch.ahead) \
-        UNROLL for (int o = 0; o < 4; o++) FETCH(m->groups + (first + o + fetch.ahead) * num_groups + from); \
+        UNROLL for (int o = 0; o < 4; o++) { \
+          FETCH(m->groups + (first + o + fetch.ahead) * num_groups + from); \
+          if (OFFSETS) FETCH(m->offsets + (first + o + fetch.ahead) * num_groups + from); \
+        } \
       UNROLL for (int o = 0; o < 4; o++) \
         scales[o] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(there, m->groups + first * num_groups + o * apart + from)); \
       for (int64_t c = start; c < end; c++) { \
@@ -184,7 +191,8 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
           UNROLL for (int r = 0; r < R; r++) { \
             const char *digits = x + r * (NIBBLE_DIGITS + 1) * CHUNK_INPUTS; \
             __m512i sums = add_products(_mm512_setzero_si512(), weights, _mm512_loadu_si512(digits)); \
-            sums = _mm512_add_epi32(_mm512_slli_epi32(sums, 8), _mm512_loadu_si512(digits + 2 * CHUNK_INPUTS)); \
+            sums = _mm512_slli_epi32(sums, 8); \
+            if (!OFFSETS) sums = _mm512_add_epi32(sums, _mm512_loadu_si512(digits + 2 * CHUNK_INPUTS)); \
             sums = add_products(sums, weights, _mm512_loadu_si512(digits + CHUNK_INPUTS)); \
             total[o][r] = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), scale, (__m512)total[o][r]); \
           } \
@@ -193,24 +201,28 @@ INLINE float offset_part(const Matrix *m, int64_t output, const float *sums) {
       } \
     } \
     const Fixed *fixed = (const Fixed *)x; \
-    const float *sums = (const float *)(fixed + R); \
+    if (OFFSETS) UNROLL for (int o = 0; o < 4; o++) \
+      add_offsets_##R(m, first + (stride ? o : 0), (const float *)(fixed + R), total[o]); \
     UNROLL for (int r = 0; r < R; r++) { \
       float parts[4]; \
       sum_4(total[0][r], total[1][r], total[2][r], total[3][r], parts); \
-      for (int o = 0; o < 4; o++) { \
-        if (m->offsets) parts[o] += offset_part(m, first + (stride ? o : 0), sums + r * 2 * chunks); \
-        y[r * BLOCK + o] = parts[o] * fixed[r].unit; \
-      } \
+      UNROLL for (int o = 0; o < 4; o++) y[r * BLOCK + o] = parts[o] * fixed[r].unit; \
     } \
   }
-DOTS_4(1) DOTS_4(2) DOTS_4(3) DOTS_4(4)
+DOTS_4(1, dots_4, 0) DOTS_4(2, dots_4, 0) DOTS_4(3, dots_4, 0) DOTS_4(4, dots_4, 0)
+DOTS_4(1, offset_dots_4, 1) DOTS_4(2, offset_dots_4, 1) DOTS_4(3, offset_dots_4, 1) DOTS_4(4, offset_dots_4, 1)
 
 static void dots_4(const Matrix *m, int64_t first, int64_t stride, const float *x, int64_t rows, Fetch fetch, float *y) {
-  switch (rows) {
-  case 1: dots_4_1(m, first, stride, (const char *)x, fetch, y); break;
-  case 2: dots_4_2(m, first, stride, (const char *)x, fetch, y); break;
-  case 3: dots_4_3(m, first, stride, (const char *)x, fetch, y); break;
-  default: dots_4_4(m, first, stride, (const char *)x, fetch, y);
+  const char *from = (const char *)x;
+  switch (4 * !!m->offsets + min(rows, 4)) {
+  case 1: dots_4_1(m, first, stride, from, fetch, y); break;
+  case 2: dots_4_2(m, first, stride, from, fetch, y); break;
+  case 3: dots_4_3(m, first, stride, from, fetch, y); break;
+  case 4: dots_4_4(m, first, stride, from, fetch, y); break;
+  case 5: offset_dots_4_1(m, first, stride, from, fetch, y); break;
+  case 6: offset_dots_4_2(m, first, stride, from, fetch, y); break;
+  case 7: offset_dots_4_3(m, first, stride, from, fetch, y); break;
+  default: offset_dots_4_4(m, first, stride, from, fetch, y);
   }
 }
 

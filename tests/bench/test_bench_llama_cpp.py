@@ -158,6 +158,20 @@ def test_a_run_does_not_depend_on_the_one_before() -> None:
     assert again.seconds == pytest.approx(again.time_to_first_token + again.decode_seconds)
 
 
+def test_a_file_as_it_is(tmp_path: Path) -> None:
+    """Its text is that of the same weights written by the engine, and its vocabulary is the file's."""
+    pytest.importorskip("llama_cpp")
+    from bench.engines.gguf_file import write_gguf
+    from bench.engines.llama_cpp import LlamaCppEngine, LlamaCppFile
+
+    write_gguf(llama(), tmp_path / "model.gguf", "F16")
+    engine = LlamaCppFile(tmp_path / "model.gguf", 64)
+    assert engine.generate(PROMPT, 12).tokens == LlamaCppEngine(llama(), "F16", 64).generate(PROMPT, 12).tokens
+    assert engine.next_logits(PROMPT).shape == (24,)
+    with pytest.raises(RuntimeError, match=r"llama.cpp did not load none.gguf"):
+        LlamaCppFile(tmp_path / "none.gguf", 64)
+
+
 def test_texts_in_one_pass_are_the_texts_alone() -> None:
     pytest.importorskip("llama_cpp")
     from bench.engines.llama_cpp_batch import LlamaCppBatch

@@ -1,0 +1,144 @@
+"""`selfspec-bench chat`: a GGUF file in selfspec, llama.cpp and OpenVINO GenAI, on chat prompts of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.commands import bench_options as options
+from bench.commands.loaded_peers import (
+    llama_cpp_peer,
+    load_once,
+    loading_line,
+    openvino_peer,
+    openvino_rounding_of,
+    own_peer,
+)
+from bench.commands.preparation import (
+    configuration,
+    exit_if_outputs_differ,
+    progress,
+    recording,
+    run_line,
+    show,
+)
+from bench.commands.started_peers import PeerTimeoutOption, start, start_all, tell_lost, without_lost
+from bench.datasets import chat_prompts, load_prompts
+from bench.engines.peer_process import Peer
+from bench.measure import measure, num_runs, until_end
+from bench.record import RecordWriter
+from layerskip_models import load_tokenizer
+from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
+from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
+from selfspec.cli.arguments import one_line_errors
+from selfspec.defaults import DEFAULT_POLICY
+
+
+def chat(
+    model: Annotated[str, typer.Option(help="GGUF file, or a name such as smollm2.")],
+    prompts: Annotated[
+        Path, typer.Option(help='Messages to answer, .jsonl[.gz] with "id", "task" (their kind), "prompt".')
+    ],
+    num_samples: options.NumSamplesOption = 20,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum prompt length with the template; longer ones are left out.")
+    ] = 1024,
+    max_new_tokens: options.NewTokensOption = 128,
+    repeats: options.RepeatsOption = 3,
+    warmups: options.WarmupsOption = 1,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy to run beside plain decoding; repeatable. Default: auto.")
+    ] = None,
+    kept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy to run without forgetting between prompts, as in ordinary use; repeatable. Default: auto."
+        ),
+    ] = None,
+    llama_cpp: Annotated[
+        bool, typer.Option("--llama-cpp/--no-llama-cpp", help="Give the file to llama.cpp, too.")
+    ] = True,
+    openvino: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder with the model as OpenVINO stores it, for OpenVINO GenAI, too; repeatable."),
+    ] = None,
+    openvino_file: Annotated[
+        bool, typer.Option("--openvino-file/--no-openvino-file", help="Give the file to OpenVINO GenAI, too.")
+    ] = True,
+    loads: Annotated[int, typer.Option(min=1, help="How often each engine is loaded, in a new process each time.")] = 3,
+    peer_timeout: PeerTimeoutOption = 600,
+    output: options.OutputOption = None,
+) -> None:
+    """Answers to chat prompts from one GGUF file: loading, prompts, decoding and memory; engines in turn, greedy, on a CPU.
+
+    Each engine runs in a process of its own. An answer ends where the model ends it, or after --max-new-tokens, and every
+    engine decodes as many tokens as plain decoding with selfspec did. Tables show medians, and ratios of runs on the same
+    prompt side by side, by the prompts' "task".
+    """
+    with one_line_errors(), ExitStack() as running:
+        path = gguf_file(resolve_checkpoint(model))
+        if path is None:
+            raise ValueError(f"--model must be a GGUF file, which llama.cpp reads as well, got {model!r}")
+        tokenizer = load_tokenizer(path)
+        samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
+        longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
+        makers: dict[str, Callable[[], Peer]] = {
+            f"selfspec {name}": partial(own_peer, path, name, False) for name in ("ar", *(policy or [DEFAULT_POLICY]))
+        }
+        makers |= {f"selfspec {name}, kept": partial(own_peer, path, name, True) for name in kept or [DEFAULT_POLICY]}
+        if llama_cpp and _installed("llama.cpp", "llama_cpp", "llama-cpp-python"):
+            makers["llama.cpp"] = partial(llama_cpp_peer, path, longest)
+        exported = [*([path] if openvino_file else []), *(openvino or [])]
+        if exported and _installed("OpenVINO GenAI", "openvino_genai", "openvino-genai"):
+            makers |= {
+                f"OpenVINO GenAI {place.name}": partial(openvino_peer, place, openvino_rounding_of(place))
+                for place in exported
+            }
+        earlier = [load_once(name, make, peer_timeout) for _ in range(loads - 1) for name, make in makers.items()]
+        (own_name, own), *others = makers.items()
+        ours = start(own_name, own, peer_timeout, running)
+        started, missing = start_all(dict(others), peer_timeout, running)
+        processes = [ours, *started]
+        engines = [peer.engines[0] for peer in processes]
+        samples = [until_end(sample, engines[0], max_new_tokens, tokenizer.eos_token_id) for sample in samples]
+        about = {
+            **configuration(path.name, samples, max_new_tokens, repeats, warmups),
+            "eos": "where plain decoding ends",
+        }
+        versions = [peer.about["versions"] for peer in processes]
+        where = {name: version for known in versions for name, version in known.items()}
+        total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
+        with recording(RecordWriter(output)) as record:
+            record.write(run_line("chat", about, engines, where))
+            with progress(total) as advance:
+                lost = measure(
+                    engines,
+                    samples,
+                    max_new_tokens=max_new_tokens,
+                    repeats=repeats,
+                    warmups=warmups,
+                    dtype=ours.about["dtype"],
+                    write=record.write,
+                    advance=advance,
+                )
+            for line in [*filter(None, earlier), *(loading_line(peer) for peer in processes)]:
+                record.write(line)
+            if missing or lost:
+                record.complete(without_lost(record.lines, missing, lost))
+    show(record.lines)
+    tell_lost(missing, lost)
+    exit_if_outputs_differ(record.lines)
+
+
+def _installed(engine: str, module: str, package: str) -> bool:
+    """Whether a peer's package is there; if not, a line on stderr says so."""
+    if find_spec(module) is not None:
+        return True
+    typer.echo(f"{engine} is left out: it needs {package}; pip install {package}", err=True)
+    return False

@@ -1,0 +1,110 @@
+"""Engines on a file as it is, one to a process, which tells how long it took to load and what it has in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench.commands.started_peers import start
+from bench.engines.own import EngineLostError, SelfSpecEngine, TimedEngine
+from bench.engines.peer_process import Peer, PeerProcess
+from bench.machine.process_memory import forget_peak, peak_bytes_of, resident_bytes
+from bench.provenance import llama_cpp_version, provenance
+from bench.record import Line
+from layerskip_models import load_model
+from selfspec import SelfSpecGenerator
+
+_FIRST = torch.tensor([0])
+"""A prompt of one token: what happens only at the first call is part of loading."""
+_WHOLE_NUMBERS = ("vnni", "amx")
+"""The kernels on which rows become whole numbers (docs/kernels.md)."""
+
+
+def own_peer(path: Path, policy: str, kept: bool) -> Peer:
+    """selfspec with one policy. kept: it goes on learning from prompt to prompt."""
+
+    def make() -> tuple[TimedEngine, Mapping[str, Any]]:
+        model = load_model(path, device="cpu")
+        return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept), {"dtype": model.dtype}
+
+    found = provenance(torch.device("cpu"), torch.float32)
+    rows = "rows to 16 bits, for the head to 24" if found["kernels"] in _WHOLE_NUMBERS else "no rows"
+    return _loaded(make, "selfspec", f"{rows}; keys, values and all else in float32", found)
+
+
+def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
+    """llama.cpp. max_tokens: of a prompt and its continuation."""
+    from bench.engines.llama_cpp import LlamaCppFile  # its package is optional
+
+    def make() -> tuple[TimedEngine, Mapping[str, Any]]:
+        return LlamaCppFile(path, max_tokens), {}
+
+    rounding = "rows to 8 bits, 32 inputs sharing a scale; keys and values to float16"
+    return _loaded(make, "llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
+
+
+def openvino_peer(path: Path, rounding: str) -> Peer:
+    """OpenVINO GenAI on a GGUF file or an exported folder. rounding: see `openvino_rounding_of`."""
+    from bench.engines.openvino_genai import OpenVinoEngine, openvino_version  # its package is optional
+
+    def make() -> tuple[TimedEngine, Mapping[str, Any]]:
+        return OpenVinoEngine(path), {}
+
+    return _loaded(make, "openvino_genai", rounding, {"openvino": openvino_version()})
+
+
+def openvino_rounding_of(path: Path) -> str:
+    """What OpenVINO rounds, asked in a process of its own, whose memory does not count; "unknown" if it fails there."""
+    asked = (
+        "import sys, pathlib; from bench.engines.openvino_genai import openvino_rounding; "
+        "print(openvino_rounding(pathlib.Path(sys.argv[1])))"
+    )
+    answer = subprocess.run([sys.executable, "-c", asked, str(path)], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def loading_line(peer: PeerProcess) -> Line:
+    """What a record says about an engine's process: of loading, and the most memory it had since then."""
+    engine = peer.engines[0].name
+    return {"kind": "loading", "engine": engine, **peer.about["loading"], "peak_bytes": peak_bytes_of(peer.pid)}
+
+
+def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | None:
+    """The same of a process that is ended as soon as it has loaded; None if it cannot."""
+    with ExitStack() as running:
+        try:
+            return loading_line(start(name, make, timeout, running))
+        except EngineLostError:
+            return None
+
+
+def _loaded(
+    make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], module: str, rounding: str, versions: Mapping[str, Any]
+) -> Peer:
+    """The engine that `make` gives, once it has said a first token.
+
+    module: what a program imports to use it. rounding: beyond the weights, what it rounds.
+    """
+    began = perf_counter()
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True, capture_output=True)
+    imported = perf_counter() - began
+    before = resident_bytes()
+    began = perf_counter()
+    engine, about = make()
+    engine.generate(_FIRST, 1)
+    loading = {
+        "load_seconds": perf_counter() - began,
+        "import_seconds": imported,
+        "bytes_before": before,
+        "peak_loading_bytes": peak_bytes_of(),
+        "rounding": rounding,
+    }
+    forget_peak()
+    return Peer(engines=[engine], about={"loading": loading, "versions": versions, **about})

@@ -1,0 +1,108 @@
+"""OpenVINO GenAI as an engine to compare with, on the CPU: a GGUF file, or a folder that optimum-intel exported.
+
+Its own defaults hold, but for the number of threads, and that no prompt is kept for the next call. It is given token ids, and
+its own clock tells the time of the first token, so that no Python is called back while it generates.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import numpy as np
+import openvino
+import openvino_genai
+import torch
+from torch import Tensor
+
+from bench.engines.own import Generation
+from layerskip_models.kernels.threads import num_threads
+
+MODEL = "openvino_model.xml"
+SETTINGS = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION")
+"""What tells how it computes: its arithmetic, the inputs that share a scale where rows are rounded to 8 bits, its cache."""
+
+
+class OpenVinoEngine:
+    """Greedy decoding by `openvino_genai.LLMPipeline`. path: a GGUF file or an exported folder, whose name is the engine's.
+
+    Raises FileNotFoundError for a folder without a model, RuntimeError, as OpenVINO does, for one that it cannot load.
+    """
+
+    arithmetic: torch.dtype | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.name, self.label = openvino_name(path), f"OpenVINO GenAI, {openvino_name(path).removeprefix('openvino:')}"
+        self.weights: str | None = self.label
+        if path.suffix != ".gguf" and not (path / MODEL).is_file():
+            raise FileNotFoundError(f"{path.name} has no {MODEL}: export a model into it (docs/benchmarks.md)")
+        scheduling = openvino_genai.SchedulerConfig()
+        scheduling.enable_prefix_caching = False  # or a repeat would not read its prompt
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=num_threads()
+        )
+
+    def generate(self, prompt: Tensor, max_new_tokens: int, repeat: int = 0) -> Generation:
+        """See `TimedEngine`."""
+        ids = prompt.numpy().reshape(1, -1)
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        settings = openvino_genai.GenerationConfig(
+            max_new_tokens=max_new_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
+        )
+        start = perf_counter()
+        result = self._pipeline.generate(inputs, settings)
+        seconds = perf_counter() - start
+        first = result.perf_metrics.get_ttft().mean / 1000
+        return Generation(
+            tokens=tuple(result.tokens[0]), seconds=seconds, time_to_first_token=first, decode_seconds=seconds - first
+        )
+
+    def count(self, prompt: Tensor, max_new_tokens: int) -> None:
+        """None: there are no rounds."""
+        return
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """Raises RuntimeError: OpenVINO GenAI keeps its logits to itself. No other engine has its weights, so none asks."""
+        raise RuntimeError(f"{self.label} does not tell its logits")
+
+
+def openvino_version() -> str:
+    """Of the library that runs models and of the one that generates text."""
+    return f"{openvino.get_version()}, GenAI {openvino_genai.get_version()}"
+
+
+def openvino_name(path: Path) -> str:
+    """What a record calls the engine on this file or folder."""
+    return f"openvino:{'the file' if path.suffix == '.gguf' else path.name}"
+
+
+def openvino_rounding(path: Path) -> str:
+    """What a model's weights are stored as, and how this processor computes with them by default."""
+    with TemporaryDirectory() as made:
+        folder = path if path.is_dir() else Path(made)
+        if folder is not path:  # it converts the file when it loads it, and can keep the result
+            copied = Path(shutil.copy(path, folder))
+            openvino_genai.LLMPipeline(str(copied), "CPU", enable_save_ov_model=True)
+        core = openvino.Core()
+        model = core.read_model(folder / MODEL)
+        stored = {op.get_element_type().get_type_name() for op in model.get_ops() if _is_matrix(op)}
+        compiled = core.compile_model(model, "CPU")
+        arithmetic, group, cache = (compiled.get_property(name) for name in SETTINGS)
+    few = sorted(
+        kind for kind in stored if kind.startswith(("u", "i"))
+    )  # beside them floats are scales, or the embedding
+    names = [kind.get_type_name() if hasattr(kind, "get_type_name") else str(kind) for kind in (arithmetic, cache)]
+    rows = f"rows to 8 bits, {group} inputs sharing a scale" if few and group else f"rows to {names[0]}"
+    kept = f"{' and '.join(few)} with whole zero points" if few else " and ".join(sorted(stored))
+    return f"weights kept as {kept}; {rows}; arithmetic in {names[0]}; keys and values to {names[1]}"
+
+
+def _is_matrix(op: openvino.Node) -> bool:
+    """Whether it is a constant as large as a matrix of weights."""
+    return (
+        op.get_type_name() == "Constant"
+        and op.get_output_size() == 1
+        and int(np.prod(op.get_output_shape(0))) > 1 << 16
+    )

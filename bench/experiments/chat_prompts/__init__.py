@@ -1,0 +1,1 @@
+"""Chat prompts of four kinds, made from public prompt sets."""
