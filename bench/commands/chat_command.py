@@ -1,4 +1,4 @@
-"""`selfspec-bench chat`: a GGUF file in selfspec, llama.cpp and OpenVINO GenAI, on chat prompts of several kinds."""
+"""`selfspec-bench chat`: one model in selfspec, llama.cpp and OpenVINO GenAI, on chat prompts of several kinds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ from selfspec.defaults import DEFAULT_POLICY
 
 
 def chat(
-    model: Annotated[str, typer.Option(help="GGUF file, or a name such as smollm2.")],
+    model: Annotated[
+        str, typer.Option(help="GGUF file, or a name such as smollm2; without the other engines, any checkpoint.")
+    ],
     prompts: Annotated[
         Path, typer.Option(help='Messages to answer, .jsonl[.gz] with "id", "task" (their kind), "prompt".')
     ],
@@ -75,7 +77,7 @@ def chat(
     peer_timeout: PeerTimeoutOption = 600,
     output: options.OutputOption = None,
 ) -> None:
-    """Answers to chat prompts from one GGUF file: loading, prompts, decoding and memory; engines in turn, greedy, on a CPU.
+    """Answers to chat prompts from one model: loading, prompts, decoding and memory; engines in turn, greedy, on a CPU.
 
     Each engine runs in a process of its own. An answer ends where the model ends it, or after --max-new-tokens, and every
     engine decodes as many tokens as plain decoding with selfspec did. Tables show medians, and ratios of runs on the same
@@ -83,8 +85,12 @@ def chat(
     """
     with one_line_errors(), ExitStack() as running:
         path = gguf_file(resolve_checkpoint(model))
-        if path is None:
-            raise ValueError(f"--model must be a GGUF file, which llama.cpp reads as well, got {model!r}")
+        if path is None and (llama_cpp or openvino_file):
+            raise ValueError(
+                f"--model must be a GGUF file, which the other engines read as well, got {model!r}; without them "
+                "(--no-llama-cpp --no-openvino-file) any checkpoint will do"
+            )
+        path = Path(resolve_checkpoint(model)) if path is None else path
         tokenizer = load_tokenizer(path)
         samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens

@@ -23,7 +23,7 @@ _PLAIN: Mapping[str, int | None] = {"exit_layer": None, "num_speculations": 0, "
 class Generate(Protocol):
     """`SelfSpecGenerator.generate` with the prompt and the options bound."""
 
-    def __call__(self, **changes: int | None) -> GenerationResult:
+    def __call__(self, **changes: int | str | None) -> GenerationResult:
         """Generate, with these options in place of the bound ones."""
         ...
 

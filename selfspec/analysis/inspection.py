@@ -9,11 +9,12 @@ from functools import partial
 import torch
 
 from layerskip_models import LayerSkipModel
+from layerskip_models.draft_weights import draft_bytes, why_no_drafter
 from layerskip_models.exits.lean import lean_adapters
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
 from policies import CostModel, LayerCost
-from selfspec.analysis.comparison import Comparison, compare, warm_up
+from selfspec.analysis.comparison import Comparison, Generate, compare, warm_up
 from selfspec.analysis.replay import AgreementTrace, Setting, fixed_settings, trace_agreement
 from selfspec.engine.calibrate import measured_cost
 from selfspec.engine.request import encode_prompt
@@ -23,6 +24,8 @@ from selfspec.generator import SelfSpecGenerator
 
 _CHUNK = 256  # rows per pass over the sample text
 WORTH = 1.1
+_ROUNDED_LENGTHS = {8: 4, 4: 3}
+"""Drafts per round in so many bits: near the best for acceptances of .95 and .75."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,27 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedDrafts:
+    """What drafts with the model's weights in fewer bits give. num_bytes: of these weights. policy: that was run."""
+
+    bits: int
+    num_bytes: int
+    policy: str
+    comparison: Comparison
+
+    @property
+    def acceptance(self) -> float:
+        runs = self.comparison.runs
+        return sum(run.num_accepted for run in runs) / max(sum(run.num_drafted for run in runs), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """What was found.
 
     text_agreement: per exit layer 1 .. L-1, share of positions of the sample texts where its argmax is the last layer's.
     kernels: what the layers ran on (`LayerSkipModel.kernels`). comparison: the best setting, run against plain decoding.
+    rounded: drafts in fewer bits, where they are possible, each run against plain decoding.
     probe, adapted: a short fit of exit adapters, if one was asked for, and what these adapters would give.
     """
 
@@ -53,11 +72,18 @@ class Inspection:
     predicted: Prediction
     kernels: str | None
     comparison: Comparison
+    rounded: tuple[RoundedDrafts, ...] = ()
     probe: Probe | None = None
     adapted: Prediction | None = None
 
     def verdict(self) -> str:
         measured, best = self.comparison.speedup, self.predicted.best.policy
+        rounded = max(self.rounded, key=lambda one: one.comparison.speedup, default=None)
+        if rounded is not None and rounded.comparison.speedup >= max(WORTH, measured):
+            return (
+                f"worth it: {rounded.policy} runs {rounded.comparison.speedup:.2f} times as fast as plain decoding here"
+                f" (draft_weights='int{rounded.bits}' lets the default policy draft so)"
+            )
         if measured >= WORTH:
             return f"worth it: {best} runs {measured:.2f} times as fast as plain decoding here"
         quarter = self.predicted.own_agreement[max(self.num_layers // 4, 1)]
@@ -107,6 +133,7 @@ def inspect_model(
     warm_up(generate, 8)
     comparison = compare(generate, repeats=repeats, greedy=True)
     assert comparison is not None
+    rounded = _rounded_drafts(generator, generate, repeats)
     advance("comparing with plain decoding")
     probe = adapted = None
     if probe_seconds:
@@ -122,9 +149,30 @@ def inspect_model(
         predicted=predicted,
         kernels=model.kernels,
         comparison=comparison,
+        rounded=rounded,
         probe=probe,
         adapted=adapted,
     )
+
+
+def _rounded_drafts(generator: SelfSpecGenerator, generate: Generate, repeats: int) -> tuple[RoundedDrafts, ...]:
+    """Make weights in fewer bits, run them, and let them go again, unless they were there before."""
+    model, found = generator.model, []
+    for bits, length in _ROUNDED_LENGTHS.items():
+        if generator.runner != "eager" or why_no_drafter(model, bits) is not None:
+            continue
+        there = bits in model.drafters
+        policy = f"bits:{bits}-{length}"
+        rounded = partial(generate, exit_layer=None, num_speculations=None, policy=policy)
+        try:
+            warm_up(rounded, 8)
+            comparison = compare(rounded, repeats=repeats, greedy=True)
+        finally:
+            if not there:
+                model.drafters.pop(bits, None)
+        assert comparison is not None
+        found.append(RoundedDrafts(bits=bits, num_bytes=draft_bytes(model, bits), policy=policy, comparison=comparison))
+    return tuple(found)
 
 
 def _first_half(ids: torch.Tensor) -> torch.Tensor:
@@ -205,6 +253,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
         f" (by layers loaded alone, at the best setting for that, {predicted.layers_speedup:.2f})",
         f"measured: {comparison.speedup:.2f} ({comparison.speedup_min:.2f} to {comparison.speedup_max:.2f}),"
         f" {comparison.repeats} alternated pairs of runs on one of the texts",
+        *map(_line_of, inspection.rounded),
         f"layers ran on {kernels_in_words(inspection.kernels)}",
         inspection.verdict(),
     ]
@@ -215,3 +264,10 @@ def inspection_lines(inspection: Inspection) -> list[str]:
             " selfspec train-exit trains them in earnest"
         )
     return lines
+
+
+def _line_of(rounded: RoundedDrafts) -> str:
+    return (
+        f"drafts with the weights in {rounded.bits} bits, {rounded.num_bytes / 1e6:,.0f} MB more: {rounded.policy} runs"
+        f" {rounded.comparison.speedup:.2f} times as fast as plain decoding, {rounded.acceptance:.0%} of the drafts accepted"
+    )

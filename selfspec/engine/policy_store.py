@@ -13,7 +13,7 @@ from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressiv
 from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.draft_choice import make_if_likely_to_pay
+from selfspec.engine.draft_choice import BITS, make_if_likely_to_pay
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.runners.choice import CaptureError
 
@@ -68,8 +68,10 @@ class PolicyStore:
         """
         found = self._resolve(bound, policy, exit_layer, num_speculations)
         for bits in found.observes.bits:
-            if bound.draft_weights == "none":
-                raise ValueError(f"policy {found.name!r} drafts in {bits} bits, and draft_weights is 'none'")
+            if bound.draft_weights != "auto" and BITS.get(bound.draft_weights) != bits:
+                raise ValueError(
+                    f"policy {found.name!r} drafts in {bits} bits, and draft_weights is {bound.draft_weights!r}"
+                )
             if bound.pool.kind == "captured":
                 raise ValueError(f"policy {found.name!r} drafts in {bits} bits, which needs runner='eager'")
             drafter_of(bound.model, bits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,9 +19,10 @@ from layerskip_models.kernels.native_linear import NativeInt8Linear
 from policies import MeasuredCost
 from policies.auto.policy import AutoExit
 from selfspec import SelfSpecGenerator
+from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.engine import draft_choice, policy_store
 from selfspec.engine.runners.runner import Runner, SequenceRound
-from tiny_llama import tiny_llama
+from tiny_llama import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
 LAYERS = 4
@@ -173,6 +175,8 @@ def test_models_that_cannot_draft_in_fewer_bits_say_why() -> None:
     llama.cache_clear()
     with pytest.raises(ValueError, match="draft_weights is 'none'"):
         SelfSpecGenerator(from_transformers(llama()), draft_weights="none").generate([1], policy="bits:8-3")
+    with pytest.raises(ValueError, match="draft_weights is 'int8'"):
+        SelfSpecGenerator(from_transformers(llama()), draft_weights="int8").generate([1], policy="bits:4-3")
     with pytest.raises(ValueError, match="runner='eager'"):
         SelfSpecGenerator(from_transformers(llama()), runner="captured").generate([1], policy="bits:8-3")
     with pytest.raises(ValueError, match="one of auto, none, int8, int4"):
@@ -251,3 +255,25 @@ def test_a_drafter_is_made_once(generator: SelfSpecGenerator) -> None:
     model = generator.model
     assert drafter_of(model, 8) is drafter_of(model, 8)
     assert drafter_of(model.with_kv_dtype("bfloat16"), 8) is drafter_of(model, 8)
+
+
+def test_an_inspection_says_what_they_would_cost_and_gain() -> None:
+    """And leaves nothing of them behind."""
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), tiny_tokenizer(), prefix_cache=0)
+    inspection = inspect_model(generator, ["abcdefgh" * 3], max_new_tokens=12, repeats=1)
+    assert [(one.bits, one.policy) for one in inspection.rounded] == [(8, "bits:8-4"), (4, "bits:4-3")]
+    for one in inspection.rounded:
+        assert one.comparison.outputs_equal
+        assert one.num_bytes == draft_bytes(generator.model, one.bits)
+        assert 0 < one.acceptance <= 1
+        assert any(one.policy in line and f"in {one.bits} bits" in line for line in inspection_lines(inspection))
+    assert not generator.model.drafters
+
+
+def test_a_verdict_counts_them() -> None:
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), tiny_tokenizer(), prefix_cache=0)
+    inspection = inspect_model(generator, ["abcdefgh" * 3], max_new_tokens=12, repeats=1)
+    fast = replace(inspection.rounded[0], comparison=replace(inspection.comparison, speedup=1.7))
+    slow = replace(inspection, comparison=replace(inspection.comparison, speedup=0.9))
+    assert "bits:8-4 runs 1.70 times" in replace(slow, rounded=(fast,)).verdict()
+    assert "bits" not in replace(slow, rounded=()).verdict()

@@ -72,7 +72,7 @@ def test_a_policy_by_name_is_what_its_arguments_say() -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("", "known are ar, copy, ls, del, auto, fs,"),
+        ("", "known are ar, copy, ls, bits, del, auto, fs,"),
         ("nonsense", "known are ar, copy, ls,"),
         ("LS:3-6", "did you mean ls"),
         ("spyde:3", "did you mean spide?"),
