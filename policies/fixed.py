@@ -46,6 +46,8 @@ class FewBits(StatelessPolicy):
     """
 
     def __init__(self, bits: int, num_speculations: int, *, num_layers: int, exit_layer: int | None = None) -> None:
+        if bits not in (4, 8):
+            raise ValueError(f"bits must be 8 or 4, got {bits if bits < 100 else 'more'}")
         check_number("num_speculations", num_speculations, 1, MOST_DRAFTS)
         layer = check_draft_layer(num_layers if exit_layer is None else exit_layer, num_layers, bits)
         self._plan = Plan(exit_layer=layer, max_speculations=num_speculations, bits=bits)

@@ -152,7 +152,7 @@ def test_new_weights_have_new_drafters() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("bits:5-3", "8 or 4 bits, not in 5"),
+        ("bits:5-3", "bits must be 8 or 4, got 5"),
         ("bits:8-0", "num_speculations"),
         ("bits:8-3,layer=9", "exit_layer must be in"),
         ("bits:8", "a number of bits and a length"),

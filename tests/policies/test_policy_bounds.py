@@ -31,7 +31,7 @@ def names_with_a_number() -> Iterator[str]:
                 if convert in (_integer, _layers):
                     learns = ["shadow=on"] if "shadow" in named.options and option == "learn_every" else []
                     yield before + form(name, (f"{option}={{}}", *learns))
-    yield from ("ls:3-{}", "ls:{}-3", "fs:2-{}", "copy:{}", "copy:{}+ls:3-4", "auto+pacer:folder,b={}")
+    yield from ("bits:8-{}", "ls:3-{}", "ls:{}-3", "fs:2-{}", "copy:{}", "copy:{}+ls:3-4", "auto+pacer:folder,b={}")
 
 
 @pytest.mark.parametrize("name", [*names_with_a_number()])
@@ -72,7 +72,7 @@ def test_the_same_bounds_hold_for_objects() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(st.sampled_from("lsautodelcopyfsdvspide:-+,=/0123456789_ .e"), max_size=40))
+@given(st.text(st.sampled_from("lsautodelcopyfsdvspidebits8:-+,=/0123456789_ .e"), max_size=40))
 def test_any_name_is_parsed_or_refused_in_one_line(text: str) -> None:
     try:
         policy = parsed(text)

@@ -20,10 +20,14 @@ OTHER_VALUES: dict[str, tuple[str, ...]] = {  # by option; for one whose default
     "prompt_rows": ("5",), "learn_every": ("3", "100"), "learn_first": ("7",), "start": ("0.3",), "target": ("0.3",),
     "step": ("0.3",), "max_length": ("5",), "threshold": ("0.3",), "tau": ("0.3",), "shadow": ("on", "off"),
     "exit_layer": ("1", "3"), "b": ("2",), "t": ("0.3",), "rho": ("1.3",), "criterion": ("any",), "scope": ("block",),
-    "bins": ("paper",), "min": ("3",), "copy": ("off",),
+    "bins": ("paper",), "min": ("3",), "copy": ("off",), "layer": ("2",),
 }  # fmt: skip
 
-FIRST = {"copy": "4", "ls": "3-4", "fs": "2-4", "dv": "2", "svip": "2", "adaedl": "2", "spide": "2", "pacer": "folder"}
+FIRST = {
+    "copy": "4", "ls": "3-4", "bits": "8-4", "fs": "2-4", "dv": "2", "svip": "2", "adaedl": "2", "spide": "2",
+    "pacer": "folder",
+}  # fmt: skip
+REFUSED = {("bits", "del"), ("bits", "pacer")}
 
 
 class NoPreVerifier:
@@ -76,7 +80,7 @@ def forms() -> Iterator[tuple[str, str | None]]:
     """(exit or lone stopping policy, stopping policy behind it)."""
     for name in EXITS:
         yield name, None
-        yield from ((name, other) for other in STOPPINGS if name not in ("ar", "copy"))
+        yield from ((name, other) for other in STOPPINGS if name not in ("ar", "copy") and (name, other) not in REFUSED)
     yield from (("copy", name) for name in (*EXITS, *STOPPINGS) if name not in ("ar", "auto", "copy"))
     yield from ((name, None) for name in STOPPINGS if name != "del")
 
