@@ -1,0 +1,95 @@
+"""`judge-exits`: what exits of a real model gain on held-out questions, and what a smaller draft head would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from bench.commands.bench_options import DtypeOption, OutputOption, RepeatsOption
+from bench.commands.preparation import model_name, open_model, open_tokenizer, progress, recording, show
+from bench.experiments.exit_adapters.judged_exits import JudgedExits
+from bench.provenance import provenance
+from bench.record import RecordWriter
+from layerskip_models.exits.folder import check_fits, load_adapters
+from layerskip_models.training.examples import read_examples
+from selfspec.cli.arguments import one_line_errors
+from selfspec.exits.own_answers import recorded_answers
+from selfspec.messages import OWN_TEMPLATE, conversation_ids
+
+
+def judge_exits(
+    model: Annotated[str, typer.Argument(help="Model whose exits are judged, with a chat template.")],
+    chats: Annotated[Path, typer.Option(help='Held-out questions, .jsonl with "messages".')],
+    exits: Annotated[
+        Path | None, typer.Option(help="Folder of adapters, from train-exit. Default: bare exits.")
+    ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="answers-train.jsonl of a train-exit run, whose likeliest tokens make draft heads."),
+    ] = None,
+    exit_layer: Annotated[list[int] | None, typer.Option(help="Exit; repeatable. Default: the adapters'.")] = None,
+    head_rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of a draft head; repeatable. Needs --answers.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Questions.")] = 24,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer; EOS ends it.")] = 128,
+    repeats: RepeatsOption = 3,
+    speed: Annotated[bool, typer.Option(help="Also measure tokens per second.")] = True,
+    dtype: DtypeOption = "auto",
+    output: OutputOption = None,
+) -> None:
+    """Agreement, tokens per layer, tokens per measured cost and speed of a chat model's exits, bare and adapted.
+
+    Drafts are replayed on the model's own greedy answers. Smaller draft heads, over the likeliest tokens of the training
+    answers, are counted and not run: each line says at which agreement an exit would gain a tenth.
+    """
+    with one_line_errors():
+        if head_rows and answers is None:
+            raise ValueError("--head-rows needs --answers, whose likeliest tokens the rows are")
+        network, tokenizer = open_model(model, dtype, "cpu").with_adapters({}), open_tokenizer(model)
+        adapters = None if exits is None else load_adapters(exits)
+        if adapters is not None and exits is not None:
+            check_fits(adapters.config, network, exits)
+        layers = tuple(exit_layer or (adapters.config.exit_layers if adapters is not None else ()))
+        if not layers:
+            raise ValueError("name exits with --exit-layer, or adapters with --exits")
+        asked = [example.messages for example in read_examples(chats, ()) if example.messages][:num_samples]
+        prompts = [torch.tensor(conversation_ids(found, tokenizer, OWN_TEMPLATE, ask=True)) for found in asked]
+        written = [] if answers is None else [line["answer"] for line in recorded_answers(answers)]
+        with progress(2) as advance:
+            judged = JudgedExits.of(network, adapters, layers, prompts, max_new_tokens)
+            advance("answers")
+            with recording(RecordWriter(output)) as record:
+                record.write(
+                    {
+                        "kind": "run",
+                        "command": "judge-exits",
+                        "configuration": {
+                            "model": model_name(model),
+                            "num_layers": network.num_layers,
+                            "prompts": [json.dumps(found[-1]["content"])[:60] for found in asked],
+                            "answer_tokens": sum(map(len, judged.answers)),
+                            "max_new_tokens": max_new_tokens,
+                            "counted_answers": len(written),
+                            "repeats": repeats,
+                        },
+                        "provenance": provenance(network.device, network.dtype),
+                    }
+                )
+                best: dict[str, tuple[float, str]] = {}
+                for line in judged.exits(head_rows or [], written):
+                    record.write(line)
+                    if line["kind"] == "exit" and line["rows"] == network.vocab_size:
+                        setting = line["gain"], f"ls:{line['exit_layer']}-{line['num_speculations']}"
+                        best[line["exits"]] = max(best.get(line["exits"], setting), setting)
+                for line in judged.auto_by_layers():
+                    record.write(line)
+                if speed:
+                    for line in judged.speeds({which: policy for which, (_, policy) in best.items()}, repeats):
+                        record.write(line)
+                advance("exits")
+    show(record.lines)
