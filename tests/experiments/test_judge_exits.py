@@ -102,20 +102,20 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    chats, answers, record = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl", tmp_path / "record.jsonl"
-    questions = ("a b c", "b a d")
-    chats.write_text(
-        "\n".join(json.dumps({"messages": [{"role": "user", "content": one}]}) for one in questions), encoding="utf-8"
-    )
-    answers.write_text(json.dumps({"prompt": "", "answer": [1, 2, 2]}) + "\n", encoding="utf-8")
+    chats, others, record = tmp_path / "chats.jsonl", tmp_path / "others.jsonl", tmp_path / "record.jsonl"
+    for path, questions in ((chats, ("abc", "bad")), (others, ("fig", "head", "cab"))):
+        lines = [json.dumps({"messages": [{"role": "user", "content": one}]}) for one in questions]
+        path.write_text("\n".join(lines), encoding="utf-8")
     arguments = ["judge-exits", str(folder), "--chats", str(chats), "--exit-layer", "1", "--max-new-tokens", "8"]
     arguments += ["--repeats", "1", "--output", str(record)]
-    result = CliRunner().invoke(app, [*arguments, "--answers", str(answers), "--head-rows", "6"])
+    result = CliRunner().invoke(app, [*arguments, "--training-chats", str(others), "--head-rows", "6"])
     assert result.exit_code == 0, result.output
-    lines = read_record(record)
-    assert {line["kind"] for line in lines} == {"run", "head", "cost", "exit", "auto", "speed"}
+    found = read_record(record)
+    assert {line["kind"] for line in found} == {"run", "head", "cost", "exit", "auto", "speed"}
     assert "Draft heads over the likeliest tokens" in result.output
-    assert {line["policy"] for line in matching(lines, "speed")} >= {"ar", "auto", "auto:copy=off"}
+    assert found[0]["configuration"]["questions"] == ["abc", "bad"]
+    assert found[0]["configuration"]["counted_tokens"] == 3 * 8
+    assert {line["policy"] for line in matching(found, "speed")} >= {"ar", "auto", "auto:copy=off"}
     refused = CliRunner().invoke(app, [*arguments, "--head-rows", "6"])
     assert refused.exit_code == 2
-    assert "--head-rows needs --answers" in refused.output
+    assert "--head-rows needs --training-chats" in refused.output

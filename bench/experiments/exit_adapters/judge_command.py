@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from bench.commands.bench_options import DtypeOption, OutputOption, RepeatsOption
 from bench.commands.preparation import model_name, open_model, open_tokenizer, progress, recording, show
-from bench.experiments.exit_adapters.judged_exits import JudgedExits
+from bench.experiments.exit_adapters.judged_exits import JudgedExits, answers_of
 from bench.provenance import provenance
 from bench.record import RecordWriter
 from layerskip_models.exits.folder import check_fits, load_adapters
 from layerskip_models.training.examples import read_examples
 from selfspec.cli.arguments import one_line_errors
-from selfspec.exits.own_answers import recorded_answers
 from selfspec.messages import OWN_TEMPLATE, conversation_ids
 
 
@@ -27,13 +27,14 @@ def judge_exits(
     exits: Annotated[
         Path | None, typer.Option(help="Folder of adapters, from train-exit. Default: bare exits.")
     ] = None,
-    answers: Annotated[
+    training_chats: Annotated[
         Path | None,
-        typer.Option(help="answers-train.jsonl of a train-exit run, whose likeliest tokens make draft heads."),
+        typer.Option(help="Other questions. The likeliest tokens of the answers to them make smaller draft heads."),
     ] = None,
+    num_training: Annotated[int, typer.Option(min=1, help="Questions of these that are answered.")] = 200,
     exit_layer: Annotated[list[int] | None, typer.Option(help="Exit; repeatable. Default: the adapters'.")] = None,
     head_rows: Annotated[
-        list[int] | None, typer.Option(help="Rows of a draft head; repeatable. Needs --answers.")
+        list[int] | None, typer.Option(help="Rows of a draft head; repeatable. Needs --training-chats.")
     ] = None,
     num_samples: Annotated[int, typer.Option(min=1, help="Questions.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer; EOS ends it.")] = 128,
@@ -48,8 +49,8 @@ def judge_exits(
     answers, are counted and not run: each line says at which agreement an exit would gain a tenth.
     """
     with one_line_errors():
-        if head_rows and answers is None:
-            raise ValueError("--head-rows needs --answers, whose likeliest tokens the rows are")
+        if head_rows and training_chats is None:
+            raise ValueError("--head-rows needs --training-chats, whose answers' likeliest tokens the rows are")
         network, tokenizer = open_model(model, dtype, "cpu").with_adapters({}), open_tokenizer(model)
         adapters = None if exits is None else load_adapters(exits)
         if adapters is not None and exits is not None:
@@ -57,11 +58,11 @@ def judge_exits(
         layers = tuple(exit_layer or (adapters.config.exit_layers if adapters is not None else ()))
         if not layers:
             raise ValueError("name exits with --exit-layer, or adapters with --exits")
-        asked = [example.messages for example in read_examples(chats, ()) if example.messages][:num_samples]
-        prompts = [torch.tensor(conversation_ids(found, tokenizer, OWN_TEMPLATE, ask=True)) for found in asked]
-        written = [] if answers is None else [line["answer"] for line in recorded_answers(answers)]
+        asked, prompts = _questions(chats, tokenizer, num_samples)
+        _, others = ([], []) if training_chats is None else _questions(training_chats, tokenizer, num_training)
         with progress(2) as advance:
             judged = JudgedExits.of(network, adapters, layers, prompts, max_new_tokens)
+            written = answers_of(network, others, max_new_tokens)
             advance("answers")
             with recording(RecordWriter(output)) as record:
                 record.write(
@@ -71,10 +72,10 @@ def judge_exits(
                         "configuration": {
                             "model": model_name(model),
                             "num_layers": network.num_layers,
-                            "prompts": [json.dumps(found[-1]["content"])[:60] for found in asked],
+                            "questions": [text[:60] for text in asked],
                             "answer_tokens": sum(map(len, judged.answers)),
                             "max_new_tokens": max_new_tokens,
-                            "counted_answers": len(written),
+                            "counted_tokens": sum(map(len, written)),
                             "repeats": repeats,
                         },
                         "provenance": provenance(network.device, network.dtype),
@@ -93,3 +94,10 @@ def judge_exits(
                         record.write(line)
                 advance("exits")
     show(record.lines)
+
+
+def _questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[list[str], list[Tensor]]:
+    """The first questions of a file, and as prompts, int64 [n] each."""
+    found = [example.messages for example in read_examples(path, ()) if example.messages][:number]
+    prompts = [torch.tensor(conversation_ids(messages, tokenizer, OWN_TEMPLATE, ask=True)) for messages in found]
+    return [str(messages[-1]["content"]) for messages in found], prompts

@@ -37,6 +37,13 @@ WANTED = 1.1
 """Tokens per cost over plain decoding from which an exit is worth having."""
 
 
+def answers_of(model: LayerSkipModel, prompts: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
+    """The model's own greedy continuations of prompts, int64 [n] each: the new tokens, ended by EOS or the limit."""
+    generator = SelfSpecGenerator(model.with_adapters({}), prefix_cache=0)
+    results = generator.generate_batch([*prompts], max_new_tokens=max_new_tokens, policy="ar", do_sample=False)
+    return [result.new_tokens for result in results]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedExits:
     """A model, its adapters (None: bare exits only) and its greedy answers to some prompts, int64 [n] each.
@@ -60,11 +67,7 @@ class JudgedExits:
         prompts: Sequence[Tensor],
         max_new_tokens: int,
     ) -> JudgedExits:
-        generator = SelfSpecGenerator(model.with_adapters({}), prefix_cache=0)
-        answers = [
-            generator.generate(prompt, max_new_tokens=max_new_tokens, policy="ar", do_sample=False).new_tokens
-            for prompt in prompts
-        ]
+        answers = answers_of(model, prompts, max_new_tokens)
         return cls(
             model=model.with_adapters({}), adapters=adapters, exit_layers=exit_layers, prompts=prompts, answers=answers,
             max_new_tokens=max_new_tokens,
