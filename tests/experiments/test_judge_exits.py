@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from bench.experiments.exit_adapters.draft_rows import (
     agreement_needed,
     best_replayed,
     coverage,
+    least_of,
     likeliest,
     tokens_of,
     with_draft_head,
@@ -56,6 +58,14 @@ def test_a_smaller_head_makes_draft_steps_cheaper_and_nothing_else() -> None:
     # Two drafts at exit 1: each 1 layer and a head of 4, or of 1; then the last row's layer, three layers and the head.
     assert COST.round(1, 2) == 2 * (1 + 4) + 1 + 3 + 4
     assert quarter.round(1, 2) == 2 * (1 + 1) + 1 + 3 + 4
+
+
+def test_other_programs_only_add_to_a_calibration() -> None:
+    disturbed = replace(COST, layer_seconds=(3.0, 1.5), head_seconds=(2.0, 9.0), draft_seconds=0.5)
+    least = least_of([replace(COST, draft_seconds=1.0, layer_seconds=(1.0, 2.0)), disturbed])
+    assert least.layer_seconds == (1.0, 1.5)
+    assert least.head_seconds == (2.0, 4.0)
+    assert least.draft_seconds == 3 + 2 + 0.5 - 1 - 2  # the quicker draft step took 5.5, the other 1 + 4 + 1
 
 
 def test_the_best_length_is_found_by_replay() -> None:

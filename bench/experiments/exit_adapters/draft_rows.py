@@ -55,7 +55,7 @@ def tokens_of(head: FrozenHead, hidden: Tensor, rows: Tensor | None = None) -> T
 def head_seconds(head: FrozenHead, model: LayerSkipModel, sizes: Sequence[int]) -> list[float]:
     """Seconds of norm, head and choice for one row, for heads of these numbers of rows, stored in 8 bits. They take turns.
 
-    The lower quartile counts, since a busy machine only ever adds.
+    The least counts, since a busy machine only ever adds.
     """
     layout: Layout = "int8" if model.kernels is not None else "plain"
     norm = RMSNorm(torch.ones(head.size), head.eps)
@@ -70,7 +70,26 @@ def head_seconds(head: FrozenHead, model: LayerSkipModel, sizes: Sequence[int]) 
                 vocabulary.choices(linear, row, "confidence").tokens.tolist()
                 if repeat > 1:
                     times.append(perf_counter() - start)
-    return [sorted(times)[len(times) // 4] for times in taken]
+    return [min(times) for times in taken]
+
+
+def least_of(calibrations: Sequence[MeasuredCost]) -> MeasuredCost:
+    """The least of each time over several calibrations of one model: other programs only ever add."""
+    first = calibrations[0]
+    layers, heads = (
+        tuple(map(min, zip(*(getattr(one, name) for one in calibrations))))
+        for name in ("layer_seconds", "head_seconds")
+    )
+    step = min(one.layer_seconds[0] + one.head_seconds[0] + one.draft_seconds for one in calibrations)
+    return replace(
+        first,
+        layer_seconds=layers,
+        head_seconds=heads,
+        draft_seconds=max(step - layers[0] - heads[0], -0.9 * heads[0]),
+        adapter_seconds=tuple(
+            (layer, min(dict(one.adapter_seconds)[layer] for one in calibrations)) for layer, _ in first.adapter_seconds
+        ),
+    )
 
 
 def with_draft_head(cost: MeasuredCost, whole: float, smaller: float) -> CostModel:
