@@ -70,7 +70,13 @@ STUDIES: dict[str, RecordKind] = {
     "judge-exits": RecordKind(
         tables=judged_tables,
         headline=judged_headline,
-        headings={"judged_exits": "Exits", "judged_heads": "Draft heads", "judged_speed": "Speed"},
+        headings={
+            "judged_exits": "Exits",
+            "judged_heads": "Draft heads",
+            "judged_needed": "Agreement needed",
+            "judged_supposed": "At a given agreement",
+            "judged_speed": "Speed",
+        },
     ),
     "exit-losses": RecordKind(
         tables=exit_loss_tables,

@@ -22,6 +22,7 @@ from bench.experiments.exit_adapters.draft_rows import (
 )
 from bench.experiments.exit_adapters.judged_exits import JudgedExits
 from bench.record import matching, read_record
+from bench.report.markdown import markdown
 from layerskip_models import from_transformers
 from layerskip_models.exits.adapter import ExitAdapters
 from layerskip_models.exits.folder import config_for
@@ -123,7 +124,8 @@ def test_the_command_and_its_tables(tmp_path: Path) -> None:
     found = read_record(record)
     assert {line["kind"] for line in found} == {"run", "head", "cost", "exit", "auto", "speed"}
     assert "Draft heads over the likeliest tokens" in result.output
-    assert found[0]["configuration"]["questions"] == ["abc", "bad"]
+    assert found[0]["configuration"]["questions"] == 2
+    assert "Where the numbers come from" in markdown(found)  # every table has a heading
     assert found[0]["configuration"]["counted_tokens"] == 3 * 8
     assert {line["policy"] for line in matching(found, "speed")} >= {"ar", "auto", "auto:copy=off"}
     refused = CliRunner().invoke(app, [*arguments, "--head-rows", "6"])

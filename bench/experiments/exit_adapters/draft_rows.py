@@ -121,21 +121,18 @@ def best_replayed(traces: Sequence[AgreementTrace], exit_layer: int, cost: CostM
     return max(found, key=lambda setting: setting.gain)
 
 
+def gain_at(acceptance: float, exit_layer: int, cost: CostModel) -> float:
+    """Tokens per cost over plain decoding's at the best length, if each draft has this chance (DEL eq. 1)."""
+    rates = (tokens_per_cost(acceptance, exit_layer, length, cost) for length in GRID_LENGTHS)
+    return cost.autoregressive() * max(rates)
+
+
 def agreement_needed(exit_layer: int, cost: CostModel, gain: float) -> float | None:
-    """The acceptance at which the best length gains this much over plain decoding; None if even 1 does not.
-
-    As if each draft were accepted with the same chance (DEL eq. 1).
-    """
-
-    def best(acceptance: float) -> float:
-        return cost.autoregressive() * max(
-            tokens_per_cost(acceptance, exit_layer, length, cost) for length in GRID_LENGTHS
-        )
-
-    if best(1.0) < gain:
+    """The acceptance at which `gain_at` is this much; None if even 1 does not reach it."""
+    if gain_at(1.0, exit_layer, cost) < gain:
         return None
     low, high = 0.0, 1.0
     while high - low > 1e-3:
         middle = (low + high) / 2
-        low, high = (low, middle) if best(middle) >= gain else (middle, high)
+        low, high = (low, middle) if gain_at(middle, exit_layer, cost) >= gain else (middle, high)
     return high

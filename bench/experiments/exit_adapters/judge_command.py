@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from bench.commands.bench_options import DtypeOption, OutputOption, RepeatsOption
 from bench.commands.preparation import model_name, open_model, open_tokenizer, progress, recording, show
+from bench.datasets import EncodedPrompt, digest
 from bench.experiments.exit_adapters.judged_exits import JudgedExits, answers_of
 from bench.provenance import provenance
 from bench.record import RecordWriter
+from layerskip_models.checkpoints.fingerprint import fingerprint
 from layerskip_models.exits.folder import check_fits, load_adapters
 from layerskip_models.training.examples import read_examples
 from selfspec.cli.arguments import one_line_errors
@@ -58,11 +61,11 @@ def judge_exits(
         layers = tuple(exit_layer or (adapters.config.exit_layers if adapters is not None else ()))
         if not layers:
             raise ValueError("name exits with --exit-layer, or adapters with --exits")
-        asked, prompts = _questions(chats, tokenizer, num_samples)
-        _, others = ([], []) if training_chats is None else _questions(training_chats, tokenizer, num_training)
+        asked = _questions(chats, tokenizer, num_samples)
+        others = [] if training_chats is None else _questions(training_chats, tokenizer, num_training)
         with progress(2) as advance:
-            judged = JudgedExits.of(network, adapters, layers, prompts, max_new_tokens)
-            written = answers_of(network, others, max_new_tokens)
+            judged = JudgedExits.of(network, adapters, layers, [one.ids for one in asked], max_new_tokens)
+            written = answers_of(network, [one.ids for one in others], max_new_tokens)
             advance("answers")
             with recording(RecordWriter(output)) as record:
                 record.write(
@@ -72,7 +75,9 @@ def judge_exits(
                         "configuration": {
                             "model": model_name(model),
                             "num_layers": network.num_layers,
-                            "questions": [text[:60] for text in asked],
+                            "questions": len(asked),
+                            "prompts_digest": digest(asked),
+                            "weights_digest": sha256(json.dumps(fingerprint(network)).encode()).hexdigest()[:12],
                             "answer_tokens": sum(map(len, judged.answers)),
                             "max_new_tokens": max_new_tokens,
                             "counted_tokens": sum(map(len, written)),
@@ -96,8 +101,12 @@ def judge_exits(
     show(record.lines)
 
 
-def _questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> tuple[list[str], list[Tensor]]:
-    """The first questions of a file, and as prompts, int64 [n] each."""
+def _questions(path: Path, tokenizer: PreTrainedTokenizerBase, number: int) -> list[EncodedPrompt]:
+    """The first questions of a file, as the tokenizer's chat template asks them."""
     found = [example.messages for example in read_examples(path, ()) if example.messages][:number]
-    prompts = [torch.tensor(conversation_ids(messages, tokenizer, OWN_TEMPLATE, ask=True)) for messages in found]
-    return [str(messages[-1]["content"]) for messages in found], prompts
+    return [
+        EncodedPrompt(
+            id=str(place), task="chat", ids=torch.tensor(conversation_ids(one, tokenizer, OWN_TEMPLATE, ask=True))
+        )
+        for place, one in enumerate(found)
+    ]

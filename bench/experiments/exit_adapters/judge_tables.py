@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
+from bench.experiments.exit_adapters.draft_rows import agreement_needed, gain_at, with_draft_head
+from bench.experiments.exit_adapters.judged_exits import WANTED
 from bench.record import Line, matching
-from bench.report.table import UNKNOWN, Table, number, subject
+from bench.report.table import Table, number, subject
+from policies import MeasuredCost
+
+SUPPOSED = 0.4
+"""An agreement that adapters of SmolLM2 reach at best."""
+_TIMES = {item.name for item in fields(MeasuredCost)}
 
 
 def judged_headline(lines: Sequence[Line]) -> str:
@@ -41,27 +49,34 @@ def judged_tables(lines: Sequence[Line]) -> list[Table]:
             ],
         )
     ]
-    costs = {line["exits"]: line for line in matching(lines, "cost")}
-    layer_seconds = next(iter(costs.values()))["layer_seconds"][0]
-    last = [*costs][-1]
-    rows = []
-    for size, head in heads.items():
-        found = matching(lines, "exit", rows=size, exits=last)
-        best = max(found, key=lambda line: line["gain"])
-        needed = [line["agreement_needed"] for line in found if line["agreement_needed"] is not None]
-        rows.append(
-            {
-                "rows of the draft head": f"{size:,}",
-                "answer tokens among them": f"{head['coverage']:.3f}",
-                "ms": f"{1e3 * head['seconds']:.2f}",
-                "in layers": f"{head['seconds'] / layer_seconds:.1f}",
-                "best exit": str(best["exit_layer"]),
-                "agreement": f"{best['agreement']:.2f}",
-                "tokens per measured cost": f"{best['gain']:.2f}",
-                "lowest agreement needed for 1.1": f"{min(needed):.2f}" if needed else UNKNOWN,
-            }
-        )
-    tables.append(Table.of("judged_heads", "Draft heads over the likeliest tokens, counted", rows))
+    cost = MeasuredCost.from_dict(
+        {name: value for name, value in matching(lines, "cost")[-1].items() if name in _TIMES}
+    )
+    prices = {size: with_draft_head(cost, heads[whole]["seconds"], head["seconds"]) for size, head in heads.items()}
+    layers = sorted({line["exit_layer"] for line in matching(lines, "exit")})
+    names = {size: f"{size:,} rows" if size < whole else f"all {size:,} rows" for size in heads}
+    shares = [
+        {
+            "draft head": names[size],
+            "tokens of other answers among them": f"{head['coverage']:.3f}",
+            "price in layers": f"{(cost.head_seconds[0] + prices[size].draft_seconds) / cost.layer_seconds[0]:.1f}",
+        }
+        for size, head in heads.items()
+    ]
+    needed = [
+        {"exit": str(layer)}
+        | {names[size]: number(agreement_needed(layer, price, WANTED), "{:.2f}") for size, price in prices.items()}
+        for layer in layers
+    ]
+    supposed = [
+        {"exit": str(layer)} | {names[size]: f"{gain_at(SUPPOSED, layer, price):.2f}" for size, price in prices.items()}
+        for layer in layers
+    ]
+    tables += [
+        Table.of("judged_heads", "Draft heads over the likeliest tokens", shares),
+        Table.of("judged_needed", f"Agreement at which an exit gains {WANTED}, by draft head", needed),
+        Table.of("judged_supposed", f"Tokens per measured cost at an agreement of {SUPPOSED}, by draft head", supposed),
+    ]
     speeds = matching(lines, "speed")
     if speeds:
         auto = {line["exits"]: line for line in matching(lines, "auto")}
