@@ -81,7 +81,7 @@ def judge_exits(
                             "answer_tokens": sum(map(len, judged.answers)),
                             "max_new_tokens": max_new_tokens,
                             "counted_tokens": sum(map(len, written)),
-                            "repeats": repeats,
+                            "repeats": repeats if speed else 1,
                         },
                         "provenance": provenance(network.device, network.dtype),
                     }
