@@ -15,6 +15,7 @@ from bench.experiments.copy_index.copy_index_command import copy_index
 from bench.experiments.copying.copying_command import copying_accuracy, copying_texts
 from bench.experiments.copying.copying_gain_command import copying_gain
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
+from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.ranks.ranks_command import ranks
@@ -47,6 +48,7 @@ app.command()(copying_accuracy)
 app.command()(copying_gain)
 app.command()(exit_losses)
 app.command()(exit_adapters)
+app.command()(judge_exits)
 app.command()(leaves)
 app.command()(copy_index)
 app.command()(attention)

@@ -10,6 +10,7 @@ from bench.experiments.attention.attention_tables import attention_headline, att
 from bench.experiments.busy.busy_tables import busy_headline, busy_tables
 from bench.experiments.copying.copying_tables import copying_headline, copying_tables
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
+from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import Line
@@ -65,6 +66,17 @@ STUDIES: dict[str, RecordKind] = {
         tables=exit_tables,
         headline=exits_headline,
         headings={"exits_gain": "Tokens per layer", "exits_agreement": "Agreement", "exits_speed": "Speed"},
+    ),
+    "judge-exits": RecordKind(
+        tables=judged_tables,
+        headline=judged_headline,
+        headings={
+            "judged_exits": "Exits",
+            "judged_heads": "Draft heads",
+            "judged_needed": "Agreement needed",
+            "judged_supposed": "At a given agreement",
+            "judged_speed": "Speed",
+        },
     ),
     "exit-losses": RecordKind(
         tables=exit_loss_tables,

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 import typer
 from einops import rearrange
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+from layerskip_models.checkpoints.loading import load_tokenizer, load_transformers
 from layerskip_models.training.documents import block, encode, is_held_out, num_blocks, read_documents
 from layerskip_models.training.examples import read_examples
 from layerskip_models.training.recipe import exit_hidden_states
@@ -186,7 +187,7 @@ def evaluate(
 
 
 def evaluation_command(
-    model: Annotated[str, typer.Argument(help="Llama checkpoint: folder or hub name.")],
+    model: Annotated[str, typer.Argument(help="Llama checkpoint: folder, GGUF file, short or hub name.")],
     text: Annotated[list[Path] | None, typer.Option(help="Text as for training; held-out documents are used.")] = None,
     prompts: Annotated[list[Path] | None, typer.Option(help='.jsonl[.gz] with a "prompt" a line.')] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Names to leave out of folders.")] = None,
@@ -200,10 +201,10 @@ def evaluation_command(
 ) -> None:
     """Loss and agreement with the last layer at every exit; share of greedy continuations that loop."""
     try:
-        network = LlamaForCausalLM.from_pretrained(
-            model, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
-        )
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        network = load_transformers(model, dtype=torch.float32, device="cpu")
+        if not isinstance(network, LlamaForCausalLM):
+            raise ValueError(f"{model} must be a Llama checkpoint, it is of type {network.config.model_type!r}")
+        tokenizer = load_tokenizer(model)
         by_path = [
             [document for document in read_documents(path, exclude or []) if is_held_out(document, holdout_fraction)]
             for path in text or []

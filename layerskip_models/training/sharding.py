@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from layerskip_models.checkpoints.source import Source
 from layerskip_models.checkpoints.stored_weights import StoredWeights
 from layerskip_models.training.held_model import HeldModel, Result
 from layerskip_models.training.microbatches import rows_of
 from layerskip_models.training.saving import while_writing, write_folder
+from layerskip_models.training.start import init_source
 from layerskip_models.training.training_config import TrainingConfig
 
 Read = Callable[[str, torch.Size, range], Tensor]
@@ -193,7 +193,7 @@ def sharded_model(config: TrainingConfig, accelerator: Accelerator, described: L
         made = LlamaForCausalLM(described).state_dict() if accelerator.is_main_process else {}
         sharded.fill(partial(_from_first, made, accelerator.device))
         return sharded
-    source = Source(config.init, described, {})
+    source = init_source(config)
     sharded.model.generation_config = source.generation_config()
     with source.open() as weights:
         sharded.fill(partial(_from_files, weights))

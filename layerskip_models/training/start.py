@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from layerskip_models.checkpoints.loading import find_source, load_tokenizer, load_transformers
+from layerskip_models.checkpoints.source import Source
 from layerskip_models.training import documents as training_data
 from layerskip_models.training import saving as checkpoints
 from layerskip_models.training.training_config import OWN_TEXT_PROMPT, TrainingConfig
@@ -18,17 +20,24 @@ def own_tokenizer(config: TrainingConfig, output_dir: Path) -> PreTrainedTokeniz
     own = output_dir / "tokenizer"
     if own.exists():
         return AutoTokenizer.from_pretrained(own)
-    source = config.tokenizer or config.init
-    if source is None:
+    if config.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    elif config.init is not None:
+        tokenizer = load_tokenizer(config.init)
+    else:
         train, _ = _documents(config)
         texts = (text for _, documents in train for text in documents)
         tokenizer = training_data.train_tokenizer(texts, config.vocab_size)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(source)
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, which separates the documents: set eos_token in its config")
     checkpoints.write_folder(own, tokenizer.save_pretrained)
     return tokenizer
+
+
+def init_source(config: TrainingConfig) -> Source:
+    """init's checkpoint: a folder, a hub name, a GGUF file or a short name. Raises as `load_model` does."""
+    assert config.init is not None
+    return find_source(config.init, revision=None, local_files_only=False)
 
 
 def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
@@ -39,8 +48,8 @@ def described_model(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) 
     if config.init is None:
         described = _fresh_config(config, tokenizer)
     else:
-        described = AutoConfig.from_pretrained(config.init)
-        if described.model_type != "llama":
+        described = init_source(config).float_config()
+        if not isinstance(described, LlamaConfig):
             raise ValueError(
                 f"init must be a Llama checkpoint, {config.init!r} is of type {described.model_type!r}: "
                 "other families can be run, but not trained here"
@@ -61,9 +70,10 @@ def whole_model(config: TrainingConfig, described: LlamaConfig) -> LlamaForCausa
     torch.manual_seed(config.seed)
     if config.init is None:
         return LlamaForCausalLM(described).train()
-    return LlamaForCausalLM.from_pretrained(
-        config.init, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa"
-    ).train()
+    model = load_transformers(config.init, dtype=torch.float32, device="cpu")
+    assert isinstance(model, LlamaForCausalLM)
+    model.set_attn_implementation("sdpa")
+    return model.train()
 
 
 def _fresh_config(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:

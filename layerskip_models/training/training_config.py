@@ -33,7 +33,9 @@ OWN_TEXT_PROMPT = 64  # tokens of training text before a continuation of the mod
 class TrainingConfig(RunSettings):
     """One training run. Values are checked on construction: ValueError says which field, its range, what to do."""
 
-    init: str | None = option(None, "Llama checkpoint to continue, hub name or path (default: train from scratch).")
+    init: str | None = option(
+        None, "Llama checkpoint to continue: folder, GGUF file, short or hub name (default: train from scratch)."
+    )
     tokenizer: str | None = option(None, "Tokenizer folder (default: init's, or one trained on the data).")
     holdout_fraction: float = option(
         0.01, "Share of the documents kept out of training, for evaluation.", Range(0, 1, "[)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ import selfspec
 from layerskip_models import from_transformers, load_tokenizer
 from layerskip_models.checkpoints.loading import load_transformers
 from layerskip_models.checkpoints.named_models import NAMED_MODELS
+from layerskip_models.training.loop import train
+from layerskip_models.training.training_config import TrainingConfig
 from running_server import RunningServer, running_server
 from scripted_policies import EVERY_POLICY, named_policy
 from selfspec import SelfSpecGenerator
@@ -225,3 +228,34 @@ def test_copied_text_is_drafted_and_kept(smollm2: SelfSpecGenerator) -> None:
     assert result.trace is not None
     assert any(record.num_accepted >= 4 for record in result.trace)
     assert all(before.index < after.index for before, after in pairwise(result.trace))
+
+
+def test_training_goes_on_from_it(tmp_path: Path, smollm2: SelfSpecGenerator) -> None:
+    """A step that moves nothing: the same text, from a checkpoint with its tokenizer and chat template."""
+    (tmp_path / "text.txt").write_text("Water boils at one hundred degrees. " * 40, encoding="utf-8")
+    config = TrainingConfig(
+        init="smollm2",
+        data=(str(tmp_path / "text.txt"),),
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        warmup_steps=0,
+        optimizer="adamw",
+        learning_rate=1e-12,
+        weight_decay=0.0,
+        batch_tokens=32,
+        sequence_length=16,
+        holdout_fraction=0.0,
+        export_dtype="float32",
+    )
+    train(config)
+    trained = SelfSpecGenerator.from_pretrained(tmp_path / "run", dtype="int4")
+    assert trained.tokenizer.chat_template == smollm2.tokenizer.chat_template
+    assert trained.model.generation_config.eos_token_id == smollm2.model.generation_config.eos_token_id
+    before, after = (
+        dict(load_transformers(source, dtype="float32", device="cpu").named_parameters())
+        for source in ("smollm2", tmp_path / "run")
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6, msg=name)
+    assert trained.generate(chat(QUESTIONS[0]), max_new_tokens=8).text

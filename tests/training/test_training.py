@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, Qwen2Config
 from typer.testing import CliRunner
 
 from layerskip_models import load_model
+from layerskip_models.checkpoints.named_models import NAMED_MODELS
 from layerskip_models.training.evaluation import evaluate, is_looping
 from layerskip_models.training.loop import command_for_config, train, train_command
 from layerskip_models.training.resumable_run import claim_output_dir
@@ -169,6 +170,41 @@ def test_continuing_from_a_checkpoint(text, finished, tmp_path):
         torch.testing.assert_close(value, weights(tmp_path / "out" / "model")[name], rtol=0, atol=1e-6, msg=name)
     with pytest.raises(ValueError, match=r"sequences of 128 tokens are longer than the context .* \(96\)"):
         train(tiny(text, tmp_path / "long", init=start, sequence_length=128, batch_tokens=128))
+
+
+def test_continuing_from_a_gguf_file_keeps_tokenizer_and_template(text, finished, tmp_path):
+    pytest.importorskip("gguf")
+    from bench.engines.gguf_file import write_gguf
+
+    start = tmp_path / "start"
+    start.mkdir()
+    model = LlamaForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
+    write_gguf(model, start / "model.gguf", "F32")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(start)
+    unmoved = {"max_steps": 2, "warmup_steps": 0, "learning_rate": 1e-9, "weight_decay": 0, "long_steps": 0}
+    train(tiny(text, tmp_path / "out", init=str(start / "model.gguf"), **unmoved))
+    for name, value in weights(finished / "model").items():
+        torch.testing.assert_close(value, weights(tmp_path / "out" / "model")[name], rtol=0, atol=1e-6, msg=name)
+    kept = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    assert kept.chat_template == tokenizer.chat_template
+    assert kept.eos_token_id == tokenizer.eos_token_id
+    assert not hasattr(load_model(tmp_path / "out").config, "quantization_config")
+
+
+def test_a_short_name_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(NAMED_MODELS, "small", replace(NAMED_MODELS["smollm2"], package="no-such-package"))
+    with pytest.raises(FileNotFoundError, match="selfspec get small downloads it"):
+        train(tiny(text, tmp_path / "out", init="small"))
+
+
+def test_a_family_that_is_not_trained_is_said(text, finished, tmp_path):
+    other = tmp_path / "other"
+    AutoTokenizer.from_pretrained(finished / "model").save_pretrained(other)
+    Qwen2Config(vocab_size=280, hidden_size=16, num_attention_heads=2, num_key_value_heads=1).save_pretrained(other)
+    with pytest.raises(ValueError, match=r"init must be a Llama checkpoint, .* is of type 'qwen2'"):
+        train(tiny(text, tmp_path / "out", init=str(other)))
 
 
 def test_other_architectures_are_refused(text, tmp_path):
