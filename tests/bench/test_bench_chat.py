@@ -172,7 +172,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {line["first_difference"] for line in lines if line["kind"] == "output"} == {None}
     assert str(tmp_path) not in json.dumps(lines)
     folder = CliRunner().invoke(app, ["chat", "--model", "synthetic", "--prompts", str(prompts)])
-    assert folder.exit_code == 2 and "--model must be a GGUF file, which llama.cpp reads as well" in folder.stderr
+    assert folder.exit_code == 2 and "--model must be a GGUF file, which the other engines read" in folder.stderr
 
 
 def test_prompts_of_every_kind(tmp_path: Path) -> None:

@@ -12,14 +12,16 @@ import typer
 from bench.datasets import load_prompts
 from bench.experiments.chat_prompts.kinds import SETS, chat_messages
 from layerskip_models.output_paths import output_file
-from selfspec.cli.arguments import one_line_errors
+from selfspec.cli.arguments import checked_output_file, one_line_errors
 
 
 def chat_prompts(
     folder: Annotated[
         Path, typer.Argument(help='Folder with the sets, each NAME.jsonl.gz with "id", "task", "prompt" in a line.')
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write, .jsonl.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File to write, .jsonl.", callback=checked_output_file)
+    ],
 ) -> None:
     """Write messages to a chat model, from the prompts of Spec-Bench (mt_bench, qa, summarization, rag) and humaneval: free
     answers, summaries and edits, code, and questions on a document."""
