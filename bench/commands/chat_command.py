@@ -74,6 +74,9 @@ def chat(
         bool, typer.Option("--openvino-file/--no-openvino-file", help="Give the file to OpenVINO GenAI, too.")
     ] = True,
     loads: Annotated[int, typer.Option(min=1, help="How often each engine is loaded, in a new process each time.")] = 3,
+    dtype: Annotated[
+        str, typer.Option(help="What selfspec loads the weights in, such as bfloat16; auto: as in ordinary use.")
+    ] = "auto",
     peer_timeout: PeerTimeoutOption = 600,
     output: options.OutputOption = None,
 ) -> None:
@@ -95,9 +98,12 @@ def chat(
         samples = chat_prompts(load_prompts(prompts), tokenizer, prompt_tokens, num_samples)
         longest = max(sample.ids.numel() for sample in samples) + max_new_tokens
         makers: dict[str, Callable[[], Peer]] = {
-            f"selfspec {name}": partial(own_peer, path, name, False) for name in ("ar", *(policy or [DEFAULT_POLICY]))
+            f"selfspec {name}": partial(own_peer, path, name, False, dtype)
+            for name in ("ar", *(policy or [DEFAULT_POLICY]))
         }
-        makers |= {f"selfspec {name}, kept": partial(own_peer, path, name, True) for name in kept or [DEFAULT_POLICY]}
+        makers |= {
+            f"selfspec {name}, kept": partial(own_peer, path, name, True, dtype) for name in kept or [DEFAULT_POLICY]
+        }
         if llama_cpp and _installed("llama.cpp", "llama_cpp", "llama-cpp-python"):
             makers["llama.cpp"] = partial(llama_cpp_peer, path, longest)
         exported = [*([path] if openvino_file else []), *(openvino or [])]
@@ -116,6 +122,7 @@ def chat(
         about = {
             **configuration(path.name, samples, max_new_tokens, repeats, warmups),
             "eos": "where plain decoding ends",
+            "weights": dtype,
         }
         versions = [peer.about["versions"] for peer in processes]
         where = {name: version for known in versions for name, version in known.items()}

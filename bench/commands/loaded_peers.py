@@ -27,11 +27,11 @@ _WHOLE_NUMBERS = ("vnni", "amx")
 """The kernels on which rows become whole numbers (docs/kernels.md)."""
 
 
-def own_peer(path: Path, policy: str, kept: bool) -> Peer:
-    """selfspec with one policy. kept: it goes on learning from prompt to prompt."""
+def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
+    """selfspec with one policy. kept: it goes on learning from prompt to prompt. dtype: that the weights are loaded in."""
 
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
-        model = load_model(path, device="cpu")
+        model = load_model(path, dtype=dtype, device="cpu")
         return SelfSpecEngine(SelfSpecGenerator(model, prefix_cache=0), policy, kept=kept), {"dtype": model.dtype}
 
     found = provenance(torch.device("cpu"), torch.float32)
