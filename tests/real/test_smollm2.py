@@ -230,6 +230,15 @@ def test_copied_text_is_drafted_and_kept(smollm2: SelfSpecGenerator) -> None:
     assert all(before.index < after.index for before, after in pairwise(result.trace))
 
 
+def test_it_drafts_for_itself_in_eight_bits() -> None:
+    """Its numbers in 16 bits, of which the exits are as bad: nearly all drafts in 8 bits are right, and no text changes."""
+    generator = SelfSpecGenerator.from_pretrained("smollm2", dtype="bfloat16", prefix_cache=0)
+    asked: Any = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_new_tokens": 40}
+    plain, drafted = (generator.generate(policy=policy, **asked) for policy in ("ar", "bits:8-4"))
+    assert drafted.new_tokens == plain.new_tokens
+    assert drafted.stats.num_accepted > 0.8 * drafted.stats.num_drafted
+
+
 def test_training_goes_on_from_it(tmp_path: Path, smollm2: SelfSpecGenerator) -> None:
     """A step that moves nothing: the same text, from a checkpoint with its tokenizer and chat template."""
     (tmp_path / "text.txt").write_text("Water boils at one hundred degrees. " * 40, encoding="utf-8")
