@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from policies import Policy, RoundRecord
 from selfspec.engine.agreement import agree_on_call
+from selfspec.engine.draft_choice import make_for
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.policy_loans import BatchPolicies
 from selfspec.engine.request import Request
@@ -74,6 +75,8 @@ class BatchSlot:
                 )
             self._cache_slot.begin_sequence(self.sequence.prompt_read)
             observes = self.sequence.observes
+            captured = bound.pool.kind == "captured"
+            make_for(bound.model, bound.draft_weights, captured, call.policy.name, observes.bits)
             # Captured passes do none of these.
             needs_eager = observes.context_layers or observes.features or observes.copies == "needed" or observes.bits
             self._captured = None if needs_eager else self._cache_slot.captured

@@ -32,24 +32,20 @@ def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Dra
     while going:
         for bits in {draft.seq_round.bits: None for draft in going}:
             alike = [draft for draft in going if draft.seq_round.bits == bits]
-            _run_step(runner if bits is None else runner.rounded(bits), alike)
+            used = runner if bits is None else runner.rounded(bits)
+            exits = sorted({draft.exit_layer for draft in alike})
+            if len(exits) == 1:
+                used.run([draft.rows for draft in alike], 0, exits[0], "draft")
+                continue
+            start = 0
+            for stop in exits:
+                used.run([draft.rows for draft in alike if draft.exit_layer >= stop], start, stop, None)
+                start = stop
+            used.run([draft.rows for draft in alike], start, start, "draft")
         going = [draft for draft in going if draft.goes_on()]
     for draft in drafts:
         draft.forget_rounded()
     return drafts
-
-
-def _run_step(runner: Runner, going: Sequence[Draft]) -> None:
-    """Run the next rows of these drafts up to their exits, and look at them."""
-    exits = sorted({draft.exit_layer for draft in going})
-    if len(exits) == 1:
-        runner.run([draft.rows for draft in going], 0, exits[0], "draft")
-        return
-    start = 0
-    for stop in exits:
-        runner.run([draft.rows for draft in going if draft.exit_layer >= stop], start, stop, None)
-        start = stop
-    runner.run([draft.rows for draft in going], start, start, "draft")
 
 
 class Draft:

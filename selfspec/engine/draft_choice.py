@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,6 +35,19 @@ def make_draft_weights(model: LayerSkipModel, choice: DraftWeights) -> None:
     """Make what was asked for by name. Raises ValueError where it cannot be made."""
     if choice in BITS:
         drafter_of(model, BITS[choice])
+
+
+def make_for(model: LayerSkipModel, choice: DraftWeights, captured: bool, policy: str, observed: Iterable[int]) -> None:
+    """Make the weights that a policy drafts with. captured: whether rounds are. observed: the policy's bits.
+
+    Raises ValueError for what `draft_weights` does not allow, and where it does not run.
+    """
+    for bits in observed:
+        if choice != "auto" and BITS.get(choice) != bits:
+            raise ValueError(f"policy {policy!r} drafts in {bits} bits, and draft_weights is {choice!r}")
+        if captured:
+            raise ValueError(f"policy {policy!r} drafts in {bits} bits, which needs runner='eager'")
+        drafter_of(model, bits)
 
 
 def make_if_likely_to_pay(model: LayerSkipModel) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
-from layerskip_models.draft_weights import drafter_of
 from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressive, check_exit_layer, parse_policy
 from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.draft_choice import BITS, make_if_likely_to_pay
+from selfspec.engine.draft_choice import make_for, make_if_likely_to_pay
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.runners.choice import CaptureError
 
@@ -67,14 +66,9 @@ class PolicyStore:
         Raises ValueError for a policy that does not fit the model, or for arguments that contradict each other.
         """
         found = self._resolve(bound, policy, exit_layer, num_speculations)
-        for bits in found.observes.bits:
-            if bound.draft_weights != "auto" and BITS.get(bound.draft_weights) != bits:
-                raise ValueError(
-                    f"policy {found.name!r} drafts in {bits} bits, and draft_weights is {bound.draft_weights!r}"
-                )
-            if bound.pool.kind == "captured":
-                raise ValueError(f"policy {found.name!r} drafts in {bits} bits, which needs runner='eager'")
-            drafter_of(bound.model, bits)
+        if found is not policy:  # what a policy of the caller's own observes is asked once a call, by its sequence
+            captured = bound.pool.kind == "captured"
+            make_for(bound.model, bound.draft_weights, captured, found.name, found.observes.bits)
         return found
 
     def _resolve(
