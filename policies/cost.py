@@ -221,15 +221,9 @@ def cost_of_round(record: RoundRecord, cost: CostModel) -> float:
         return cost.copying(0, record.num_drafted, record.num_drafted)
     layer, drafted = record.exit_layer, record.num_drafted - record.num_copied
     passes, complete = draft_passes(record)
-    if record.bits is not None:  # what was copied is looked at in one pass
-        looked = passes - (record.num_tried > 0)
-        copied = cost.drafting(layer, 1, record.bits) if record.num_tried else 0.0
-        return (
-            copied
-            + cost.drafting(layer, looked, record.bits)
-            + cost.rounded_round(layer, 0, record.bits)
-            + (cost.copying(0, record.num_drafted, record.num_drafted) - cost.copying(0, 0, 0))
-        )
+    if record.bits is not None:  # what was copied is looked at in one pass, and no row serves verification
+        kept, saved = record.num_drafted, record.num_drafted - passes
+        return cost.rounded_round(layer, kept, record.bits) - saved * cost.drafting(layer, 1, record.bits)
     if not record.num_tried:
         return cost.round(layer, drafted) + complete * cost.look(layer)
     looks_less = drafted - (passes - 1)  # the pass of the copy has looked at the row that the first draft comes from

@@ -270,6 +270,8 @@ class NativeInt8Linear(NativeLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None) -> None:
+        if peaks is not None:
+            pointer("scale", readable(peaks), torch.float32, len(weight))
         rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
         expect_large_pages(rounded)

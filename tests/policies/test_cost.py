@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import CostModel, LayerCost, MeasuredCost, best_setting, tokens_per_cost
+from policies import CostModel, LayerCost, MeasuredCost, best_setting, cost_of_round, tokens_per_cost
+from records import finished
 
 MEASURED = MeasuredCost(
     num_layers=4, layer_seconds=(1.0, 1.5, 1.75), head_seconds=(2.0, 2.25, 2.5), draft_seconds=0.5, round_seconds=0.25
@@ -118,3 +119,20 @@ def test_draft_steps_are_part_of_a_round(texts: int) -> None:
             step = cost.drafting(3, drafts + 1) - cost.drafting(3, drafts)
             assert step >= 3 * cost.autoregressive() / cost.num_layers / 2
             assert more >= step - 1e-12
+
+
+def test_rounds_in_fewer_bits_by_hand() -> None:
+    """Drafts cost what the rounded model costs; all rows are verified through all layers; a look is a whole step."""
+    few = MeasuredCost(num_layers=4, layer_seconds=(1.0, 1.0), head_seconds=(2.0, 2.0))
+    cost = MeasuredCost(
+        num_layers=4, layer_seconds=(3.0, 3.0), head_seconds=(5.0, 5.0), round_seconds=0.5, rounded=((8, few),)
+    )
+    assert cost.drafting(4, 2, 8) == 2 * (4 * 1 + 2)
+    assert cost.rounded_round(4, 2, 8) == 12 + (4 * 3 + 5) + 0.5
+    assert cost.rounded_round(4, 2, 4) == 2 * (4 * 3 / 4 + 5) + 17 + 0.5  # not measured: a quarter of 16 bits
+    ended = replace(finished(2, 2, exit_layer=4, cause="cap"), bits=8)
+    assert cost_of_round(ended, cost) == cost.rounded_round(4, 2, 8)
+    assert cost_of_round(replace(ended, stop_cause="before_draw"), cost) == cost.rounded_round(4, 2, 8) + 6
+    copied = replace(ended, num_copied=1, num_tried=3)  # the pass over the copy gives the draft as well
+    assert cost_of_round(copied, cost) == cost.rounded_round(4, 2, 8) - 6
+    assert MeasuredCost.from_dict(cost.as_dict()) == cost
