@@ -33,6 +33,7 @@ class AcceptanceModel:
     """
 
     def __init__(self, layers: Sequence[int], num_layers: int) -> None:
+        self._layers = tuple(layers)
         self._size = len(layers)
         exits = [layer for layer in layers if layer > 0]
         depth = np.log2(1 + 24 * np.asarray(exits) / num_layers)
@@ -92,12 +93,17 @@ class AcceptanceModel:
     def state(self) -> dict[str, Any]:
         return {"parameters": self._parameters.tolist()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave. Raises ValueError if it is for another number of layers."""
+    def restore(self, state: dict[str, Any], layers: Sequence[int]) -> None:
+        """Take up what `state` of a model of these layers gave; layers that it lacks keep the prior.
+
+        Raises ValueError if it has another number of parameters.
+        """
         parameters = np.asarray(state["parameters"], dtype=np.float64)
-        if parameters.shape != self._prior.shape:
-            raise ValueError(f"the saved fit has {parameters.size} parameters, this one {self._prior.size}")
-        self._parameters = parameters
+        if parameters.shape != (len(layers) + 1,):
+            raise ValueError(f"the saved fit has {parameters.size} parameters, for {len(layers)} layers")
+        known = dict(zip(layers, parameters))
+        heights = [known.get(layer, prior) for layer, prior in zip(self._layers, self._prior)]
+        self._parameters = np.array([*heights, parameters[-1]])
 
 
 def _log_odds(parameters: Array) -> Array:

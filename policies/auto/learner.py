@@ -202,6 +202,7 @@ class AutoLearner:
 
     def state(self) -> dict[str, Any]:
         return {
+            "places": [*self.layers],
             "table": self.table.state(),
             "frequency": self.frequency.tolist(),
             "fit": self.model.state(),
@@ -211,16 +212,31 @@ class AutoLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave. Raises ValueError if it is for other layers, or from another version."""
+        """Take up what `state` gave, by a learner that may know weights of other bits, which are then left out or not known.
+
+        Raises ValueError if it is for other exit layers, or from another version.
+        """
         if missing := sorted(self.state().keys() - state.keys()):
             raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
+        places = [int(place) for place in state["places"]]
+        exits = [place for place in places if place > 0]
+        if exits != [layer for layer in self.layers if layer > 0]:
+            raise ValueError(f"the saved state is for other exit layers ({exits}) than this policy's")
         frequency = np.asarray(state["frequency"], dtype=np.float64)
-        if frequency.shape != self.frequency.shape:
-            raise ValueError(f"the saved state is for {len(frequency)} exit layers, this policy has {len(self.layers)}")
-        self.table.restore(state["table"])
-        self.model.restore(state["fit"])
+        if frequency.shape != (len(places), len(DOUBT_BINS)):
+            raise ValueError(f"the saved state has counts of {len(frequency)} places, and names {len(places)}")
+        known = dict(zip(places, frequency))
+        nothing = [0.0] * len(DOUBT_BINS)
+        counts = {name: state["table"][name] for name in ("accepted", "seen")}
+        self.table.restore(
+            {
+                **state["table"],
+                **{name: {str(at): rows.get(str(at), nothing) for at in self.layers} for name, rows in counts.items()},
+            }
+        )
+        self.model.restore(state["fit"], places)
         self.copies.restore(state["copies"])
-        self.frequency = frequency
+        self.frequency = np.array([known.get(at, np.zeros(len(DOUBT_BINS))) for at in self.layers])
         self._next_rate = float(state["rate"])
         self._rows = self._solved_at = int(state["rows"])
         self._solve(*self._accepted_and_seen())

@@ -91,9 +91,9 @@ def test_fits_settle_where_nothing_is_more_probable(data: st.DataObject, rows: f
 def test_state_is_for_the_same_layers() -> None:
     model, other = AcceptanceModel(LAYERS, 16), AcceptanceModel(LAYERS, 16)
     model.fit(*counts(np.full((len(LAYERS), len(DOUBT_BINS)), 0.25), 3.0))
-    other.restore(model.state())
+    other.restore(model.state(), LAYERS)
     assert np.array_equal(other.acceptance(*NOTHING), model.acceptance(*NOTHING))
     model.reset()
     assert np.array_equal(model.acceptance(*NOTHING), AcceptanceModel(LAYERS, 16).acceptance(*NOTHING))
-    with pytest.raises(ValueError, match="7 parameters, this one 3"):
-        AcceptanceModel((1, 2), 16).restore(other.state())
+    with pytest.raises(ValueError, match="7 parameters, for 2 layers"):
+        AcceptanceModel((1, 2), 16).restore(other.state(), (1, 2))

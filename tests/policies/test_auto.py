@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -208,3 +209,24 @@ def test_another_kind_of_text_is_soon_believed() -> None:
         policy.begin_text()
         policy.observe_prompt(shadow([2, 4], [[0] * 16, [1] * 16], [[0.6] * 16] * 2))
     assert policy.plan(CONTEXT).exit_layer == 4
+
+
+def test_a_saved_state_fits_with_and_without_weights_in_fewer_bits() -> None:
+    """What both know is taken up; the rest keeps the prior."""
+    bare, rounded = AutoExit(num_layers=8), AutoExit(num_layers=8, bits=(8,))
+    for policy in (bare, rounded):
+        policy.observe(finished(3, 2, exit_layer=2, confidences=[0.9, 0.8, 0.7]))
+    rounded.observe(replace(finished(3, 3, exit_layer=8, confidences=[0.9, 0.9, 0.9]), bits=8))
+    saved = json.loads(json.dumps(rounded.state()))
+    again = AutoExit(num_layers=8, bits=(8,))
+    again.restore(saved)
+    assert {**again.state(), "rate": None} == {**rounded.state(), "rate": None}  # the rate is solved again
+    without = AutoExit(num_layers=8)
+    without.restore(saved)
+    assert without.learner.table.seen == {layer: rounded.learner.table.seen[layer] for layer in without.exit_layers}
+    more = AutoExit(num_layers=8, bits=(8,))
+    more.restore(json.loads(json.dumps(bare.state())))
+    assert more.learner.table.seen[2] == bare.learner.table.seen[2]
+    assert sum(more.learner.table.seen[-8]) == 0
+    with pytest.raises(ValueError, match="other exit layers"):
+        AutoExit(num_layers=12).restore(saved)
