@@ -78,12 +78,17 @@ def machine_table(lines: Sequence[Line]) -> Table:
         "versions": f"Python {where['python']}, torch {where['torch']}, transformers {where['transformers']}{llama_cpp}",
         "system": where["os"],
         "load average before": str(where["load_average"]),
-        "weights, prompts": f"{configuration['weights_digest'] or 'made from a seed'}, {configuration['prompts_digest']}",
+        "weights, prompts": f"{_weights(configuration)}, {configuration['prompts_digest']}",
     }
     lost = [line for line in lines if line["kind"] == "lost"]
     if lost:
         rows["left out"] = "; ".join(f"{line['label']} ({line['reason']})" for line in lost)
     return Table(name="machine", title="", columns=("", ""), rows=tuple(rows.items()), prose=True)
+
+
+def _weights(configuration: Mapping[str, Any]) -> str:
+    model = str(configuration["model"])
+    return str(configuration["weights_digest"] or ("made from a seed" if model.startswith("synthetic") else model))
 
 
 def _processor(where: Mapping[str, Any]) -> dict[str, str]:
