@@ -39,7 +39,7 @@ def engine(llama: LlamaForCausalLM) -> SelfSpecGenerator:
         ({"policy": "ls:2-3", "num_speculations": 4}, "not both"),
         (
             {"policy": "magic"},
-            "unknown policy 'magic'; known are ar, copy, ls, del, auto, fs, dv, svip, adaedl, spide, pacer",
+            "unknown policy 'magic'; known are ar, copy, ls, bits, del, auto, fs, dv, svip, adaedl, spide, pacer",
         ),
         ({"policy": "ls:9-3"}, "exit_layer must be in"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be an integer of at least 1, got 0"),
