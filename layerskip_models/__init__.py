@@ -1,7 +1,8 @@
 """LayerSkip checkpoints: loading them, running ranges of their layers, training them."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from layerskip_models.late_names import late_names
 
 if TYPE_CHECKING:
     from layerskip_models.checkpoints.conversion import from_transformers
@@ -29,13 +30,4 @@ _PLACES = {
 }
 """The module of each name, which is imported when the name is first asked for."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = late_names(__name__, _PLACES)

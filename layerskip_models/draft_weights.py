@@ -17,13 +17,19 @@ from layerskip_models.compact_linear import Int4Linear
 from layerskip_models.decoder_layer import DecoderLayer, Linear
 from layerskip_models.kernels.native_four_bits import NativeInt4Linear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
-from layerskip_models.linear import LAYOUTS, Layout, PlainLinear, check_layout, eight_bit_layout
+from layerskip_models.linear import (
+    EIGHT_BIT_LAYERS,
+    LAYOUTS,
+    Layout,
+    PlainLinear,
+    check_layout,
+    eight_bit_layout,
+    keeps_eight_bits,
+)
 from layerskip_models.model import LayerSkipModel
 
-DRAFT_BITS = (8, 4)
-"""The numbers of bits that drafts can be made in."""
-EIGHT_BIT_LAYERS = 1
-"""How many of the first layers keep 8 bits, like the head, where the others have 4: they lose most (docs/quantised.md)."""
+DRAFT_BITS: dict[int, Layout] = {8: "int8", 4: "int4"}
+"""The numbers of bits that drafts can be made in, and the layout of each."""
 _making = threading.Lock()
 
 
@@ -43,7 +49,7 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
     if model.num_ranks > 1 or len(set(model.layer_devices)) > 1:
         return "drafts in fewer bits need the whole model in one process, on one device"
     try:
-        check_layout("int8" if bits == 8 else "int4", torch.empty(0, dtype=model.dtype, device=model.device))
+        check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
         return f"drafts in fewer bits do not run here: {error}"
     held = min(
@@ -63,8 +69,8 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     if reason is not None:
         raise ValueError(reason)
     with torch.inference_mode(False), torch.no_grad():
-        layers = [_rounded(layer, _layout_of(bits, index)) for index, layer in enumerate(model.layers)]
-        head = model.draft_head if _has_small_head(model) else _rounded_linear(model.draft_head, "int8")
+        layers = [_rounded(layer, DRAFT_BITS[bits], index) for index, layer in enumerate(model.layers)]
+        head = _rounded_linear(model.draft_head, DRAFT_BITS[bits], None)
     return model.with_layers(layers, head)
 
 
@@ -86,27 +92,23 @@ def _has_small_head(model: LayerSkipModel) -> bool:
     return _bits_of(model.draft_head) <= 8
 
 
-def _layout_of(bits: int, layer: int) -> Layout:
-    return "int4" if bits == 4 and layer >= EIGHT_BIT_LAYERS else "int8"
-
-
-def _rounded(layer: DecoderLayer, layout: Layout) -> DecoderLayer:
+def _rounded(layer: DecoderLayer, layout: Layout, index: int) -> DecoderLayer:
     return replace(
         layer,
-        qkv=_rounded_linear(layer.qkv, layout),
-        output=_rounded_linear(layer.output, layout),
-        gate_up=_rounded_linear(layer.gate_up, layout),
-        down=_rounded_linear(layer.down, layout),
+        qkv=_rounded_linear(layer.qkv, layout, index),
+        output=_rounded_linear(layer.output, layout, index),
+        gate_up=_rounded_linear(layer.gate_up, layout, index),
+        down=_rounded_linear(layer.down, layout, index),
     )
 
 
-def _rounded_linear(linear: Linear, layout: Layout) -> Linear:
-    if _bits_of(linear) <= (4 if layout == "int4" else 8):
+def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear:
+    """The linear itself if it has no more bits than the rounded one would have. layer: None for the head."""
+    in_four = layout == "int4" and not keeps_eight_bits(layer)
+    if _bits_of(linear) <= (4 if in_four else 8):
         return linear
     weight, bias = _weight_of(linear)
-    if layout == "int8":
-        layout = eight_bit_layout(weight)
-    return LAYOUTS[layout](weight, bias)
+    return LAYOUTS[layout if in_four else eight_bit_layout(weight)](weight, bias)
 
 
 def _weight_of(linear: Linear) -> tuple[Tensor, Tensor | None]:

@@ -28,6 +28,8 @@ COMPACT: frozenset[Layout] = frozenset({"half", "int8", "int4", "native"})
 """Layouts that need the weight as the checkpoint has it, without a norm's factors in it."""
 GROUP = 32
 """Inputs that share a scale where weights are rounded to 4 bits here; docs/quantised.md has what other sizes give."""
+EIGHT_BIT_LAYERS = 1
+"""How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/quantised.md)."""
 _HALF_BYTES = 1 << 20  # of a weight as it comes: below it FBGEMM's call costs more than reading half the bytes saves
 
 
@@ -88,6 +90,11 @@ def four_bit_linear(weight: FourBitWeight, bias: Tensor | None = None) -> Linear
     """A weight that is in 4 bits already, on a CPU, for float32: on our own kernels, or where there are none on operators."""
     native = native_works(weight.packed.device, torch.float32)
     return NativeInt4Linear(weight, bias) if native else Int4Linear(weight, bias)
+
+
+def keeps_eight_bits(layer: int | None) -> bool:
+    """Whether a matrix has 8 bits in a model that is rounded to 4. layer: that it belongs to; None for the head."""
+    return layer is None or layer < EIGHT_BIT_LAYERS
 
 
 def eight_bit_layout(weight: Tensor) -> Layout:

@@ -35,6 +35,7 @@ from layerskip_models.linear import (
     default_layout,
     eight_bit_layout,
     four_bit_linear,
+    keeps_eight_bits,
     linear_of,
 )
 from layerskip_models.model import LayerSkipModel
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 DRAFT_HEAD_BYTES = 16 << 20
 """Heads from this size on get a second one in 8 bits, which drafts are chosen with: smaller ones stay in a cache."""
-EIGHT_BIT_LAYERS = 1
-"""How many of the first layers get 8 bits, like the head, in a model rounded to 4: they lose most (docs/quantised.md)."""
 Packed = Mapping[str, FourBitWeight]
 """Weights that a checkpoint has in 4 bits, by the names of their modules ("model.layers.0.mlp.down_proj")."""
 _NOTHING: Packed = MappingProxyType({})
@@ -123,7 +122,7 @@ def convert(
         check_layout(layout, model.lm_head.weight.new_empty(0, dtype=dtype))
 
     def layout_of(weight: Tensor, layer: int | None = None) -> Layout:
-        if layout == "int4" and (layer is None or layer < EIGHT_BIT_LAYERS):
+        if layout == "int4" and keeps_eight_bits(layer):
             return eight_bit_layout(weight)
         return default_layout(weight) if layout is None else layout
 

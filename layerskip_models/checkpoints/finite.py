@@ -11,6 +11,15 @@ _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _PIECE = 1 << 20  # numbers looked at together: few enough to stay in a cache
 
 
+def check_finite(value: Tensor, checkpoint: str, name: str) -> None:
+    """ValueError if a number of this tensor is NaN or infinite: nothing could be decoded with it."""
+    if not is_finite(value):
+        raise ValueError(
+            f"{checkpoint} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
+            "diverged; load another one"
+        )
+
+
 def is_finite(value: Tensor) -> bool:
     """Whether no number is NaN or infinite."""
     exponent = _EXPONENTS.get(value.dtype)

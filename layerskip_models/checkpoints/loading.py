@@ -10,7 +10,7 @@ import torch
 from layerskip_models.checkpoints.checkpoint_files import clear_errors, resolve_checkpoint
 from layerskip_models.checkpoints.config_checks import shell_of
 from layerskip_models.checkpoints.conversion import from_transformers
-from layerskip_models.checkpoints.finite import is_finite
+from layerskip_models.checkpoints.finite import check_finite
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file, gguf_tokenizer, open_gguf
 from layerskip_models.checkpoints.quantised import has_few_bits, quantisation_of
 from layerskip_models.checkpoints.source import Source
@@ -186,18 +186,9 @@ def _load_transformers(source: Source, dtype: str | torch.dtype, device: str | t
         model.config.name_or_path = model.name_or_path = source.name
         model.generation_config = source.generation_config()
     else:
-        _check_finite(model, source.name)
+        for parameter_name, parameter in model.named_parameters():
+            check_finite(parameter.detach(), source.name, parameter_name)
     return model
-
-
-def _check_finite(model: PreTrainedModel, name: str) -> None:
-    """ValueError if a weight is NaN or infinite: nothing could be decoded with it."""
-    for parameter_name, parameter in model.named_parameters():
-        if not is_finite(parameter.detach()):
-            raise ValueError(
-                f"{name} holds NaN or infinite weights, first in {parameter_name}: "
-                "the checkpoint is damaged or its training diverged; load another one"
-            )
 
 
 def load_config(

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from layerskip_models.checkpoints.finite import is_finite
+from layerskip_models.checkpoints.finite import check_finite
 from layerskip_models.checkpoints.mapped_safetensors import MappedSafetensors
 from layerskip_models.checkpoints.packed_weights import NUMBERS, WHOLE, Cut, dequantise, in_four_bits, modules_of
 from layerskip_models.checkpoints.schemes import ORIGINAL, SchemeOf
@@ -53,14 +53,8 @@ class StoredWeights(ABC):
         """
         parts = [self.floats(name, cut) for cut in cuts]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._checked(name, value.to(device=device, dtype=dtype, copy=self.maps).contiguous())
-
-    def _checked(self, name: str, value: Tensor) -> Tensor:
-        if not is_finite(value):
-            raise ValueError(
-                f"{self.name} holds NaN or infinite weights, first in {name}: the checkpoint is damaged or its training "
-                "diverged; load another one"
-            )
+        value = value.to(device=device, dtype=dtype, copy=self.maps).contiguous()
+        check_finite(value, self.name, name)
         return value
 
     def view(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -178,7 +172,8 @@ class SafetensorsWeights(StoredWeights):
         if device.type == "cpu" and not self._quantised:
             value = self.floats(name)
             if value.dtype == dtype or (value.dtype, dtype) == (torch.bfloat16, torch.float32):
-                return self._checked(name, value)
+                check_finite(value, self.name, name)
+                return value
         return self.read(name, dtype, device)
 
     def forget(self) -> None:
