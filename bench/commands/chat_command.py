@@ -23,16 +23,13 @@ from bench.commands.loaded_peers import (
 from bench.commands.preparation import (
     configuration,
     exit_if_outputs_differ,
-    progress,
-    recording,
     run_line,
     show,
 )
-from bench.commands.started_peers import PeerTimeoutOption, start, start_all, tell_lost, without_lost
+from bench.commands.started_peers import PeerTimeoutOption, measure_peers, start, start_all, tell_lost
 from bench.datasets import chat_prompts, load_prompts
 from bench.engines.peer_process import Peer
-from bench.measure import measure, num_runs, until_end
-from bench.record import RecordWriter
+from bench.measure import until_end
 from layerskip_models import load_tokenizer
 from layerskip_models.checkpoints.checkpoint_files import resolve_checkpoint
 from layerskip_models.checkpoints.gguf_checkpoint import gguf_file
@@ -126,27 +123,21 @@ def chat(
         }
         versions = [peer.about["versions"] for peer in processes]
         where = {name: version for known in versions for name, version in known.items()}
-        total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
-        with recording(RecordWriter(output)) as record:
-            record.write(run_line("chat", about, engines, where))
-            with progress(total) as advance:
-                lost = measure(
-                    engines,
-                    samples,
-                    max_new_tokens=max_new_tokens,
-                    repeats=repeats,
-                    warmups=warmups,
-                    dtype=ours.about["dtype"],
-                    write=record.write,
-                    advance=advance,
-                )
-            for line in [*filter(None, earlier), *(loading_line(peer) for peer in processes)]:
-                record.write(line)
-            if missing or lost:
-                record.complete(without_lost(record.lines, missing, lost))
-    show(record.lines)
+        lines, lost = measure_peers(
+            run_line("chat", about, engines, where),
+            engines,
+            samples,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            dtype=ours.about["dtype"],
+            missing=missing,
+            output=output,
+            told=lambda: [*filter(None, earlier), *(loading_line(peer) for peer in processes)],
+        )
+    show(lines)
     tell_lost(missing, lost)
-    exit_if_outputs_differ(record.lines)
+    exit_if_outputs_differ(lines)
 
 
 def _installed(engine: str, module: str, package: str) -> bool:

@@ -36,7 +36,9 @@ def own_peer(path: Path, policy: str, kept: bool, dtype: str = "auto") -> Peer:
 
     found = provenance(torch.device("cpu"), torch.float32)
     rows = "rows to 16 bits, for the head to 24" if found["kernels"] in _WHOLE_NUMBERS else "no rows"
-    return _loaded(make, "selfspec", f"{rows}; keys, values and all else in float32", found)
+    return _loaded(
+        make, "from selfspec import SelfSpecGenerator", f"{rows}; keys, values and all else in float32", found
+    )
 
 
 def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
@@ -47,7 +49,7 @@ def llama_cpp_peer(path: Path, max_tokens: int) -> Peer:
         return LlamaCppFile(path, max_tokens), {}
 
     rounding = "rows to 8 bits, 32 inputs sharing a scale; keys and values to float16"
-    return _loaded(make, "llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
+    return _loaded(make, "import llama_cpp", rounding, {"llama_cpp": llama_cpp_version()})
 
 
 def openvino_peer(path: Path, rounding: str) -> Peer:
@@ -57,7 +59,7 @@ def openvino_peer(path: Path, rounding: str) -> Peer:
     def make() -> tuple[TimedEngine, Mapping[str, Any]]:
         return OpenVinoEngine(path), {}
 
-    return _loaded(make, "openvino_genai", rounding, {"openvino": openvino_version()})
+    return _loaded(make, "import openvino_genai", rounding, {"openvino": openvino_version()})
 
 
 def openvino_rounding_of(path: Path) -> str:
@@ -77,7 +79,7 @@ def loading_line(peer: PeerProcess) -> Line:
 
 
 def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | None:
-    """The same of a process that is ended as soon as it has loaded; None if it cannot."""
+    """The line for an engine in a process that ends as soon as it has loaded; None if it cannot load."""
     with ExitStack() as running:
         try:
             return loading_line(start(name, make, timeout, running))
@@ -86,14 +88,17 @@ def load_once(name: str, make: Callable[[], Peer], timeout: float) -> Line | Non
 
 
 def _loaded(
-    make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]], module: str, rounding: str, versions: Mapping[str, Any]
+    make: Callable[[], tuple[TimedEngine, Mapping[str, Any]]],
+    importing: str,
+    rounding: str,
+    versions: Mapping[str, Any],
 ) -> Peer:
     """The engine that `make` gives, once it has said a first token.
 
-    module: what a program imports to use it. rounding: beyond the weights, what it rounds.
+    importing: the line with which a program imports it. rounding: beyond the weights, what it rounds.
     """
     began = perf_counter()
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", importing], check=True, capture_output=True)
     imported = perf_counter() - began
     before = resident_bytes()
     began = perf_counter()

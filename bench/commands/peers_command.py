@@ -18,8 +18,6 @@ from bench.commands.preparation import (
     load_network,
     num_layers_of,
     open_tokenizer,
-    progress,
-    recording,
     run_line,
     show,
     transformers_engines,
@@ -27,16 +25,14 @@ from bench.commands.preparation import (
 from bench.commands.started_peers import (
     PeerTimeoutOption,
     llama_cpp_version_of,
+    measure_peers,
     start,
     start_all,
     tell_lost,
-    without_lost,
 )
 from bench.engines.own import EngineLostError, SelfSpecEngine
 from bench.engines.peer_process import Peer
-from bench.measure import measure, num_runs
 from bench.provenance import llama_cpp_version, provenance
-from bench.record import RecordWriter
 from layerskip_models import DEMO_PATH, from_transformers
 from layerskip_models.linear import Layout
 from policies import FixedExit, RoundContext, parse_policy
@@ -100,25 +96,20 @@ def peers(
             **ours.about["configuration"],
         }
         where = {**found, "llama_cpp": llama_cpp_version_of(started, found["llama_cpp"])}
-        total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
-        with recording(RecordWriter(output)) as record:
-            record.write(run_line("peers", about, engines, where))
-            with progress(total) as advance:
-                lost = measure(
-                    engines,
-                    samples,
-                    max_new_tokens=max_new_tokens,
-                    repeats=repeats,
-                    warmups=warmups,
-                    dtype=ours.about["dtype"],
-                    write=record.write,
-                    advance=advance,
-                )
-            if missing or lost:
-                record.complete(without_lost(record.lines, missing, lost))
-    show(record.lines)
+        lines, lost = measure_peers(
+            run_line("peers", about, engines, where),
+            engines,
+            samples,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            dtype=ours.about["dtype"],
+            missing=missing,
+            output=output,
+        )
+    show(lines)
     tell_lost(missing, lost)
-    exit_if_outputs_differ(record.lines)
+    exit_if_outputs_differ(lines)
 
 
 @contextmanager

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
-from bench.engines.own import EngineLostError
+from bench.commands.preparation import progress, recording
+from bench.datasets import EncodedPrompt
+from bench.engines.own import EngineLostError, TimedEngine
 from bench.engines.peer_process import Peer, PeerProcess, StartMethod
-from bench.record import Line
+from bench.measure import measure, num_runs
+from bench.record import Line, RecordWriter
 
 START_METHOD: StartMethod = "spawn"
 PeerTimeoutOption = Annotated[
@@ -60,3 +65,41 @@ def tell_lost(missing: Mapping[str, str], lost: Mapping[str, str]) -> None:
     """On stderr, each reason once."""
     for message in dict.fromkeys([*missing.values(), *lost.values()]):
         typer.echo(f"left out: {message}", err=True)
+
+
+def measure_peers(
+    run: Line,
+    engines: Sequence[TimedEngine],
+    samples: Sequence[EncodedPrompt],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    warmups: int,
+    dtype: torch.dtype,
+    missing: Mapping[str, str],
+    output: Path | None,
+    told: Callable[[], Sequence[Line]] = lambda: (),
+) -> tuple[Sequence[Line], dict[str, str]]:
+    """Measure engines that have started, in turn, and write the record. Returns its lines, and the engines lost on the way.
+
+    run: the record's first line. missing: peers that could not start, and why. told: gives the last lines of the record.
+    """
+    total = num_runs(len(engines), len(samples), repeats=repeats, warmups=warmups)
+    with recording(RecordWriter(output)) as record:
+        record.write(run)
+        with progress(total) as advance:
+            lost = measure(
+                engines,
+                samples,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                warmups=warmups,
+                dtype=dtype,
+                write=record.write,
+                advance=advance,
+            )
+        for line in told():
+            record.write(line)
+        if missing or lost:
+            record.complete(without_lost(record.lines, missing, lost))
+    return record.lines, lost

@@ -107,7 +107,7 @@ class LlamaCppFile:
 
 
 class LlamaCppEngine(LlamaCppFile):
-    """The same on a transformers model's weights.
+    """llama.cpp on a transformers model's weights.
 
     kind: "BF16", "F16", "Q8_0" or "Q4_0", as in `write_gguf`. The GGUF file is written to the temporary folder (TMPDIR) and
     removed once it is loaded.

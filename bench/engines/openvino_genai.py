@@ -69,7 +69,7 @@ class OpenVinoEngine:
 
 
 def openvino_version() -> str:
-    """Of the library that runs models and of the one that generates text."""
+    """The versions of the library that runs models and of the one that generates text."""
     return f"{openvino.get_version()}, GenAI {openvino_genai.get_version()}"
 
 

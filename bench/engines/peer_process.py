@@ -91,7 +91,7 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """The child's process id."""
         assert self._process.pid is not None
         return self._process.pid
 

@@ -35,7 +35,7 @@ from selfspec.exits.hidden_state_dataset import capture, plan_for
 from selfspec.exits.training_texts import TrainingText
 
 CALIBRATIONS = 8
-"""Of which the least of each time counts."""
+"""How often costs are calibrated. The least of each time counts."""
 WANTED = 1.1
 """Tokens per cost over plain decoding from which an exit is worth having."""
 
@@ -107,7 +107,7 @@ class JudgedExits:
                     yield {"kind": "exit", "exits": which, "rows": size, **line}
 
     def _states(self) -> list[Tensor]:
-        """Of each answer, [tokens - 1, exits, hidden]: after the exits, at its tokens but the last."""
+        """For each answer the hidden states after the exits, [tokens - 1, exits, hidden]: at all its tokens but the last."""
         plan = plan_for(self.exit_layers, self.model, torch.float32)
         texts = [
             TrainingText([*prompt.tolist(), *answer], [(len(prompt) + 1, len(prompt) + len(answer))], own=True)

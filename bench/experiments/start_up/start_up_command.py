@@ -53,7 +53,10 @@ def _run(command: list[str]) -> tuple[float, float]:
 
 
 def _to_prompt(command: list[str]) -> tuple[float, float]:
-    """In a terminal of its own, which sees the prompt. The processors' seconds also have what is done behind the prompt."""
+    """Start the chat in a terminal of its own and wait for its prompt.
+
+    Processor time includes what goes on in the background once the prompt is there.
+    """
     before, start = _children(), time.perf_counter()
     process, terminal = pty.fork()
     if process == 0:
