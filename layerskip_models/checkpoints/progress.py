@@ -20,7 +20,7 @@ def telling(listener: Callable[[int, int], object]) -> Iterator[None]:
 
 
 def tell(done: int, total: int) -> None:
-    """Report that so many layers of all have been read."""
+    """Report that `done` of `total` layers have been read."""
     listener = _listener.get()
     if listener is not None:
         listener(done, total)

@@ -25,6 +25,7 @@ class AutoLearner:
 
     layers: the exit layers, ascending, and after them minus the numbers of bits that all layers may draft in
         (`RoundRecord.place`).
+    exits: the exit layers among them.
     From the last solution: best_layer, the one of `layers` whose round is worth most, None if a plain step is worth as much
     (or nearly, see `use_cost`); likeliest_layer, the best one to draft at, even so; best_tokens and best_cost, of the best
     round; layer_acceptance, by `layers`, over all confidences.
@@ -32,6 +33,7 @@ class AutoLearner:
 
     def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
         self.layers = layers
+        self.exits = tuple(layer for layer in layers if layer > 0)
         self.max_speculations = max_speculations
         self.table = AcceptanceTable(layers, decay=decay)
         self.model = AcceptanceModel(layers, cost.num_layers)
@@ -45,7 +47,7 @@ class AutoLearner:
         """Decide by this cost from the next solution on. margin: by how much drafts must beat plain steps, as a fraction."""
         self.cost = cost
         self._margin = margin
-        exits, all_layers = [layer for layer in self.layers if layer > 0], cost.num_layers
+        exits, all_layers = self.exits, cost.num_layers
         rows = [round_costs(cost, self.max_speculations)[[layer - 1 for layer in exits]]]
         rows += [
             np.array([[cost.rounded_round(all_layers, count, -place) for count in range(self.max_speculations + 1)]])
@@ -80,8 +82,7 @@ class AutoLearner:
     @property
     def known(self) -> float:
         """Observations per exit layer, the mean over these."""
-        exits = [layer for layer in self.layers if layer > 0]
-        return sum(sum(self.table.seen[layer]) for layer in exits) / len(exits)
+        return sum(sum(self.table.seen[layer]) for layer in self.exits) / len(self.exits)
 
     def begin_text(self) -> None:
         """Let what earlier texts taught count less from now on, if it was much."""
@@ -220,7 +221,7 @@ class AutoLearner:
             raise ValueError(f"the saved state lacks {', '.join(missing)}: it was saved by another version")
         places = [int(place) for place in state["places"]]
         exits = [place for place in places if place > 0]
-        if exits != [layer for layer in self.layers if layer > 0]:
+        if exits != [*self.exits]:
             raise ValueError(f"the saved state is for other exit layers ({exits}) than this policy's")
         frequency = np.asarray(state["frequency"], dtype=np.float64)
         if frequency.shape != (len(places), len(DOUBT_BINS)):

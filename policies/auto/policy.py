@@ -133,7 +133,7 @@ class AutoExit(DelegatingPolicy):
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
-        return self._observes.shadow_layers
+        return self.learner.exits
 
     def adopt(self, other: AutoExit) -> None:
         """Take up what another one has learned about the same layers, and about copies."""

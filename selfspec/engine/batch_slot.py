@@ -75,8 +75,7 @@ class BatchSlot:
                 )
             self._cache_slot.begin_sequence(self.sequence.prompt_read)
             observes = self.sequence.observes
-            captured = bound.pool.kind == "captured"
-            make_for(bound.model, bound.draft_weights, captured, call.policy.name, observes.bits)
+            make_for(bound.model, bound.draft_weights, bound.pool.kind, call.policy.name, observes.bits)
             # Captured passes do none of these.
             needs_eager = observes.context_layers or observes.features or observes.copies == "needed" or observes.bits
             self._captured = None if needs_eager else self._cache_slot.captured

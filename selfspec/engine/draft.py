@@ -29,9 +29,12 @@ def make_drafts(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> list[Dra
         Draft(seq_round, runner.buffers(index, seq_round.most_rows)) for index, seq_round in enumerate(seq_rounds)
     ]
     going = [draft for draft in drafts if draft.exit_layer]
+    kinds = {draft.seq_round.bits for draft in going}
     while going:
-        for bits in {draft.seq_round.bits: None for draft in going}:
-            alike = [draft for draft in going if draft.seq_round.bits == bits]
+        for bits in kinds:
+            alike = going if len(kinds) == 1 else [draft for draft in going if draft.seq_round.bits == bits]
+            if not alike:
+                continue
             used = runner if bits is None else runner.rounded(bits)
             exits = sorted({draft.exit_layer for draft in alike})
             if len(exits) == 1:

@@ -11,6 +11,7 @@ import psutil
 
 from layerskip_models import LayerSkipModel
 from layerskip_models.draft_weights import draft_bytes, drafter_of, why_no_drafter
+from selfspec.engine.runners.choice import RunnerName
 
 DraftWeights = Literal["auto", "none", "int8", "int4"]
 """auto: in 8 bits, once it is known that no exit pays, if they are read from memory and there is room. none: never. int8,
@@ -37,15 +38,17 @@ def make_draft_weights(model: LayerSkipModel, choice: DraftWeights) -> None:
         drafter_of(model, BITS[choice])
 
 
-def make_for(model: LayerSkipModel, choice: DraftWeights, captured: bool, policy: str, observed: Iterable[int]) -> None:
-    """Make the weights that a policy drafts with. captured: whether rounds are. observed: the policy's bits.
+def make_for(
+    model: LayerSkipModel, choice: DraftWeights, runner: RunnerName, policy: str, observed: Iterable[int]
+) -> None:
+    """Make the weights that a policy drafts with. observed: the policy's bits.
 
     Raises ValueError for what `draft_weights` does not allow, and where it does not run.
     """
     for bits in observed:
         if choice != "auto" and BITS.get(choice) != bits:
             raise ValueError(f"policy {policy!r} drafts in {bits} bits, and draft_weights is {choice!r}")
-        if captured:
+        if runner == "captured":
             raise ValueError(f"policy {policy!r} drafts in {bits} bits, which needs runner='eager'")
         drafter_of(model, bits)
 

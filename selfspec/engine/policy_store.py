@@ -67,8 +67,7 @@ class PolicyStore:
         """
         found = self._resolve(bound, policy, exit_layer, num_speculations)
         if found is not policy:  # what a policy of the caller's own observes is asked once a call, by its sequence
-            captured = bound.pool.kind == "captured"
-            make_for(bound.model, bound.draft_weights, captured, found.name, found.observes.bits)
+            make_for(bound.model, bound.draft_weights, bound.pool.kind, found.name, found.observes.bits)
         return found
 
     def _resolve(

@@ -21,6 +21,7 @@ from policies.auto.policy import AutoExit
 from selfspec import SelfSpecGenerator
 from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.engine import draft_choice, policy_store
+from selfspec.engine.draft import make_drafts
 from selfspec.engine.runners.runner import Runner, SequenceRound
 from tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -93,12 +94,11 @@ def test_nothing_that_a_draft_wrote_is_read_by_verification(
 ) -> None:
     """All keys, values and states of drafted rows are NaN when verification begins."""
     expected = texts(generator, "ar")
-    original = policy_round_drafts()
     poisoned = 0
 
     def poisoning(runner: Runner, seq_rounds: Sequence[SequenceRound]) -> Any:
         nonlocal poisoned
-        drafts = original(runner, seq_rounds)
+        drafts = make_drafts(runner, seq_rounds)
         for draft in drafts:
             if draft.seq_round.bits is not None:
                 poisoned += 1
@@ -111,12 +111,6 @@ def test_nothing_that_a_draft_wrote_is_read_by_verification(
     monkeypatch.setattr("selfspec.engine.round.make_drafts", poisoning)
     assert texts(generator, policy) == expected
     assert poisoned > 3
-
-
-def policy_round_drafts() -> Any:
-    from selfspec.engine.draft import make_drafts
-
-    return make_drafts
 
 
 def test_weights_that_are_nonsense_draft_nonsense(generator: SelfSpecGenerator) -> None:
