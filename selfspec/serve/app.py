@@ -155,7 +155,7 @@ async def _whole(request: Request, body: GenerationRequest, texts: Texts, answer
     """The answer, or nothing if the client leaves before it is complete: its texts are then cancelled at once."""
     working = asyncio.ensure_future(texts.whole())
     try:
-        if not await _client_stays(request, working):
+        if not await _client_stays(request.receive, working):
             return Response(status_code=CLIENT_LEFT)
         content = answer.whole(working.result(), usage(texts.results, body.n))
         return Response(content, media_type="application/json")
@@ -179,7 +179,7 @@ async def _stream(request: Request, body: GenerationRequest, texts: Texts, answe
     first = asyncio.ensure_future(events.__anext__())
     begun = False
     try:
-        if not await _client_stays(request, first, PING_SECONDS):
+        if not await _client_stays(request.receive, first, PING_SECONDS):
             return Response(status_code=CLIENT_LEFT)
         if first.done():
             first.result()
@@ -213,7 +213,8 @@ async def _with_pings(following: asyncio.Future[str], events: AsyncGenerator[str
 class _EventStream(StreamingResponse):
     """A stream that cancels its texts when it ends, however it ends.
 
-    Its headers go out with its first piece. A proxy may send a request that fails before that once more.
+    Its headers go out with its first piece. A proxy may send a request that fails before that once more. Starlette itself
+    would watch for the client with anyio, which leaves all that was cancelled in a circle of its exception and a frame.
     """
 
     def __init__(self, texts: Texts, events: AsyncIterator[str]) -> None:
@@ -230,15 +231,18 @@ class _EventStream(StreamingResponse):
                     await send(one)
                 held.clear()
 
+        sending = asyncio.ensure_future(self.stream_response(with_the_first_piece))
         try:
-            await super().__call__(scope, receive, with_the_first_piece)
+            if await _client_stays(receive, sending):
+                sending.result()
         finally:
+            sending.cancel()
             self._texts.cancel()
 
 
-async def _client_stays(request: Request, work: asyncio.Future[Any], seconds: float | None = None) -> bool:
+async def _client_stays(receive: Receive, work: asyncio.Future[Any], seconds: float | None = None) -> bool:
     """Wait until the work is done, but no longer than these seconds. False if the client leaves before."""
-    leaving = asyncio.ensure_future(_disconnected(request))
+    leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({work, leaving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return work.done() or not leaving.done()
@@ -246,6 +250,6 @@ async def _client_stays(request: Request, work: asyncio.Future[Any], seconds: fl
         leaving.cancel()
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
