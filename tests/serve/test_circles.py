@@ -83,10 +83,13 @@ def circles() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize("fields", REQUESTS.values(), ids=list(REQUESTS))
 def test_a_request_leaves_no_circle(server: RunningServer, fields: Callable[[], dict[str, Any]]) -> None:
     ask(server, **fields())  # what a first request makes for all
-    with circles() as found:
-        for _ in range(_TIMES):
-            ask(server, **fields())
-    assert found.total() < _TIMES, found.most_common(20)
+    for _ in range(2):  # once more if something that ends by itself, such as a connection, did so just then
+        with circles() as found:
+            for _ in range(_TIMES):
+                ask(server, **fields())
+        if found.total() < _TIMES:
+            return
+    raise AssertionError(found.most_common(20))
 
 
 @pytest.mark.parametrize("stream", [False, True])
