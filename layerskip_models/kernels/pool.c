@@ -63,7 +63,7 @@ enum { TAKEN = 1, WRITING = 2, DONE = 3 };
 #define PATIENCE 3       /* microseconds to wait for a late piece, at least */
 #endif
 #ifndef NAP
-#define NAP 1000         /* microseconds that a helper sleeps when it shares the owner's core */
+#define NAP 1000         /* microseconds that a helper sleeps when it cannot leave the owner's core */
 #endif
 #ifndef NAPS
 #define NAPS 20          /* naps, after which it sleeps until it is woken */
@@ -438,6 +438,22 @@ static void ask_for_short_slices(void) {
 #endif
 }
 
+/* Leave the owner's core for another that the thread may use. The scheduler does not always do it: it moves threads that wait for
+ * a core, and wakes one elsewhere only if it looks for an idle core, which it does less the busier they have all been. A helper
+ * that naps is neither, so the two have shared a core for minutes while the other was idle. */
+static void leave_core(int core) {
+#ifdef __linux__
+  cpu_set_t allowed, others;
+  if (core >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+  others = allowed;
+  CPU_CLR(core, &others);
+  if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return; /* moves the thread before it returns */
+  sched_setaffinity(0, sizeof allowed, &allowed);
+#else
+  (void)core;
+#endif
+}
+
 static void *helper(void *argument) {
   Member *m = argument;
   ask_for_short_slices();
@@ -450,8 +466,9 @@ static void *helper(void *argument) {
     uint64_t now = ticks();
     int core = atomic_load_explicit(&pool.core, memory_order_relaxed);
     if (core >= 0 && core == own_core()) {
-      /* On the owner's core a helper would only slow the owner down. The scheduler soon moves one of them, unless there is only
-       * one core, or no job uses more than one thread any more. */
+      /* On the owner's core a helper would only slow the owner down. It stays there if it may use no other. */
+      leave_core(core);
+      if (core != own_core()) continue;
       if (++naps <= NAPS) nanosleep(&(struct timespec){.tv_nsec = NAP * 1000}, NULL);
       else sleep_at(door);
       idle_since = last_look = ticks();

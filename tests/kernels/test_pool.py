@@ -108,6 +108,47 @@ def test_a_helper_that_shares_the_only_core_sleeps() -> None:
     assert found < 40  # looking every millisecond it has hundreds
 
 
+def _cores_of_a_helper() -> tuple[int, set[int], set[int]]:
+    """The owner's core; where its helper ran after it had shared that core and might leave it; what it may use then."""
+    cores = os.sched_getaffinity(0)
+    own = min(cores)
+    os.sched_setaffinity(0, [own])
+    linear, x = NativeLinear(torch.randn(1024, 512)), torch.randn(1, 512)  # large enough to wake a helper
+    before = _threads_now()
+
+    def run(seconds: float) -> None:
+        end = monotonic() + seconds
+        with threads.on_threads(2):
+            while monotonic() < end:
+                linear(x)
+
+    run(0.05)
+    (helper,) = _threads_now() - before
+    os.sched_setaffinity(helper, [own])
+    run(0.05)
+    os.sched_setaffinity(helper, cores)
+    ran = set()
+    for _ in range(20):
+        run(0.01)
+        ran.add(int(Path(f"/proc/self/task/{helper}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[36]))
+    return own, ran, os.sched_getaffinity(helper)
+
+
+def _threads_now() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no such setting here")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="there is no other core")
+def test_a_helper_leaves_the_owners_core_for_an_idle_one() -> None:
+    """A helper that naps waits for no core, so the scheduler may leave both on one for as long as a text takes."""
+    cores = os.sched_getaffinity(0)
+    ((own, ran, allowed),) = results_of(1, _cores_of_a_helper)
+    assert ran - {own}
+    assert allowed == cores
+
+
 @needs_native
 def test_several_callers_at_a_time(model: LayerSkipModel, alone: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has the team, the others work alone rather than wait."""
