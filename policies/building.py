@@ -18,7 +18,8 @@ class Setup:
     measure, preverifier: get the model's measured cost, and a pre-verifier; None where there is none.
     ended_by: the pre-verifier that ends the drafts after every `block` of them, if one does: its passes are part of the cost.
     drafts_in: the bits that the exit policy drafts in, for the stopping policy that runs with it; None for the model's own.
-    draft_bits: in which the model may draft with all its layers, beside its exits, for policies that choose.
+    draft_bits: in which the model may draft with all its layers, beside its exits, for policies that choose. offered_bits:
+        in which it could, with weights that are made once a plan asks for them.
     exit_layers: those that the exit policy may choose, for the stopping policy that runs with it; None for any.
     """
 
@@ -29,6 +30,7 @@ class Setup:
     block: int = 0
     drafts_in: int | None = None
     draft_bits: tuple[int, ...] = ()
+    offered_bits: tuple[int, ...] = ()
     exit_layers: tuple[int, ...] | None = None
 
     @property

@@ -150,16 +150,23 @@ def parse_policy(
     measure: Callable[[], CostModel] | None = None,
     preverifier: Callable[[str | None], PreVerifier] | None = None,
     draft_bits: tuple[int, ...] = (),
+    offered_bits: tuple[int, ...] = (),
 ) -> Policy:
     """Build a policy from its name.
 
     measure: called for cost=measured, which is "auto"'s default. preverifier: called for "pacer", with the path given there
     or None for the one in the checkpoint's folder. The generator passes its calibration and its loader. draft_bits: in which
-    there are weights to draft with, for "auto".
+    there are weights to draft with, for "auto"; offered_bits: in which they are made once it plans to draft with them.
     Raises ValueError, one line that names what is possible, for an unknown name or option, a value that does not fit, and an
     option that would change nothing.
     """
-    setup = Setup(num_layers=num_layers, measure=measure, preverifier=preverifier, draft_bits=draft_bits)
+    setup = Setup(
+        num_layers=num_layers,
+        measure=measure,
+        preverifier=preverifier,
+        draft_bits=draft_bits,
+        offered_bits=offered_bits,
+    )
     text = text.strip()
     try:
         first, values, rest = _leading_copy(text)

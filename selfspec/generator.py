@@ -78,8 +78,8 @@ class SelfSpecGenerator:
     kv_dtype: data type of the KV cache. "auto": as the model was loaded, usually the dtype of its arithmetic; "bfloat16":
         half the memory of float32, with slightly different results (docs/kernels.md).
     draft_weights: a copy of the weights in fewer bits, to draft with (docs/fewer-bits.md). "auto": in 8 bits, once the
-        default policy knows that no exit pays, if the weights are read from memory and three times the copy's size is free;
-        "int8", "int4": from the start; "none": never. They change no text.
+        default policy sees that exits promise less, if the weights are read from memory and three times the copy's size is
+        free; "int8", "int4": from the start; "none": never. They change no text.
     runner: "eager", "captured" (CUDA graphs; on a CPU a slow stand-in for tests), or "auto": captured on CUDA, else eager.
     Raises ValueError for an unsupported architecture, a policy that does not fit the model, an unknown runner, or an invalid
     size.

@@ -5,7 +5,8 @@ confidence; slopes are alike (0.9 to 1.4 at layers worth exiting at), and the li
 
     log odds(acceptance) = height[layer] + slope * log odds(confidence)
 
-with a prior that says just this is fitted to a handful of rows, and a bin's own observations then correct it.
+with a prior that says just this is fitted to a handful of rows, and a bin's own observations then correct it. Drafts through
+all layers in fewer bits follow such lines as well, with a slope of their own.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class AcceptanceModel:
         spread[: len(exits), : len(exits)] = TUNING.height_spread**2 + TUNING.spread**2 * (
             np.minimum.outer(depth, depth) + np.eye(len(exits))
         )
-        self._precision = np.zeros((self._size + 1, self._size + 1))
-        self._precision[:-1, :-1] = np.linalg.inv(spread)
-        self._precision[-1, -1] = 1 / TUNING.spread**2
+        self._slopes = _slopes(layers)
+        size, count = self._size, self._slopes.shape[0]
+        self._precision = np.zeros((size + count, size + count))
+        self._precision[:size, :size] = np.linalg.inv(spread)
+        self._precision[range(size, size + count), range(size, size + count)] = 1 / TUNING.spread**2
         heights = [TUNING.height if layer > 0 else TUNING.rounded_heights[-layer] for layer in layers]
-        self._prior = np.array([*heights, TUNING.slope])
+        self._prior = np.array([*heights, *[TUNING.slope] * count])
         self.reset()
 
     def reset(self) -> None:
@@ -60,15 +63,16 @@ class AcceptanceModel:
         expected = self._line()
         missing = accepted - seen * expected
         weight = seen * expected * (1 - expected)
+        size, slopes = self._size, self._slopes
         gradient = -self._precision @ (self._parameters - self._prior)
-        gradient[:-1] += missing.sum(axis=1)
-        gradient[-1] += (missing * _LOG_ODDS).sum()
+        gradient[:size] += missing.sum(axis=1)
+        gradient[size:] += slopes @ (missing * _LOG_ODDS).sum(axis=1)
         curvature = self._precision.copy()
-        curvature[range(self._size), range(self._size)] += weight.sum(axis=1)
-        shared = (weight * _LOG_ODDS).sum(axis=1)
-        curvature[:-1, -1] += shared
-        curvature[-1, :-1] += shared
-        curvature[-1, -1] += (weight * _LOG_ODDS**2).sum()
+        curvature[range(size), range(size)] += weight.sum(axis=1)
+        shared = slopes * (weight * _LOG_ODDS).sum(axis=1)
+        curvature[size:, :size] += shared
+        curvature[:size, size:] += shared.T
+        curvature[size:, size:] += np.diag(slopes @ (weight * _LOG_ODDS**2).sum(axis=1))
         step = np.linalg.solve(curvature, gradient)
         before = self._log_probability(self._parameters, accepted, seen)
         while np.abs(step).max() > 1e-6 and self._log_probability(self._parameters + step, accepted, seen) < before:
@@ -82,12 +86,12 @@ class AcceptanceModel:
 
     def _line(self) -> Array:
         """Acceptance by the parameters alone, [layers, bins]."""
-        line: Array = 1 / (1 + np.exp(-_log_odds(self._parameters)))
+        line: Array = 1 / (1 + np.exp(-self._log_odds(self._parameters)))
         return line
 
     def _log_probability(self, parameters: Array, accepted: Array, seen: Array) -> float:
         """Log probability of these parameters given the counts, up to a constant."""
-        odds, off = _log_odds(parameters), parameters - self._prior
+        odds, off = self._log_odds(parameters), parameters - self._prior
         return float((accepted * odds - seen * np.logaddexp(0.0, odds)).sum() - 0.5 * off @ self._precision @ off)
 
     def state(self) -> dict[str, Any]:
@@ -99,14 +103,21 @@ class AcceptanceModel:
         Raises ValueError if it has another number of parameters.
         """
         parameters = np.asarray(state["parameters"], dtype=np.float64)
-        if parameters.shape != (len(layers) + 1,):
+        if parameters.shape != (len(layers) + len(_slopes(layers)),):
             raise ValueError(f"the saved fit has {parameters.size} parameters, for {len(layers)} layers")
         known = dict(zip(layers, parameters))
         heights = [known.get(layer, prior) for layer, prior in zip(self._layers, self._prior)]
-        self._parameters = np.array([*heights, parameters[-1]])
+        slopes = [*parameters[len(layers) :], *self._prior[len(self._layers) :]]
+        self._parameters = np.array([*heights, slopes[0], *slopes[1 : len(self._slopes)]])
+
+    def _log_odds(self, parameters: Array) -> Array:
+        """Log odds of acceptance, [layers, bins]. parameters: heights, then slopes."""
+        slopes = parameters[self._size :] @ self._slopes
+        odds: Array = parameters[: self._size, None] + slopes[:, None] * _LOG_ODDS
+        return odds
 
 
-def _log_odds(parameters: Array) -> Array:
-    """Log odds of acceptance, [layers, bins]. parameters: heights, then the slope."""
-    odds: Array = parameters[:-1, None] + parameters[-1] * _LOG_ODDS
-    return odds
+def _slopes(layers: Sequence[int]) -> Array:
+    """1 where a layer has a slope, [slopes, layers]: the first is that of all exits, the second that of fewer bits."""
+    exits = np.array([layer > 0 for layer in layers])
+    return np.array([exits] if exits.all() else [exits, ~exits], dtype=np.float64)

@@ -34,16 +34,46 @@ class Tuning:
     """Values are solved again at this many times as many rows; a solution takes one or two milliseconds (22, Z3)."""
     settled: float = 0.1
     """Relative change of the rate below which another of Dinkelbach's steps is not worth its time (22, Z5)."""
+    promised_gain: float = 0.1
+    """By how much drafts in bits that nobody has tried must promise to beat the best exit and plain steps, before the weights
+    are made that they need. Chosen: it is memory for as long as the process lives."""
+    promised_after: int = 8
+    """Observations per layer before that: a prompt's rows. Chosen to be those of one prompt."""
     passes: int = 5
     """Most such steps at a time. By replay 2 and 99 decide as well: this only keeps the loop finite."""
 
     # The acceptance model (`policies.auto.acceptance_model`). Twice or half as much changes 1.3 % at most (by replay).
     height: float = 1.0
     """Prior mean of a layer's acceptance above its confidence, in log odds: an exit is right more often than it is sure."""
-    rounded_heights: Mapping[int, float] = field(default_factory=lambda: {8: 2.5, 4: 1.0})
-    """The same for drafts through all layers in 8 and 4 bits. Chosen to be near what SmolLM2's are: .97 and .73 accepted."""
+    rounded_heights: Mapping[int, float] = field(default_factory=lambda: {8: 4.5, 4: 2.0})
+    """The same for drafts through all layers in 8 and 4 bits, as SmolLM2's free answers have it (24, Z5: 16 answers)."""
+    rounded_confidences: tuple[float, ...] = (
+        0.05,
+        0.13,
+        0.14,
+        0.12,
+        0.11,
+        0.09,
+        0.08,
+        0.07,
+        0.06,
+        0.02,
+        0.02,
+        0.02,
+        0.02,
+        0.02,
+        0.02,
+        0.01,
+        0.01,
+        0.01,
+        0.0,
+        0.0,
+    )
+    """How often such drafts have each confidence (bins of `DOUBT_BINS`), until some were seen. From the same answers: larger
+    models are surer, so this promises too little rather than too much."""
     slope: float = 1.0
-    """Prior mean of the slope of acceptance over confidence, both in log odds: confidence is calibrated."""
+    """Prior mean of the slope of acceptance over confidence, both in log odds: confidence is calibrated. Exits have one, and
+    drafts in fewer bits another: where exits are never right theirs is flat, and the others' is not (24, Z5)."""
     height_spread: float = 1.0
     """Prior standard deviation of all layers' heights together."""
     spread: float = 0.3

@@ -26,14 +26,22 @@ class AutoLearner:
     layers: the exit layers, ascending, and after them minus the numbers of bits that all layers may draft in
         (`RoundRecord.place`).
     exits: the exit layers among them.
+    offered: how many of `layers`, the last ones, can be had but are not there. The best one becomes `wanted` where it
+        promises enough (`TUNING.promised_gain`); until then all is decided as without them.
     From the last solution: best_layer, the one of `layers` whose round is worth most, None if a plain step is worth as much
     (or nearly, see `use_cost`); likeliest_layer, the best one to draft at, even so; best_tokens and best_cost, of the best
     round; layer_acceptance, by `layers`, over all confidences.
     """
 
-    def __init__(self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float) -> None:
+    def __init__(
+        self, layers: tuple[int, ...], cost: CostModel, max_speculations: int, decay: float, offered: int = 0
+    ) -> None:
         self.layers = layers
         self.exits = tuple(layer for layer in layers if layer > 0)
+        self.wanted = False
+        self._offered = offered
+        usual = np.array([TUNING.rounded_confidences])
+        self._usual = usual / usual.sum()
         self.max_speculations = max_speculations
         self.table = AcceptanceTable(layers, decay=decay)
         self.model = AcceptanceModel(layers, cost.num_layers)
@@ -139,10 +147,27 @@ class AutoLearner:
     def _solve(self, accepted: NDArray[np.float64], seen: NDArray[np.float64]) -> None:
         """Estimates, values and rate from counts and fit."""
         self.acceptance = self.model.acceptance(accepted, seen)
-        counts = self.frequency + (self.frequency.sum(axis=0) + 1 / len(DOUBT_BINS)) / max(self.frequency.sum(), 1.0)
+        counts = self.frequency.copy()
+        exits = counts[: len(self.exits)]
+        exits += (exits.sum(axis=0) + 1 / len(DOUBT_BINS)) / max(exits.sum(), 1.0)
+        counts[len(self.exits) :] += self._usual
         frequency = counts / counts.sum(axis=1, keepdims=True)
         self._chances: list[list[float]] = self.acceptance.tolist()
         self.layer_acceptance = dict(zip(self.layers, (frequency * self.acceptance).sum(axis=1).tolist()))
+        there = len(self.layers) - self._offered
+        self._find_best_round(frequency, there)
+        if self._offered and self.known >= TUNING.promised_after:
+            without = max(self._next_rate, 1 / self.cost.autoregressive())
+            self._find_best_round(frequency, len(self.layers))
+            index = None if self.best_layer is None else self._index[self.best_layer]
+            self.wanted = (
+                index is not None and index >= there and self._next_rate >= (1 + TUNING.promised_gain) * without
+            )
+            if not self.wanted:
+                self._find_best_round(frequency, there)
+
+    def _find_best_round(self, frequency: NDArray[np.float64], count: int) -> None:
+        """The best of the first `count` places, its round, and the rate. frequency: of each confidence, [layers, bins]."""
         plain = self.cost.autoregressive()
         for _ in range(TUNING.passes):
             self.rate = self._next_rate
@@ -150,7 +175,7 @@ class AutoLearner:
             start = self.values.start()
             rounds = 1 - self.rate * self._empty_round + start
             # Dinkelbach's step: the tokens per cost of the round that is best at the present rate.
-            best = int(rounds.argmax())
+            best = int(rounds[:count].argmax())
             tokens = 1 + float(self.values.accepted()[best])
             cost = (tokens - float(rounds[best])) / self.rate
             self._next_rate = max(tokens / cost, 1 / plain)

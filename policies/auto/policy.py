@@ -47,7 +47,8 @@ class AutoExit(DelegatingPolicy):
     layers: candidates; None for those of `default_layers`.
     cost: it maximises tokens per cost. copy: copy from the text where that is worth more.
     bits: that all layers may draft in, where weights in fewer bits are at hand. What they would have said is not known for
-        nothing: that is learned from what they drafted, from a prior.
+        nothing: that is learned from what they drafted, from a prior. offered_bits: that weights can be made in. A plan that
+        drafts with them means that they are to be made; it comes only where they promise much more than exits do.
     decay: what an observation's weight is multiplied by in every round; 1 keeps all, which measured best.
     prompt_rows, learn_first, learn_every: it asks for shadow tokens of a prompt's last `prompt_rows` rows, of a call's first
         `learn_first` rows, and of one row in `learn_every` after them. What it drafts or drops teaches in every round.
@@ -71,16 +72,19 @@ class AutoExit(DelegatingPolicy):
         repair: bool = False,
         copy: bool = True,
         bits: Iterable[int] = (),
+        offered_bits: Iterable[int] = (),
     ) -> None:
         check_number("d_max (max_speculations)", max_speculations, 1, MOST_DRAFTS)
         check_number("prompt_rows", prompt_rows, 0, MOST_PROMPT_ROWS)
         check_number("learn_every", learn_every, 1, MOST_LEARN_EVERY)
         check_number("learn_first", learn_first, 0, MOST_LEARN_EVERY)
         candidates = check_layers(tuple(default_layers(num_layers) if layers is None else layers), num_layers)
-        bits = tuple(sorted(bits))
-        places = (*candidates, *(-number for number in bits))
+        bits, self.offered_bits = tuple(sorted(bits)), tuple(sorted(offered_bits))
+        places = (*candidates, *(-number for number in (*bits, *self.offered_bits)))
         self._num_layers = num_layers
-        self.learner = AutoLearner(places, cost or LayerCost(num_layers), max_speculations, decay)
+        self.learner = AutoLearner(
+            places, cost or LayerCost(num_layers), max_speculations, decay, len(self.offered_bits)
+        )
         self._cost = self.learner.cost
         self._repair = repair
         self._drifts: dict[int, CostDrift] = {}  # by batch size
@@ -114,6 +118,7 @@ class AutoExit(DelegatingPolicy):
             max_speculations=d_max,
             repair=repair,
             bits=setup.draft_bits,
+            offered_bits=setup.offered_bits,
             **options,
         )
 
@@ -219,11 +224,6 @@ class AutoExit(DelegatingPolicy):
         """True if it knows that no exit pays. Learning about exits is then most of what `auto` costs."""
         best = self.learner.best_layer
         return (best is None or best < 0) and self.learner.known >= TUNING.taught
-
-    @property
-    def exits_pay(self) -> bool:
-        """False once it knows that no exit does, so that other drafts are worth their memory."""
-        return not self._idle
 
     def observe(self, record: RoundRecord) -> None:
         if self._observes.copies != "none":

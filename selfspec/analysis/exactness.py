@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import selfspec.engine.verification as rounds
 from layerskip_models import LayerSkipModel, from_transformers
+from layerskip_models.draft_weights import why_no_drafter
 from layerskip_models.kernels.check import fault
 from layerskip_models.kv_cache import KVCache
 from layerskip_models.prefill import prefill
@@ -67,14 +68,20 @@ class Reference:
 
 
 def every_policy(num_layers: int) -> list[str]:
-    """A name for each way to decide, at an exit layer that the model has."""
+    """A name for each way to decide, at an exit layer that the model has. Some models cannot draft in fewer bits."""
     exit_layer = max(num_layers // 4, 1)
     alone = [f"{name}:{exit_layer}" for name in ("dv", "svip", "adaedl", "spide")]
     return [
         "ar", f"ls:{exit_layer}-4", f"ls:{num_layers - 1}-2", "del", "del:on_stop=keep", "del:length=tpl", "auto",
         "auto:cost=layers", f"fs:{exit_layer}-4", *alone, "del+spide", "del+dv", f"ls:{exit_layer}-8+del",
-        "copy:6", f"copy:4+ls:{exit_layer}-3",
+        "copy:6", f"copy:4+ls:{exit_layer}-3", "bits:8-3", f"bits:4-4,layer={exit_layer}",
     ]  # fmt: skip
+
+
+def why_left_out(model: LayerSkipModel, policy: str) -> str | None:
+    """Why this model cannot draft as one of `every_policy` does; None if it can."""
+    bits = int(policy.removeprefix("bits:")[0]) if policy.startswith("bits:") else None
+    return None if bits is None else why_no_drafter(model, bits)
 
 
 def ask_reference(
@@ -128,23 +135,26 @@ def verify_engine(
     max_new_tokens: int = 48,
     draws: int = 400,
     policies: abc.Sequence[str] | None = None,
+    besides: abc.Sequence[str] = (),
     advance: Callable[[str], None] = lambda label: None,
 ) -> Iterator[Check]:
     """Yield one check after the other. Takes over the weights of the model, which cannot be used afterwards.
 
-    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. advance: called `num_steps` times.
+    prompts: int64 [n] each. draws: samples per sampled policy; 0 leaves sampling out. policies: None for those of
+        `every_policy` that the model can run, and `besides`. advance: called `num_steps` times.
     """
     reference = ask_reference(llama, prompts, max_new_tokens, advance)
     generator = SelfSpecGenerator(from_transformers(llama, release=True), runner="eager", prefix_cache=0)
     model = generator.model
-    names = list(policies or every_policy(model.num_layers))
+    names = list(policies or [*every_policy(model.num_layers), *besides])
     yield check_kernels(model)
     yield check_logits(model, reference)
     yield check_single_row(model, reference)
     yield check_acceptance(model, reference)
     advance("logits")
     for name in names:
-        yield check_greedy(generator, reference, name)
+        if policies or why_left_out(model, name) is None:
+            yield check_greedy(generator, reference, name)
         advance(name)
     if draws:
         for name in sampled_policies(model.num_layers):

@@ -180,12 +180,18 @@ def verify_command(asked: VerifyOptions, load: DeviceOptions, model: ModelArgume
             if "pacer" not in name:  # which needs the model's own files, checked below
                 parse_policy(name, num_layers=num_layers, measure=lambda: LayerCost(num_layers))
         own = ["pacer"] if has_preverifier(llama.config.name_or_path) else []
-        names = asked.policy or [*every_policy(num_layers), *own]
-        total = num_steps(num_layers, len(prompts), asked.draws, len(names))
+        num_policies = len(asked.policy or [*every_policy(num_layers), *own])
+        total = num_steps(num_layers, len(prompts), asked.draws, num_policies)
         failed = 0
         with progress(total, notes) as advance:
             for check in verify_engine(
-                llama, prompts, max_new_tokens=asked.max_new_tokens, draws=asked.draws, policies=names, advance=advance
+                llama,
+                prompts,
+                max_new_tokens=asked.max_new_tokens,
+                draws=asked.draws,
+                policies=asked.policy,
+                besides=own,
+                advance=advance,
             ):
                 failed += not check.passed
                 typer.echo(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")

@@ -62,8 +62,8 @@ class LoadOptions(DeviceOptions):
     )
     draft_weights: str = option(
         "auto",
-        "A copy of the weights in fewer bits to draft with: auto (8 bits, where no exit pays and there is room; for serve "
-        "none), none, int8 or int4.",
+        "A copy of the weights in fewer bits to draft with: auto (8 bits, where exits promise less and there is room; for "
+        "serve none), none, int8 or int4.",
         "Model",
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Literal, get_args
 
 import psutil
@@ -14,7 +16,7 @@ from layerskip_models.draft_weights import draft_bytes, drafter_of, why_no_draft
 from selfspec.engine.runners.choice import RunnerName
 
 DraftWeights = Literal["auto", "none", "int8", "int4"]
-"""auto: in 8 bits, once it is known that no exit pays, if they are read from memory and there is room. none: never. int8,
+"""auto: in 8 bits, once the default policy wants them, if they are read from memory and there is room. none: never. int8,
 int4: from the start."""
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
 _AUTO_BITS = 8
@@ -53,14 +55,27 @@ def make_for(
         drafter_of(model, bits)
 
 
-def make_if_likely_to_pay(model: LayerSkipModel) -> None:
-    """Make weights in 8 bits for a model whose exits do not pay; says so in the log, with their size."""
+def bits_on_offer(model: LayerSkipModel, choice: DraftWeights, runner: RunnerName) -> tuple[int, ...]:
+    """In which bits weights to draft with may be made for a policy that has not asked for any yet."""
+    if choice != "auto" or runner == "captured" or model.drafters:
+        return ()
     size = draft_bytes(model, _AUTO_BITS)
-    if why_no_drafter(model, _AUTO_BITS) is not None or size < _last_cache() or not _is_room_for(size):
+    if size < _last_cache() or why_no_drafter(model, _AUTO_BITS) is not None or not _is_room_for(size):
+        return ()
+    return (_AUTO_BITS,)
+
+
+def make_offered(model: LayerSkipModel, bits: int) -> None:
+    """Make the weights that a plan wants to draft with, if they are not there; says so in the log, with their size."""
+    if bits in model.drafters:
         return
-    drafter_of(model, _AUTO_BITS)
+    started = perf_counter()
+    drafter_of(model, bits)
     log.info(
-        "no exit pays: drafts are made with the weights in %d bits from now on, %d MB", _AUTO_BITS, size // 1_000_000
+        "drafts are made with a copy of the weights in %d bits from now on: %d MB, made in %.1f s",
+        bits,
+        draft_bytes(model, bits) // 1_000_000,
+        perf_counter() - started,
     )
 
 
@@ -68,6 +83,7 @@ def _is_room_for(size: int) -> bool:
     return int(psutil.virtual_memory().available) >= _ROOM * size
 
 
+@cache
 def _last_cache() -> int:
     """Bytes of the processor's last cache. What fits in it is not read from memory, so fewer bits gain little."""
     sizes = []

@@ -12,7 +12,7 @@ from policies import CostModel, MeasuredCost, Policy, PreVerifier, autoregressiv
 from policies.auto.policy import AutoExit
 from selfspec.defaults import DEFAULT_POLICY, fixed_setting
 from selfspec.engine.calibrate import measured_cost
-from selfspec.engine.draft_choice import make_for, make_if_likely_to_pay
+from selfspec.engine.draft_choice import bits_on_offer, make_for
 from selfspec.engine.model_source import BoundModel
 from selfspec.engine.runners.choice import CaptureError
 
@@ -98,9 +98,8 @@ class PolicyStore:
         chooser = policy.exit
         if not isinstance(chooser, AutoExit) or bound.pool.kind == "captured":
             return policy
-        if bound.draft_weights == "auto" and not model.drafters and not chooser.exits_pay:
-            make_if_likely_to_pay(model)
-        if tuple(sorted(model.drafters)) == chooser.observes.bits:
+        offered = bits_on_offer(model, bound.draft_weights, bound.pool.kind)
+        if (tuple(sorted(model.drafters)), offered) == (chooser.observes.bits, chooser.offered_bits):
             return policy
         with self._lock:
             self._kept.pop(key, None)
@@ -131,6 +130,7 @@ def make_policy(
         measure=measure or partial(_measured_cost, bound),
         preverifier=preverifier or bound.preverifiers,
         draft_bits=() if bound.pool.kind == "captured" else tuple(sorted(bound.model.drafters)),
+        offered_bits=bits_on_offer(bound.model, bound.draft_weights, bound.pool.kind),
     )
 
 

@@ -21,6 +21,7 @@ from policies.bounds import check_draft_layer
 from selfspec.cache.copy_index import CopyIndex
 from selfspec.cache.copy_sources import copies_drafts
 from selfspec.engine.agreement import agree_on_seconds, agree_on_stop
+from selfspec.engine.draft_choice import make_offered
 from selfspec.engine.hidden_states import HiddenStates, PrefixHiddenStates
 from selfspec.engine.request import Request
 from selfspec.engine.results import RoundResult
@@ -208,6 +209,11 @@ class Sequence:
             match_length=0 if match is None else match.length,
         )  # fmt: skip
         plan = self.policy.exit.plan(context)
+        if plan.bits is not None and plan.bits not in self.model.drafters:
+            making = perf_counter()
+            make_offered(self.model, plan.bits)
+            self.stats.setup_seconds += perf_counter() - making
+            planning += perf_counter() - making
         copied = self._copied(min(plan.copied, remaining - 1)) if plan.copied and match is not None else ()
         cap = min(plan.max_speculations, remaining - 1 - len(copied))
         exit_layer = threshold = None

@@ -25,7 +25,8 @@ class GenerationStats:
     speculation), keys ascending. seconds and tokens_per_second include prefill; decode_tokens_per_second is
     that of the rounds.
     calibration_seconds: time to set the policy up. A policy that uses measured costs times the model when it is first
-    used, once per model and process; tokens_per_second leaves that out, seconds and time_to_first_token do not.
+    used, and "auto" may make a copy of the weights to draft with, each once per model and process; tokens_per_second and
+    decode_tokens_per_second leave that out, seconds does not.
     time_to_first_token: seconds from the call to the first committed token, tokenisation included. Times of a text in a batch
     are from when it joins the others.
     num_copied, num_copied_accepted: of num_drafted and num_accepted, those that were copied from the text.
@@ -103,6 +104,7 @@ class StatsBuilder:
         self.verify_seconds = 0.0
         self.accept_seconds = 0.0
         self.learn_seconds = 0.0
+        self.setup_seconds = 0.0  # part of calibration_seconds: the policy's, in the middle of the text
         self.num_discarded_rows = 0
 
     def add(self, record: RoundRecord) -> None:
@@ -143,7 +145,8 @@ class StatsBuilder:
 
         num_new_tokens: those of rounds that an error broke off are among them, though nothing else of these rounds is known.
         """
-        decode_seconds = seconds - first_token
+        calibration_seconds += self.setup_seconds
+        decode_seconds = seconds - first_token - self.setup_seconds
         phases = (
             calibration_seconds + prefill_seconds + self.draft_seconds + self.preverify_seconds + self.verify_seconds
         )

@@ -38,7 +38,10 @@ LENGTH = 24
 @cache
 def llama() -> LlamaForCausalLM:
     """Wide enough for groups of 4 bits; its last layers say much, so that rounded drafts are often wrong."""
-    return tiny_llama(num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=3.0, seed=6)
+    return tiny_llama(
+        num_layers=LAYERS, vocab_size=50, hidden_size=64, intermediate_size=128, late_scale=3.0, seed=6,
+        max_position_embeddings=128,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -218,19 +221,38 @@ def test_auto_drafts_with_what_is_there() -> None:
     assert exit_policy.learner.table.seen[-8] != [0.0] * len(exit_policy.learner.table.seen[-8])
 
 
-@pytest.mark.usefixtures("made_up_costs")
-def test_auto_makes_them_once_no_exit_pays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_choice, "_last_cache", lambda: 0)
-    monkeypatch.setattr(AutoExit, "exits_pay", property(lambda self: self.learner.known == 0))
+
+
+@pytest.mark.usefixtures("made_up_costs")
+def test_auto_makes_them_in_the_first_text(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once its prompt has shown that exits promise less. Later texts know what they cost, and what was learned so far."""
+    small_cache(monkeypatch)
     generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+    expected = generator.generate(PROMPTS[2], max_new_tokens=80, policy="ar").new_tokens
     with caplog.at_level(logging.INFO, "selfspec"):
-        generator.generate(PROMPTS[2], max_new_tokens=LENGTH)
-        assert not generator.model.drafters
-        known = generator.policy.exit.learner.known  # type: ignore[attr-defined]
-        generator.generate(PROMPTS[0], max_new_tokens=LENGTH)
-    assert list(generator.model.drafters) == [8]
-    assert [record.getMessage() for record in caplog.records if "no exit pays" in record.getMessage()] != []
-    assert generator.policy.exit.learner.known >= known > 0  # type: ignore[attr-defined]
+        result = generator.generate(PROMPTS[2], max_new_tokens=80, trace=True)
+        assert list(generator.model.drafters) == [8]
+        assert result.new_tokens == expected
+        assert result.trace is not None
+        assert any(record.bits == 8 for record in result.trace)
+        assert 0 < result.stats.calibration_seconds < result.stats.seconds
+        learner = generator.policy.exit.learner  # type: ignore[attr-defined]
+        assert isinstance(learner.cost, MeasuredCost)
+        assert dict(learner.cost.rounded)[8] == cost_of(LAYERS, 0.3)
+        assert sum(learner.table.seen[-8]) > 0
+        generator.generate(PROMPTS[2], max_new_tokens=80)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("drafts are made with a copy of the weights in 8 bits from now on: 0 MB, made in 0.")
+
+
+@pytest.mark.usefixtures("made_up_costs")
+def test_auto_makes_none_for_texts_too_short_to_learn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_cache(monkeypatch)
+    generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), prefix_cache=0)
+    generator.generate(PROMPTS[2], max_new_tokens=8)
+    assert not generator.model.drafters
 
 
 @pytest.mark.parametrize("lacks", ["room", "size", "wish"])
@@ -238,10 +260,9 @@ def test_auto_makes_them_once_no_exit_pays(monkeypatch: pytest.MonkeyPatch, capl
 def test_auto_leaves_it_where_there_is_no_use_or_no_room(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     monkeypatch.setattr(draft_choice, "_last_cache", lambda: 1 << 40 if lacks == "size" else 0)
     monkeypatch.setattr(draft_choice, "_is_room_for", lambda size: lacks != "room")
-    monkeypatch.setattr(AutoExit, "exits_pay", False)
     weights: Any = "none" if lacks == "wish" else "auto"
     generator = SelfSpecGenerator(from_transformers(llama(), layout="native"), draft_weights=weights, prefix_cache=0)
-    generator.generate(PROMPTS[0], max_new_tokens=LENGTH)
+    generator.generate(PROMPTS[2], max_new_tokens=80)
     assert not generator.model.drafters
 
 

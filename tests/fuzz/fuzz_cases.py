@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -154,7 +155,7 @@ def make_case(random: Random, model: FuzzModel) -> Case:
         options |= {"top_p": 0.9} if random.random() < 0.3 else {}
     return Case(
         prompt=prompt,
-        policy=_policy(random, model.num_layers),
+        policy=_policy(random, model.num_layers, model.draft_bits),
         options=options,
         stop=stop,
         processors=processors,
@@ -195,11 +196,15 @@ def _processors(random: Random, vocab_size: int, budget: int, prompt: list[int])
     return drawn
 
 
-def _policy(random: Random, num_layers: int) -> str:
-    """A policy's name with random arguments."""
+def _policy(random: Random, num_layers: int, draft_bits: Sequence[int]) -> str:
+    """A policy's name with random arguments. draft_bits: those that the model can draft in."""
     exit_layer = random.randint(1, num_layers - 1)
     length = random.choice([0, 1, 2, 3, 4, 6, 9, 20])
     tau = round(random.uniform(0.05, 0.95), 2)
+    if draft_bits and random.random() < 0.15:
+        depth = random.choice(["", f",layer={exit_layer}"])
+        rounded = f"bits:{random.choice(draft_bits)}-{max(length, 1)}{depth}"
+        return random.choice([rounded, f"{rounded}+svip:threshold={round(3 * tau, 2)}", f"copy:3+{rounded}"])
     return random.choice(
         [
             "ar",

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from layerskip_models import from_transformers
+from layerskip_models.draft_weights import DRAFT_BITS, why_no_drafter
 from layerskip_models.families import FAMILIES, family_of
 from layerskip_models.linear import Layout, possible_layouts
 from selfspec import SelfSpecGenerator
@@ -48,6 +49,7 @@ class FuzzModel:
 
     dtype: that of the engine's weights. reference: transformers' model of the same weights, in float64 or float32.
     bitwise: whether any way of drafting must give the same bits as plain decoding (our own kernels).
+    draft_bits: in which its weights can draft beside themselves.
     """
 
     about: str
@@ -56,6 +58,7 @@ class FuzzModel:
     engine: SelfSpecGenerator
     tokenizer: PreTrainedTokenizerFast
     bitwise: bool
+    draft_bits: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -154,6 +157,9 @@ def make_model(random: Random) -> FuzzModel:
         engine=engine,
         tokenizer=tokenizer,
         bitwise=native and runner == "eager",
+        draft_bits=tuple(
+            bits for bits in DRAFT_BITS if runner == "eager" and why_no_drafter(engine.model, bits) is None
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import selfspec.engine.verification
 from layerskip_models import LayerSkipModel
+from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_forward import NativeForward
 from layerskip_models.kv_cache import CacheRows, KVCache, cache_rows
 from policies import LayerCost, parse_policy
@@ -57,7 +58,9 @@ def test_every_supported_shape_passes(shape: str) -> None:
     assert [check.name for check in found if not check.passed] == []
     assert len(told) == num_steps(num_layers, len(PROMPTS), 60)
     names = {check.name.removeprefix("greedy, ") for check in found if check.name.startswith("greedy")}
-    assert names == set(every_policy(num_layers))
+    left_out = {name for name in every_policy(num_layers) if name.startswith("bits:")}
+    assert names | left_out == set(every_policy(num_layers))
+    assert bool(names & left_out) == native_works(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -68,8 +71,7 @@ def test_other_dtypes_pass(dtype: torch.dtype) -> None:
 def test_all_policies_are_there() -> None:
     names = every_policy(8)
     used = {part.split(":")[0] for name in names for part in name.split("+")}
-    # Pacer needs a trained layer beside the model, and drafts in fewer bits a model whose own weights have more.
-    assert used | {"pacer", "bits"} == EXITS.keys() | STOPPINGS.keys()
+    assert used | {"pacer"} == EXITS.keys() | STOPPINGS.keys()  # Pacer needs a trained layer beside the model
     for name in every_policy(2):
         parse_policy(name, num_layers=2, measure=lambda: LayerCost(2))
 

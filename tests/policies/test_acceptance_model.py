@@ -15,7 +15,7 @@ LAYERS = (1, 2, 3, 4, 6, 8)
 
 def counts(acceptance: np.ndarray, rows: float) -> tuple[np.ndarray, np.ndarray]:
     """(accepted, seen) of as many rows in every bin."""
-    seen = np.full((len(LAYERS), len(DOUBT_BINS)), rows)
+    seen = np.full(acceptance.shape, rows)
     return acceptance * seen, seen
 
 
@@ -58,6 +58,23 @@ def test_a_few_rows_move_a_whole_layer_and_less_its_neighbours() -> None:
     assert np.all(moved[:, 5] > 0.03)  # what one layer shows says something of all
     assert moved[3, 5] == moved[:, 5].max() and moved[3, 2] > moved[0, 2]
     assert model.acceptance(accepted, seen)[3, 5] < before[3, 5] - 0.3
+
+
+def test_drafts_in_fewer_bits_have_a_line_of_their_own() -> None:
+    """Exits that are right one time in ten whatever their confidence say nothing about those of the whole model."""
+    odds = np.log(DOUBT_BINS.midpoints) - np.log(1 - np.clip(DOUBT_BINS.midpoints, 0.03, 0.9999))
+    truth = sigmoid(np.array([-2.2, -2.2, 3.5])[:, None] + np.array([0.0, 0.0, 1.2])[:, None] * odds)
+    nothing = {size: counts(np.zeros((size, len(DOUBT_BINS))), 0.0) for size in (1, 2, 3)}
+    model = AcceptanceModel((2, 4, -8), 16)
+    for _ in range(12):
+        model.fit(*counts(truth, 500.0))
+    assert model.acceptance(*nothing[3]) == pytest.approx(truth, abs=0.03)
+    other = AcceptanceModel((2, 4), 16)
+    other.restore(model.state(), (2, 4, -8))
+    assert other.acceptance(*nothing[2]) == pytest.approx(truth[:2], abs=0.03)
+    again = AcceptanceModel((2, 4, -8), 16)
+    again.restore(other.state(), (2, 4))
+    assert again.acceptance(*nothing[3])[2] == pytest.approx(AcceptanceModel((-8,), 16).acceptance(*nothing[1])[0])
 
 
 @settings(max_examples=60)

@@ -230,3 +230,31 @@ def test_a_saved_state_fits_with_and_without_weights_in_fewer_bits() -> None:
     assert sum(more.learner.table.seen[-8]) == 0
     with pytest.raises(ValueError, match="other exit layers"):
         AutoExit(num_layers=12).restore(saved)
+
+
+@pytest.mark.parametrize(("right", "rows", "wanted"), [(0.0, 8, True), (0.0, 6, False), (1.0, 8, False)])
+def test_weights_are_wanted_where_they_promise_more_than_exits(right: float, rows: int, wanted: bool) -> None:
+    """From a prompt's rows on, and not before. Until then all is decided as if there were no such offer."""
+    layers = [6, 8]
+    offered, bare = AutoExit(num_layers=24, layers=layers, offered_bits=(8,)), AutoExit(num_layers=24, layers=layers)
+    for policy in (offered, bare):
+        policy.observe_prompt(shadow(layers, [[right] * rows] * 2, [[0.5] * rows] * 2))
+    plan = offered.plan(CONTEXT)
+    assert (plan.bits == 8) == wanted
+    assert offered.observes.bits == ()
+    if not wanted:
+        without = bare.plan(CONTEXT)
+        assert plan == replace(without, acceptance=plan.acceptance)
+        assert offered.learner.rate == pytest.approx(bare.learner.rate, rel=1e-3)
+
+
+def test_weights_that_disappoint_are_not_drafted_with() -> None:
+    """The prior promises much; a text that rejects nearly all of it is believed."""
+    policy = AutoExit(num_layers=24, layers=[6, 8], bits=(8,))
+    policy.observe_prompt(shadow([6, 8], [[0] * 8] * 2, [[0.5] * 8] * 2))
+    assert policy.plan(CONTEXT).bits == 8
+    rounds = 0
+    while policy.plan(CONTEXT).bits is not None:
+        rounds += 1
+        policy.observe(replace(finished(3, 0, exit_layer=24, confidences=[0.6, 0.6, 0.6]), bits=8))
+    assert 2 < rounds < 30
