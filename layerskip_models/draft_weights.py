@@ -35,7 +35,7 @@ _making = threading.Lock()
 
 def draft_bytes(model: LayerSkipModel, bits: int) -> int:
     """About how many bytes `drafter` would take."""
-    head = model.hidden_size * model.vocab_size
+    head = model.hidden_size * -(-model.vocab_size // model.num_ranks)
     in_eight = EIGHT_BIT_LAYERS if bits == 4 else model.num_layers
     scales = 0.5 / 8  # of 4 bits: a scale of 16 bits for 32 weights
     layers = in_eight + (model.num_layers - in_eight) * (0.5 + scales)
@@ -46,8 +46,8 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
     """Why this model cannot draft in so many bits; None if it can."""
     if bits not in DRAFT_BITS:
         return f"drafts can be made in {' or '.join(map(str, DRAFT_BITS))} bits, not in {bits}"
-    if model.num_ranks > 1 or len(set(model.layer_devices)) > 1:
-        return "drafts in fewer bits need the whole model in one process, on one device"
+    if len(set(model.layer_devices)) > 1:
+        return "drafts in fewer bits need the whole model on one device, or divided over processes"
     try:
         check_layout(DRAFT_BITS[bits], torch.empty(0, dtype=model.dtype, device=model.device))
     except ValueError as error:
@@ -62,6 +62,8 @@ def why_no_drafter(model: LayerSkipModel, bits: int) -> str | None:
 
 def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
     """The model with its weights rounded to 8 or 4 bits, to draft with. It shares everything else with the model.
+
+    Of a model that is divided over processes each rounds its own part.
 
     A matrix at a time is in float32 while it is rounded. Raises ValueError where `why_no_drafter` says why.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -69,6 +69,9 @@ def resolve_kv_dtype(kv_dtype: str | torch.dtype, dtype: torch.dtype) -> torch.d
     if name == "bfloat16":
         return torch.bfloat16
     raise ValueError(f"kv_dtype must be auto ({own}, which this model computes in) or bfloat16, got {name!r}")
+
+
+Remake = Callable[[LayerBackend, OperatorLayers], tuple[LayerBackend, OperatorLayers]]
 
 
 class LayerSkipModel:
@@ -130,6 +133,7 @@ class LayerSkipModel:
         self.vocabulary: VocabularyBackend = WholeVocabulary(embedding, final_norm, dtype)
         self.vocab_size = self.vocabulary.size
         self.drafters: dict[int, LayerSkipModel] = {}
+        self._remake: Remake | None = None
         self._set_layers(layers)
 
     def _set_layers(self, layers: list[DecoderLayer]) -> None:
@@ -282,17 +286,20 @@ class LayerSkipModel:
         ranks: Ranks | None = None,
         layer_devices: Sequence[torch.device] | None = None,
         config: PreTrainedConfig | None = None,
+        remake: Remake | None = None,
     ) -> LayerSkipModel:
         """The same weights, run by another backend.
 
         operators: layers for `walk` instead of the model's own. ranks: the processes that hold the model together.
-        layer_devices: device of each layer. config: of the whole model, if this process holds a part.
+        layer_devices: device of each layer. config: of the whole model, if this process holds a part. remake: makes such a
+        backend and such operators of this model's own, after its matrices were replaced (`with_layers`).
         """
         other = copy.copy(self)
         other.backend, other.vocabulary, other.vocab_size, other.ranks = backend, vocabulary, vocabulary.size, ranks
         other.operators = self.operators if operators is None else operators
         other.layer_devices = self.layer_devices if layer_devices is None else tuple(layer_devices)
         other.config = self.config if config is None else config
+        other._remake = remake
         return other
 
     def with_layers(self, layers: Sequence[DecoderLayer], head: Linear) -> LayerSkipModel:
@@ -301,6 +308,8 @@ class LayerSkipModel:
         other._head = other._draft_head = head
         other.adapters, other.drafters = {}, {}
         other._set_layers([*layers])
+        if self._remake is not None:
+            other.backend, other.operators = self._remake(other.backend, other.operators)
         return other
 
     def with_adapters(self, adapters: Mapping[int, Adapter]) -> LayerSkipModel:

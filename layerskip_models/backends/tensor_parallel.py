@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip_models.backends.operators import OperatorLayers
 from layerskip_models.backends.protocol import Capture, LayerBackend, VocabularyBackend
 from layerskip_models.choices import Choices, Detail
 from layerskip_models.decoder_layer import DecoderLayer, Linear
@@ -205,12 +206,16 @@ def tensor_parallel(part: LayerSkipModel, plan: ShardPlan, ranks: Ranks) -> Laye
     num_heads and num_kv_heads stay those of the part, so a KV cache is as large as the part; vocab_size and config become
     those of the whole model.
     """
-    operators = part.operators.with_layers([_summed(layer, plan, ranks) for layer in part.operators.layers])
-    backend: LayerBackend = operators
-    if isinstance(part.backend, NativeLayers) and not plan.joint_norms:
-        backend = TensorParallelLayers(part.backend, ranks)
+
+    def divided(backend: LayerBackend, operators: OperatorLayers) -> tuple[LayerBackend, OperatorLayers]:
+        summed = operators.with_layers([_summed(layer, plan, ranks) for layer in operators.layers])
+        if isinstance(backend, NativeLayers) and not plan.joint_norms:
+            return TensorParallelLayers(backend, ranks), summed
+        return summed, summed
+
+    backend, operators = divided(part.backend, part.operators)
     vocabulary = ShardedVocabulary(part.vocabulary, plan, ranks, part.device)
-    return part.with_backend(backend, vocabulary, operators=operators, ranks=ranks, config=plan.config)
+    return part.with_backend(backend, vocabulary, operators=operators, ranks=ranks, config=plan.config, remake=divided)
 
 
 def _summed(layer: DecoderLayer, plan: ShardPlan, ranks: Ranks) -> DecoderLayer:

@@ -143,6 +143,29 @@ def test_float32_takes_the_argmax_or_a_near_tie(folder: Path) -> None:
         assert float(behind.max()) < NEAR_TIE
 
 
+def _rounded_drafts(path: Path) -> list[tuple[list[int], int, int]]:
+    """Texts that draft in fewer bits, alone and in company; and how much was drafted and accepted."""
+    generator = SelfSpecGenerator(load_shard(path, dtype="float32", device="cpu"), prefix_cache=0)
+    found = []
+    for policy in ("ar", "bits:8-3", "bits:4-4", "bits:8-4,layer=2", "copy:3+bits:4-2"):
+        alone = [generator.generate(prompt, max_new_tokens=NEW, policy=policy) for prompt in PROMPTS]
+        for result in [*alone, *generator.generate_batch(PROMPTS, max_new_tokens=NEW, policy=policy)]:
+            found.append((result.new_tokens, result.stats.num_drafted, result.stats.num_accepted))
+    return found
+
+
+def test_drafts_in_fewer_bits_change_nothing(folder: Path) -> None:
+    """Each process rounds its own part of the weights."""
+    found = results_of(2, _rounded_drafts, folder)
+    assert found[0] == found[1]
+    per_policy = 2 * len(PROMPTS)
+    plain = [text for text, *_ in found[0][:per_policy]]
+    for index, (text, *_) in enumerate(found[0]):
+        assert text == plain[index % per_policy]
+    drafted, accepted = (sum(one[at] for one in found[0]) for at in (1, 2))
+    assert 0.3 * drafted < accepted < drafted
+
+
 def _captured(path: Path) -> list[tuple[list[int], str]]:
     """Rounds replayed from what was noted, sums among it."""
     generator = SelfSpecGenerator(load_shard(path, dtype="float64", device="cpu"), runner="captured")
