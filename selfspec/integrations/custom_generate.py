@@ -35,6 +35,7 @@ from layerskip_models.transformers_names import CACHE_NAMES
 from policies import Policy
 from selfspec.engine.batch_slot import BoundRequest
 from selfspec.engine.call import run_calls
+from selfspec.engine.draft_choice import DraftWeights, check_draft_weights
 from selfspec.engine.request import Request, encode_prompt, refuse_fields, refuse_processors
 from selfspec.engine.results import GenerationResult
 from selfspec.engine.stats import GenerationStats
@@ -65,6 +66,7 @@ def custom_generate(
     num_speculations: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: BaseStreamer | None = None,
+    draft_weights: DraftWeights = "auto",
 ) -> CustomGenerate:
     """What `model.generate(..., custom_generate=...)` takes, to decode with selfspec.
 
@@ -72,10 +74,15 @@ def custom_generate(
         may name its own.
     tokenizer: for stop strings, since transformers does not pass its own `tokenizer` argument on.
     streamer: for every call; the `streamer` argument of `model.generate` works as well.
+    draft_weights: a copy of the weights in fewer bits to draft with, as in `SelfSpecGenerator`. Loops with different choices
+        hold copies of their own.
     """
-    return CustomGenerate(
-        {"policy": policy, "exit_layer": exit_layer, "num_speculations": num_speculations}, tokenizer, streamer
-    )
+    speculation: SpeculationOptions = {
+        "policy": policy,
+        "exit_layer": exit_layer,
+        "num_speculations": num_speculations,
+    }
+    return CustomGenerate(speculation, tokenizer, streamer, check_draft_weights(draft_weights))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -85,6 +92,7 @@ class CustomGenerate:
     speculation: SpeculationOptions
     tokenizer: PreTrainedTokenizerBase | None
     streamer: BaseStreamer | None
+    draft_weights: DraftWeights = "auto"
 
     # transformers passes on the arguments of `generate` that it does not know and that this signature names. What it
     # prepares itself, such as attention_mask, must not be named here.
@@ -133,7 +141,7 @@ class CustomGenerate:
                 )
             do_sample, length = bool(generation_config.do_sample), input_ids.shape[1]
             requests, together = _requests(model, rows, length, logits_processor, criteria, do_sample)
-            results = _run(generator_of(model).check_prepared(requests, **speculation), streamer)
+            results = _run(generator_of(model, self.draft_weights).check_prepared(requests, **speculation), streamer)
         finally:
             if streamer is not None:
                 streamer.end()

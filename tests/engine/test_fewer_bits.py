@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from layerskip_models import LayerSkipModel, from_transformers
 from layerskip_models.draft_weights import draft_bytes, drafter, drafter_of, why_no_drafter
+from layerskip_models.families import FAMILIES
 from layerskip_models.kernels.check import native_works
 from layerskip_models.kernels.native_linear import NativeInt8Linear
 from policies import MeasuredCost
@@ -23,6 +25,7 @@ from selfspec.analysis.inspection import inspect_model, inspection_lines
 from selfspec.engine import draft_choice, policy_store
 from selfspec.engine.draft import make_drafts
 from selfspec.engine.runners.runner import Runner, SequenceRound
+from test_families import reference
 from tiny_llama import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not native_works(torch.device("cpu"), torch.float32), reason="no native kernels here")
@@ -292,3 +295,16 @@ def test_a_verdict_counts_them() -> None:
     slow = replace(inspection, comparison=replace(inspection.comparison, speedup=0.9))
     assert "bits:8-4 runs 1.70 times" in replace(slow, rounded=(fast,)).verdict()
     assert "bits" not in replace(slow, rounded=()).verdict()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_with_its_windows(kind: str) -> None:
+    generator = SelfSpecGenerator(
+        from_transformers(deepcopy(reference(kind, 0)).float(), layout="native"), prefix_cache=0
+    )
+    prompt = [3, 5, 7, 3, 5, 1, 2, 4, 6]
+    plain = generator.generate(prompt, max_new_tokens=LENGTH, policy="ar", eos_token_id=[]).new_tokens
+    for policy in ("bits:8-3", "bits:4-3,layer=1", "copy:2+bits:8-2"):
+        result = generator.generate(prompt, max_new_tokens=LENGTH, policy=policy, eos_token_id=[])
+        assert result.new_tokens == plain
+        assert result.stats.num_drafted > 0

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import selfspec
+from batched_runs import needs_native
 from layerskip_models.transformers_names import with_cache
 from policies import Policy
 from scripted_policies import EVERY_POLICY, named_policy
@@ -466,3 +467,22 @@ def test_a_users_length_criterion_takes_the_place_of_the_prepared_one(llama64: L
 
     for limit in (2, 4, 9):
         assert torch.equal(run(limit, custom_generate=selfspec.custom_generate("ls:2-3")), run(limit))
+
+
+@needs_native
+def test_drafts_in_fewer_bits_follow_the_weights() -> None:
+    """Whatever the drafts are made with, transformers' own text; after a change of the weights, too."""
+    model = tiny_llama(num_layers=4, hidden_size=64, intermediate_size=128, late_scale=0.5, seed=3)
+    ours = selfspec.custom_generate("bits:8-3", draft_weights="int8")
+    arguments = {**inputs([5, 1, 7], [9]), "max_new_tokens": 12}
+    for seed in (4, 5):
+        out = model.generate(**arguments, return_dict_in_generate=True, custom_generate=ours)
+        assert torch.equal(out.sequences, model.generate(**arguments))
+        assert all(0.5 * stats.num_drafted < stats.num_accepted for stats in out.stats)
+        other = tiny_llama(num_layers=4, hidden_size=64, intermediate_size=128, late_scale=0.5, seed=seed)
+        model.load_state_dict(other.state_dict())
+    none = selfspec.custom_generate("bits:8-3", draft_weights="none")
+    with pytest.raises(ValueError, match="draft_weights is 'none'"):
+        model.generate(**arguments, custom_generate=none)
+    with pytest.raises(ValueError, match="draft_weights must be one of"):
+        selfspec.custom_generate(draft_weights="int3")  # type: ignore[arg-type]
