@@ -48,7 +48,7 @@ def _switch(text: str) -> bool:
 _CONVERT: dict[str, Convert] = {
     **dict.fromkeys(("cost", "length", "on_stop", "state", "prompt", "bins", "criterion", "scope"), str),
     **dict.fromkeys(("omega", "decay", "start", "target", "step", "threshold", "tau", "t", "rho"), float),
-    **dict.fromkeys(("no_speculation", "copy", "shadow"), _switch),
+    **dict.fromkeys(("no_speculation", "copy", "bits", "shadow"), _switch),
     **dict.fromkeys(
         ("min", "d_max", "max_length", "prompt_rows", "learn_every", "learn_first", "exit_layer", "layer", "b"),
         _integer,
@@ -112,7 +112,7 @@ EXITS = {
         "exit layer and length by tokens per cost",
         "auto:cost=layers",
         AutoExit.from_args,
-        "cost layers d_max decay prompt_rows learn_every learn_first copy",
+        "cost layers d_max decay prompt_rows learn_every learn_first copy bits",
         own_stopping=AutoExit.own_stopping,
     ),
 }

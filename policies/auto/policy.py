@@ -57,6 +57,8 @@ class AutoExit(DelegatingPolicy):
     """
 
     learner: AutoLearner
+    takes_bits = True
+    """Whether it is to be told of weights in fewer bits that are made, or can be made, after it."""
 
     def __init__(
         self,
@@ -106,21 +108,29 @@ class AutoExit(DelegatingPolicy):
 
     @classmethod
     def from_args(
-        cls, setup: Setup, *, cost: str = "measured", d_max: int = TUNING.max_speculations, **options: Any
+        cls,
+        setup: Setup,
+        *,
+        cost: str = "measured",
+        d_max: int = TUNING.max_speculations,
+        bits: bool = True,
+        **options: Any,
     ) -> AutoExit:
         """Built from its name's ARGS (`policies.names`)."""
         found = setup.cost(cost)
         # A pre-verifier's passes are part of the cost, but are no part of the seconds that rounds are compared by.
         repair = cost == "measured" and not found.block and not found.fixed
-        return cls(
+        made = cls(
             num_layers=setup.num_layers,
             cost=found,
             max_speculations=d_max,
             repair=repair,
-            bits=setup.draft_bits,
-            offered_bits=setup.offered_bits,
+            bits=setup.draft_bits if bits else (),
+            offered_bits=setup.offered_bits if bits else (),
             **options,
         )
+        made.takes_bits = bits
+        return made
 
     def own_stopping(self) -> AutoStopping:
         """The stopping policy that ends its drafts."""

@@ -96,7 +96,7 @@ class PolicyStore:
         model = bound.model
         policy = self.find(key, partial(make_policy, bound, name))
         chooser = policy.exit
-        if not isinstance(chooser, AutoExit) or bound.pool.kind == "captured":
+        if not isinstance(chooser, AutoExit) or not chooser.takes_bits or bound.pool.kind == "captured":
             return policy
         offered = bits_on_offer(model, bound.draft_weights, bound.pool.kind)
         if (tuple(sorted(model.drafters)), offered) == (chooser.observes.bits, chooser.offered_bits):
