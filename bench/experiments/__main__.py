@@ -17,6 +17,7 @@ from bench.experiments.copying.copying_gain_command import copying_gain
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
+from bench.experiments.fewer_bits.fine_tune_command import fine_tune
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
@@ -49,6 +50,7 @@ app.command()(copying_gain)
 app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(judge_exits)
+app.command()(fine_tune)
 app.command()(leaves)
 app.command()(copy_index)
 app.command()(attention)

@@ -12,6 +12,7 @@ from bench.experiments.copying.copying_tables import copying_headline, copying_t
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
@@ -77,6 +78,12 @@ STUDIES: dict[str, RecordKind] = {
             "judged_supposed": "At a given agreement",
             "judged_speed": "Speed",
         },
+    ),
+    "fine-tune": RecordKind(
+        tables=fine_tune_tables,
+        headline=fine_tune_headline,
+        headings={"fine_tune": "Drafts after a fine-tune"},
+        trains=True,
     ),
     "exit-losses": RecordKind(
         tables=exit_loss_tables,
