@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +51,8 @@ def fine_tune(
         )
         configuration = {
             "model": model_name(model),
+            "weights_digest": None,
+            "prompts_digest": sha256(json.dumps(questions).encode()).hexdigest()[:12],
             "text": text.name,
             "questions": len(questions),
             "steps": steps,
