@@ -18,6 +18,7 @@ from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
 from bench.experiments.fewer_bits.fine_tune_command import fine_tune
+from bench.experiments.fewer_bits.rounding_command import compare_roundings
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
@@ -51,6 +52,7 @@ app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(judge_exits)
 app.command()(fine_tune)
+app.command(name="roundings")(compare_roundings)
 app.command()(leaves)
 app.command()(copy_index)
 app.command()(attention)

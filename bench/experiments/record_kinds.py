@@ -13,6 +13,7 @@ from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headl
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
 from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
+from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
@@ -78,6 +79,9 @@ STUDIES: dict[str, RecordKind] = {
             "judged_supposed": "At a given agreement",
             "judged_speed": "Speed",
         },
+    ),
+    "roundings": RecordKind(
+        tables=rounding_tables, headline=rounding_headline, headings={"roundings": "Other ways to round"}
     ),
     "fine-tune": RecordKind(
         tables=fine_tune_tables,

@@ -18,6 +18,7 @@ from bench.record import RecordWriter
 from layerskip_models.training.examples import read_examples
 from selfspec import SelfSpecGenerator
 from selfspec.cli.arguments import one_line_errors
+from selfspec.messages import OWN_TEMPLATE, conversation_ids
 
 
 def fine_tune(
@@ -40,7 +41,8 @@ def fine_tune(
         ids = [token for one in read_examples(text, ()) if one.text for token in tokenizer(one.text)["input_ids"]]
         if len(ids) < steps * length:
             raise ValueError(f"{text} has {len(ids):,} tokens, and {steps} steps of {length} need {steps * length:,}")
-        questions = [one.messages for one in read_examples(chats, ()) if one.messages][:num_samples]
+        asked = [one.messages for one in read_examples(chats, ()) if one.messages][:num_samples]
+        questions = [conversation_ids(one, tokenizer, OWN_TEMPLATE, ask=True) for one in asked]
         tuning = FineTuning(
             network=network,
             generator=SelfSpecGenerator(network, tokenizer, prefix_cache=0),

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from layerskip_models.draft_weights import drafter_of
 from selfspec import SelfSpecGenerator
-from selfspec.messages import Messages
 
 DRAFTS = {8: 4, 4: 3}
 """Drafts a round by bits."""
@@ -22,13 +21,13 @@ DRAFTS = {8: 4, 4: 3}
 class FineTuning:
     """A transformers model, what it is trained on, and questions whose answers are drafted.
 
-    generator: of the model. rows: int64 [n, length], a step each, in this order. questions: each as a chat's messages.
+    generator: of the model. rows: int64 [n, length], a step each, in this order. questions: each as its tokens.
     """
 
     network: PreTrainedModel
     generator: SelfSpecGenerator
     rows: Tensor
-    questions: Sequence[Messages]
+    questions: Sequence[list[int]]
     max_new_tokens: int
     learning_rate: float
 
@@ -53,7 +52,7 @@ class FineTuning:
             drafted = accepted = 0
             for question in self.questions:
                 stats = self.generator.generate(
-                    messages=question, max_new_tokens=self.max_new_tokens, policy=f"bits:{bits}-{number}"
+                    question, max_new_tokens=self.max_new_tokens, policy=f"bits:{bits}-{number}"
                 ).stats
                 drafted, accepted = drafted + stats.num_drafted, accepted + stats.num_accepted
                 advance("answers")
