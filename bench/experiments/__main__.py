@@ -17,6 +17,7 @@ from bench.experiments.copying.copying_gain_command import copying_gain
 from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
+from bench.experiments.fewer_bits.copy_command import draft_copies
 from bench.experiments.fewer_bits.fine_tune_command import fine_tune
 from bench.experiments.fewer_bits.rounding_command import compare_roundings
 from bench.experiments.leaves.leaves_command import leaves
@@ -51,6 +52,7 @@ app.command()(copying_gain)
 app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(judge_exits)
+app.command()(draft_copies)
 app.command()(fine_tune)
 app.command(name="roundings")(compare_roundings)
 app.command()(leaves)

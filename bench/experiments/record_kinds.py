@@ -12,6 +12,7 @@ from bench.experiments.copying.copying_tables import copying_headline, copying_t
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.experiments.fewer_bits.copy_tables import copy_headline, copy_tables
 from bench.experiments.fewer_bits.fine_tune_tables import fine_tune_headline, fine_tune_tables
 from bench.experiments.fewer_bits.rounding_tables import rounding_headline, rounding_tables
 from bench.experiments.readings.reading_tables import reading_tables
@@ -82,6 +83,9 @@ STUDIES: dict[str, RecordKind] = {
     ),
     "roundings": RecordKind(
         tables=rounding_tables, headline=rounding_headline, headings={"roundings": "Other ways to round"}
+    ),
+    "draft-copies": RecordKind(
+        tables=copy_tables, headline=copy_headline, headings={"draft_copies": "Memory of copies in fewer bits"}
     ),
     "fine-tune": RecordKind(
         tables=fine_tune_tables,
