@@ -20,6 +20,7 @@ from bench.experiments.exit_losses.exit_losses_command import exit_losses
 from bench.experiments.fewer_bits.copy_command import draft_copies
 from bench.experiments.fewer_bits.fine_tune_command import fine_tune
 from bench.experiments.fewer_bits.rounding_command import compare_roundings
+from bench.experiments.fewer_bits.weight_only_command import weight_only
 from bench.experiments.leaves.leaves_command import leaves
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
@@ -55,6 +56,7 @@ app.command()(judge_exits)
 app.command()(draft_copies)
 app.command()(fine_tune)
 app.command(name="roundings")(compare_roundings)
+app.command()(weight_only)
 app.command()(leaves)
 app.command()(copy_index)
 app.command()(attention)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from batched_runs import needs_native
 from bench.experiments.__main__ import app
+from bench.experiments.fewer_bits import weight_only_command
 from bench.experiments.fewer_bits.fine_tuning import FineTuning
 from bench.experiments.fewer_bits.roundings import Inputs, roundings, to_four_bits, with_feedback, with_scaled_inputs
 from bench.record import matching, read_record
@@ -86,3 +87,23 @@ def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     lines = read_record(tmp_path / "record.jsonl")
     assert [line["tokens"] for line in matching(lines, "rounding")] == [8] * 8
     assert "error feedback (GPTQ)" in shown.output
+
+
+def test_products_with_weights_in_fewer_bits_are_timed_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_only_command, "SIZES", ((32, 64),))
+    shown = CliRunner().invoke(app, ["weight-only", "--device", "cpu", "--rows", "1", "--rows", "3", "--repeats", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert [line.split()[0] for line in shown.output.splitlines() if line.strip()[:1].isdigit()] == ["1", "3"]
+
+
+@needs_native
+def test_the_memory_of_copies_is_compared_with_what_is_announced(tmp_path: Path) -> None:
+    record = tmp_path / "copies.jsonl"
+    shown = CliRunner().invoke(
+        app, ["draft-copies", "synthetic:small", "--dtype", "bfloat16", "--repeats", "1", "--output", str(record)]
+    )
+    assert shown.exit_code == 0, shown.output
+    found = matching(read_record(record), "copy")
+    assert [line["bits"] for line in found] == [8, 4]
+    assert all(0 < line["held"] <= line["most"] < 2 * line["announced"] for line in found)
+    assert found[1]["announced"] < found[0]["announced"] < found[0]["weight_bytes"]
