@@ -11,19 +11,21 @@ import threading
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from layerskip_models.compact_linear import Int4Linear
 from layerskip_models.decoder_layer import DecoderLayer, Linear
+from layerskip_models.four_bit_rounding import fits_four_bits, round_to_four_bits
 from layerskip_models.kernels.native_four_bits import NativeInt4Linear
 from layerskip_models.kernels.native_linear import NativeInt8Linear, NativeLinear
 from layerskip_models.linear import (
     EIGHT_BIT_LAYERS,
+    GROUP,
     LAYOUTS,
     Layout,
     PlainLinear,
     check_layout,
     eight_bit_layout,
+    four_bit_linear,
     keeps_eight_bits,
 )
 from layerskip_models.model import LayerSkipModel
@@ -65,7 +67,7 @@ def drafter(model: LayerSkipModel, bits: int) -> LayerSkipModel:
 
     Of a model that is divided over processes each rounds its own part.
 
-    A matrix at a time is in float32 while it is rounded. Raises ValueError where `why_no_drafter` says why.
+    Some rows of a matrix at a time are in float32 while they are rounded. Raises ValueError where `why_no_drafter` says why.
     """
     reason = why_no_drafter(model, bits)
     if reason is not None:
@@ -109,14 +111,14 @@ def _rounded_linear(linear: Linear, layout: Layout, layer: int | None) -> Linear
     in_four = layout == "int4" and not keeps_eight_bits(layer)
     if _bits_of(linear) <= (4 if in_four else 8):
         return linear
-    weight, bias = _weight_of(linear)
-    return LAYOUTS[layout if in_four else eight_bit_layout(weight)](weight, bias)
-
-
-def _weight_of(linear: Linear) -> tuple[Tensor, Tensor | None]:
-    """In float32, [out, in], and the bias."""
-    if isinstance(linear, (NativeLinear, PlainLinear)):
-        return linear.weight.float(), linear.bias
+    if isinstance(linear, NativeLinear):  # a few of its rows at a time are in float32
+        weight = linear.stored
+        if in_four and fits_four_bits(weight.shape[1]):
+            return four_bit_linear(round_to_four_bits(weight, group=GROUP, symmetric=True), linear.bias)
+        return NativeInt8Linear(weight, linear.bias)
+    if isinstance(linear, PlainLinear):
+        full = linear.weight.float()
+        return LAYOUTS[layout if in_four else eight_bit_layout(full)](full, linear.bias)
     raise ValueError(
         "drafts in fewer bits need weights that can be read back: load the model with layout='plain', or build the kernels"
     )
