@@ -18,6 +18,7 @@ from bench.experiments.exit_adapters.exit_adapters_command import exit_adapters
 from bench.experiments.exit_adapters.judge_command import judge_exits
 from bench.experiments.exit_losses.exit_losses_command import exit_losses
 from bench.experiments.leaves.leaves_command import leaves
+from bench.experiments.loading.loading_command import loading
 from bench.experiments.ranks.ranks_command import ranks
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.experiments.readings.readings import SEGMENT
@@ -50,6 +51,7 @@ app.command()(exit_losses)
 app.command()(exit_adapters)
 app.command()(judge_exits)
 app.command()(leaves)
+app.command()(loading)
 app.command()(copy_index)
 app.command()(attention)
 app.command()(busy)

@@ -12,6 +12,7 @@ from bench.experiments.copying.copying_tables import copying_headline, copying_t
 from bench.experiments.exit_adapters.exit_tables import exit_tables, exits_headline
 from bench.experiments.exit_adapters.judge_tables import judged_headline, judged_tables
 from bench.experiments.exit_losses.exit_loss_tables import exit_loss_headline, exit_loss_tables
+from bench.experiments.loading.loading_tables import loading_headline, loading_tables
 from bench.experiments.readings.reading_tables import reading_tables
 from bench.record import Line
 from bench.report.record_kinds import KINDS, RecordKind
@@ -53,6 +54,7 @@ STUDIES: dict[str, RecordKind] = {
     "busy": RecordKind(
         tables=busy_tables, headline=busy_headline, figures=_busy_figures, headings={"cost": "Processor time"}
     ),
+    "loading": RecordKind(tables=loading_tables, headline=loading_headline, headings={"loading": "Loading"}),
     "copying-gain": RecordKind(
         tables=copying_tables,
         headline=copying_headline,
