@@ -100,7 +100,8 @@ class StoredWeights(ABC):
 class SafetensorsWeights(StoredWeights):
     """`StoredWeights` of a checkpoint in floats, or of one that GPTQ or compressed-tensors quantised.
 
-    where: the file of every tensor; files are opened once and mapped, not read. shapes: of the model's parameters.
+    where: the file of every tensor; files are opened once. Whole tensors are read, parts of them come from the mapped file.
+    shapes: of the model's parameters.
     scheme_of: what is said of each quantised module; None for a checkpoint in floats.
     Raises ValueError for floats of another shape or type, and for tensors of a quantised checkpoint that nothing reads.
     """
