@@ -8,6 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 _AHEAD = 64 << 20  # bytes that are asked for before they are wanted: enough to keep a disk busy between two matrices
 
 
@@ -37,14 +39,24 @@ class ReadFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
 
+    def forget(self, begin: int, size: int) -> None:
+        """Have the system keep nothing of this part in memory."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         self._file.close()
 
 
 class ReadAhead:
-    """Parts of files in the order in which they will be read. Each byte is asked for once, a while before."""
+    """Parts of files in the order in which they will be read. Each byte is asked for once, a while before.
+
+    What was read stays in the system's memory for another start, unless there is no room for the files beside the model. Then
+    it would only push out other things, and itself: it is forgotten at once.
+    """
 
     def __init__(self) -> None:
+        self._room = int(psutil.virtual_memory().available)
         self._parts: list[tuple[ReadFile, int, int]] = []  # file, place, size
         self._starts: list[int] = []  # how many bytes come before each part
         self._turns: dict[tuple[Path, int], int] = {}
@@ -58,6 +70,11 @@ class ReadAhead:
             self._parts.append((file, begin, size))
             self._starts.append(self._total)
             self._total += size
+
+    def passed(self, file: ReadFile, begin: int, size: int) -> None:
+        """Say that this part was read and is not wanted again."""
+        if self._room < 2 * self._total:
+            file.forget(begin, size)
 
     def reached(self, file: ReadFile, begin: int, offset: int) -> None:
         """Say that somebody reads `offset` bytes into the part that begins there. Unexpected parts are no harm."""

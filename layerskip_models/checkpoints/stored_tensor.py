@@ -154,6 +154,8 @@ class StoredTensor:
                 piece = range(first, min(first + step, share.stop))
                 self.reader.ahead.reached(self.file, self.begin, piece.start * self.row_bytes)
                 finite &= work(piece, None if places is None else places[piece.start : piece.stop])
+            place, size = self.begin + share.start * self.row_bytes, len(share) * self.row_bytes
+            self.reader.ahead.passed(self.file, place, size)
             return finite
 
         rows = step * max(_SHARE // _PIECE, 1)

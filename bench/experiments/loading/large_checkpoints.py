@@ -139,29 +139,16 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def loaded(path: Path, dtype: str = "auto", touched: int = 0) -> dict[str, Any]:
-    """Load a checkpoint in a process of its own: seconds, bytes of the model, peak of the resident memory, layers shown.
-
-    touched: bytes of memory that are taken and given back just before (`touch_memory`).
-    """
-    command = [sys.executable, str(Path(__file__)), str(path), dtype, str(touched)]
+def loaded(path: Path, dtype: str = "auto") -> dict[str, Any]:
+    """Load a checkpoint in a process of its own: seconds, bytes of the model, peak of the resident memory, layers shown."""
+    command = [sys.executable, str(Path(__file__)), str(path), dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def touch_memory(size: int) -> None:
-    """Have a process take so much memory, write to it and end.
-
-    A virtual machine may have given the memory that nobody used for some seconds back to its host. To get it again takes
-    longer than to read as much from a disk, and has nothing to do with loading.
-    """
-    program = f"import mmap; m = mmap.mmap(-1, {size}); m.madvise(14)\nfor i in range(0, {size}, 4096): m[i] = 1"
-    subprocess.run([sys.executable, "-S", "-c", program], check=True)
-
-
-def _load(path: str, dtype: str, touched: int) -> None:
+def _load(path: str, dtype: str) -> None:
     import gguf  # noqa: F401 (imports are not part of loading)
     import torch
     from transformers import GenerationConfig, LlamaConfig  # noqa: F401
@@ -171,8 +158,6 @@ def _load(path: str, dtype: str, touched: int) -> None:
     from layerskip_models.kernels.check import native_works
 
     native_works(torch.device("cpu"), torch.float32)
-    if touched:
-        touch_memory(touched)
     base = _resident("VmHWM")
     shown: list[int] = []
     start = time.perf_counter()
@@ -191,4 +176,4 @@ def _resident(what: str) -> int:
 
 
 if __name__ == "__main__":
-    _load(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _load(sys.argv[1], sys.argv[2])

@@ -17,7 +17,6 @@ from bench.experiments.loading.large_checkpoints import (
     forget,
     loaded,
     read_speed,
-    touch_memory,
     write_gguf,
     write_safetensors,
 )
@@ -59,13 +58,12 @@ def loading(
 
 
 def _measured(path: Path) -> Line:
-    """One load and the reads beside it, each with memory that the system has at hand and a file that it has forgotten."""
+    """One load and the reads beside it, each of a file that the system has forgotten."""
     size = path.stat().st_size
     found: Line = {"bytes": size}
     for readers in (1, 2):
-        touch_memory(size)
         found[f"read_by_{readers}"] = read_speed(path, readers=readers)
     forget(path)
-    load = loaded(path if path.suffix == ".gguf" else path.parent, touched=size + size // 4)
+    load = loaded(path if path.suffix == ".gguf" else path.parent)
     del load["layers_shown"]
     return {**found, **load}
